@@ -54,7 +54,7 @@ def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in CORE]
     if unknown:
         names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "autoscaling"])
-        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {names_known} and paper")
+        sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:

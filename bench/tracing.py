@@ -80,7 +80,7 @@ def main(arguments: list[str], prog_name: str) -> None:
 
 @click.command()
 def _command() -> None:
-    """Measure the cost of spans: process requests in the router with and without tracing, and print the ratios."""
+    """Compare the router's processing time with and without trace spans, and print the ratios."""
     limits = Limits()
     metrics = Metrics(version="0", replica_id="bench")
     tracing = Tracing(Nowhere(), replica_id="bench", version="0")

@@ -56,7 +56,7 @@ QUICK = Extent(
 @click.command()
 @click.option("--quick", is_flag=True, help="Measure a small part of every section, in less than a minute.")
 def main(quick: bool) -> None:
-    """Measure the dispatch window in virtual time, and print the tables."""
+    """Measure the effect of the dispatch window in virtual time, and print the tables."""
     for workload in workloads():
         extent = QUICK if quick else FULL[workload]
         _windows(workload, extent)

@@ -301,10 +301,12 @@ def draw(found: Sequence[Sentence], places: Sequence[str], count: int, seed: int
 def main() -> None:
     """Print a draw, one sentence per line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="another seed draws other sentences")
-    parser.add_argument("--count", type=int, default=40, help="number of sentences (default 40)")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the random draw")
+    parser.add_argument("--count", type=int, default=40, help="number of sentences to draw (default 40)")
     parser.add_argument("--from", dest="places", default=",".join(PLACES), help=f"places: {', '.join(PLACES)}")
-    parser.add_argument("--list", action="store_true", help="print the number of sentences of each place instead")
+    parser.add_argument(
+        "--list", action="store_true", help="print the number of sentences in each place, without a draw"
+    )
     options = parser.parse_args()
     places = options.places.split(",")
     if unknown := sorted(set(places) - set(PLACES)):

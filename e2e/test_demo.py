@@ -119,7 +119,7 @@ def test_demo_serve_runs_until_a_signal(tmp_path, number):
     assert demo.returncode == 0, progress
     assert requests.startswith("requests:  http://127.0.0.1:")
     assert end == "Ctrl-C ends it.\n"
-    assert progress.endswith("ended; nothing is left running.\n")
+    assert progress.endswith("demo stopped; all its processes have ended.\n")
     assert len(children) >= 4
     assert all(wait_until_gone(pid) for pid in children)
     assert not (tmp_path / "demo.json").exists(), "a serving demo writes no comparison"

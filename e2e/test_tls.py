@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
 TAKEN_UP = "Loaded changed certificate files"
-REFUSED = "Keeping last valid certificates"
+REFUSED = "Rejected certificate files, keeping the last valid certificates"
 DECISION = "x-dualmap-decision"
 
 modes = pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.FULL_DUPLEX], ids=lambda mode: mode.value)

@@ -113,11 +113,15 @@ def _help() -> str:
 @click.command(epilog=_help())
 @click.argument("names", metavar="[TARGET]...", type=click.Choice(list(TARGETS)), nargs=-1)
 @click.option(
-    "--seconds", type=click.IntRange(1, 86_400), default=30, show_default=True, help="Seconds to fuzz each target."
+    "--seconds",
+    type=click.IntRange(1, 86_400),
+    default=30,
+    show_default=True,
+    help="Duration of the fuzzing of each target, in seconds.",
 )
 @click.option("--runs", type=click.IntRange(0), default=0, help="Stop each target after this number of executions.")
 @click.option(
-    "--seed", type=click.IntRange(1, 2**31 - 1), help="Random seed, to repeat an earlier run. Default: a new one."
+    "--seed", type=click.IntRange(1, 2**31 - 1), help="Random seed, to repeat an earlier run. Default: a new seed."
 )
 @click.option(
     "--work",
@@ -126,25 +130,26 @@ def _help() -> str:
     show_default=True,
     help="Folder for new inputs and crashes.",
 )
-@click.option("--random", is_flag=True, help="Mutate inputs at random, even where atheris is installed.")
+@click.option("--random", is_flag=True, help="Mutate inputs at random, even if atheris is installed.")
 @click.option(
     "--minimise",
     "shrink",
     is_flag=True,
-    help="Do not fuzz; add the inputs of earlier runs that reach new code to the corpus.",
+    help="Do not fuzz. Add inputs of earlier runs to the corpus if the inputs cover new code.",
 )
 def main(
     names: tuple[str, ...], seconds: int, runs: int, seed: int | None, work: Path, random: bool, shrink: bool
 ) -> None:
-    """Feed malformed input to the router's parsers and check their invariants.
+    """Fuzz the router's parsers with malformed input, and check the parsers' invariants.
 
-    Each TARGET (default: all) starts from fuzz/corpus/TARGET and the inputs of earlier runs. New inputs go to
-    build/fuzz/corpus/TARGET, crashes to build/fuzz/crashes/TARGET. Exits with 1 if any target crashed.
+    Each TARGET (default: all) starts from fuzz/corpus/TARGET and the inputs of earlier runs. The command writes new
+    inputs to build/fuzz/corpus/TARGET and crashes to build/fuzz/crashes/TARGET. The exit status is 1 if any target
+    crashed.
 
     \b
-    python -m fuzz --seconds 60 body     fuzz one target for a minute
-    python -m fuzz --minimise            keep the inputs that reach new code
-    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    repeat one input
+    python -m fuzz --seconds 60 body     # fuzz one target for a minute
+    python -m fuzz --minimise            # add inputs that cover new code to the corpus
+    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    # repeat one input
     """
     chosen = names or tuple(TARGETS)
     if shrink:
@@ -153,7 +158,7 @@ def main(
             click.echo(f"{name:<12} {kept} of {of} inputs kept, {size} bytes")
         return
     if not random and not engine.guided():
-        click.echo("atheris is not installed (it has no wheel for every platform): mutating inputs at random", err=True)
+        click.echo("atheris is not installed; mutating inputs at random instead", err=True)
         random = True
     seed = seed or SystemRandom().randint(1, 2**31 - 1)
     done = []

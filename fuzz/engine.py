@@ -125,7 +125,10 @@ def _vary_bytes(data: bytes, random: Random) -> bytes:
 @click.option("--crashes", type=click.Path(path_type=Path), required=True)
 @click.option("--random", is_flag=True)
 def main(name: str, folders: tuple[Path, ...], seconds: int, runs: int, seed: int, crashes: Path, random: bool) -> None:
-    """Fuzz the target NAME from the corpora FOLDERS; atheris adds to the first of them. For fuzz.__main__ to call."""
+    """Fuzz the target NAME from the inputs in FOLDERS, and write new inputs to the first folder.
+
+    fuzz.__main__ runs this command.
+    """
     run = _run_random if random else _run_guided
     run(name, seconds=seconds, runs=runs, seed=seed, folders=folders, crashes=crashes)
 

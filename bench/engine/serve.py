@@ -79,7 +79,7 @@ async def _run(python: Path, script: Path, folder: Path, *, log: Path) -> None:
             str(python), str(script), str(folder), env=_environment(), stdout=output, stderr=output
         )
         if await made.wait():
-            raise ServeError(f"{python} could not make the model:\n{_end_of(log)}")
+            raise ServeError(f"{python} failed to create the model:\n{_end_of(log)}")
 
 
 async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> None:
@@ -94,8 +94,8 @@ async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> N
                     pass  # The server is still starting.
                 await asyncio.sleep(0.5)
     except TimeoutError as error:
-        raise ServeError(f"vLLM was not healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error
-    raise ServeError(f"vLLM ended with status {server.returncode}:\n{_end_of(log)}")
+        raise ServeError(f"vLLM did not become healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error
+    raise ServeError(f"vLLM exited with status {server.returncode}:\n{_end_of(log)}")
 
 
 async def _stop(server: asyncio.subprocess.Process) -> None:

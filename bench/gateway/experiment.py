@@ -185,11 +185,11 @@ class Experiment:
         )
         after = await stack.counts()
         if result.errors:
-            raise BenchError(f"{stack.name}: {result.errors} of {result.sent} requests were not answered with 200")
+            raise BenchError(f"{stack.name}: {result.errors} of {result.sent} requests did not get status 200")
         if after.unasked > before.unasked:
-            raise BenchError(f"{stack.name}: Envoy let {after.unasked - before.unasked} requests through unasked")
+            raise BenchError(f"{stack.name}: Envoy bypassed the picker for {after.unasked - before.unasked} requests")
         if stack.pickers and after.streams - before.streams < result.sent:
-            raise BenchError(f"{stack.name}: the picker saw fewer than the {result.sent} requests sent")
+            raise BenchError(f"{stack.name}: the picker received fewer requests than the clients sent ({result.sent})")
         messages = (after.messages - before.messages) / result.sent
         return Sample(cell=cell, stack=stack.name, round=number, messages=messages, result=result)
 

@@ -91,7 +91,7 @@ class Load:
         self._writer.write(json.dumps(asdict(job)).encode() + b"\n")
         line = await self._reader.readline()
         if not line:
-            raise BenchError("the load generator ended")
+            raise BenchError("the load generator exited")
         return Result(**json.loads(line))
 
 

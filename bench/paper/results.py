@@ -71,7 +71,7 @@ class Results:
             try:
                 self._sections[section] = json.loads(path.read_text()) if path.exists() else {}
             except ValueError as error:
-                raise ResultsError(f"{path} cannot be read ({error}); repair or remove it") from error
+                raise ResultsError(f"{path} cannot be read ({error}); repair or delete the file") from error
         return self._sections[section]
 
 

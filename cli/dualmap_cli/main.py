@@ -27,7 +27,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "envoy_config",
         "Print an Envoy bootstrap for the given pools.",
     ),
-    "explain": ("dualmap_extproc.app.explain", "explain", "Print which instance a request would go to, and why."),
+    "explain": (
+        "dualmap_extproc.app.explain",
+        "explain",
+        "Print which instance the router chooses for a request, and why.",
+    ),
     "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
@@ -85,6 +89,6 @@ def main() -> None:
     Run a router:        dualmap router --pool pool.yaml
     Run the operator:    dualmap operator --all-namespaces
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
-    Ask why:             dualmap explain --pool pool.yaml --request request.json
+    Explain a decision:  dualmap explain --pool pool.yaml --request request.json
     Plan capacity:       dualmap goodput --policy round_robin,dualmap
     """

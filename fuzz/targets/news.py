@@ -42,7 +42,7 @@ def check(data: bytes) -> None:
     _check_taken(read)
     with suppress(UnreadableUpdate):
         decode_update(encode_update(made)[:-1])
-        raise AssertionError("news that lack their last byte were read")
+        raise AssertionError("decode_update accepted an update without its last byte")
 
 
 def _check_times(update: ReplicaUpdate) -> None:

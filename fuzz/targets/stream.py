@@ -107,7 +107,7 @@ class _Talk:
                 break
             self._on_time()
         else:
-            raise AssertionError("deadlines without end")
+            raise AssertionError("the picker still has a deadline after 1000 steps")
         for status in self._picker.statuses():
             assert status.held == 0
             for each in status.endpoints:

@@ -128,7 +128,7 @@ class Api:
 
     async def _write(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         if not self._may_write():
-            raise NotLeadingError(f"{method} {path}: not sent, this operator is not the leader")
+            raise NotLeadingError(f"{method} {path}: request not sent, because this operator is not the leader")
         return await self.request(method, path, **request)
 
     def _path(self, api_version: str, kind: str, metadata: Mapping[str, Any]) -> str:

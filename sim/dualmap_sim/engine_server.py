@@ -29,7 +29,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Port to listen on; 0 selects a free one.",
+    help="Port to listen on. 0 selects a free port.",
 )
 @click.option(
     "--model", callback=not_blank, default="simulated", show_default=True, help="Model name that requests must use."
@@ -39,19 +39,19 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=click.Choice(list(PRESETS)),
     default="7b",
     show_default=True,
-    help="Speeds and memory of the engine; pd is a prefill-only instance that stops after one token.",
+    help="Preset with the engine's speeds and memory. The preset pd is prefill-only and stops after one token.",
 )
 @click.option(
     "--cache-tokens",
     type=click.IntRange(min=0),
-    help="Capacity of the prefix cache in tokens; 0 disables it.  [default: the preset's]",
+    help="Capacity of the prefix cache in tokens. 0 disables the cache.  [default: the preset's]",
 )
 @click.option(
     "--speed",
     type=FiniteFloatRange(0.0001, 10_000),
     default=1.0,
     show_default=True,
-    help="Model seconds per second: 10 makes everything ten times as fast.",
+    help="Seconds of simulated time per second. With --speed 10, the engine runs ten times as fast.",
 )
 @click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
 def engine_sim(
@@ -59,12 +59,12 @@ def engine_sim(
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
-    It answers chat completions, completions and embeddings with made-up words, at the speed of the
-    modelled engine: first-come, first-served prefill, a prefix cache and batched decode. Four bytes of a
-    prompt count as one token. A line on stderr gives the address.
+    The engine answers chat completions, completions and embeddings with generated words. A model of first-come,
+    first-served prefill, prefix cache and batched decode sets the engine's speed. Four bytes of a prompt count as one
+    token. The command prints the engine's address on stderr.
 
-    Of a long prompt only the first tokens are computed and counted: 20480 with the presets 7b and pd,
-    10240 with 14b, 131072 with agent. /v1/models and /tokenize report the limit as max_model_len.
+    The engine cuts prompts at 20480 tokens with the presets 7b and pd, at 10240 with 14b, and at 131072 with agent.
+    /v1/models and /tokenize report this limit as max_model_len.
 
     \b
     Example:

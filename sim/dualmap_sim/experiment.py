@@ -97,7 +97,7 @@ def run_experiment(
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
-        raise ValueError(f"a warm-up of {experiment.warmup} leaves none of {len(trace.requests)} requests to count")
+        raise ValueError(f"warmup={experiment.warmup}: the trace has only {len(trace.requests)} requests")
     asked = _arrivals(experiment, trace)
     lost = None
     if stop_below is not None:
@@ -159,7 +159,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay without routers: an oracle has no reports and no delays."""
     if experiment.engines:
-        raise ValueError(f"{experiment.policy} is an oracle for equal engines, these differ")
+        raise ValueError(f"the oracle {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,
         engine=experiment.engine,

@@ -134,8 +134,8 @@ class _Search:
         if not upwards:
             return None, here
         raise NeverOverloaded(
-            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests have their first token within "
-            f"{experiment.slo_ttft_s:g} s at any rate (tried to {self.rate(here):.3g} requests/s); "
+            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests meet the SLO of "
+            f"{experiment.slo_ttft_s:g} s at every tested rate up to {self.rate(here):.3g} requests/s; "
             "give more requests or fewer instances"
         )
 

@@ -113,7 +113,7 @@ class _Worker(Generic[Item, Result]):
             kind, value = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            raise WorkerError(f"a worker process died with exit code {self._process.exitcode}") from None
+            raise WorkerError(f"a worker process ended with exit code {self._process.exitcode}") from None
         if kind == _FAILED:
             raise WorkerError(f"a run failed:\n{value}")
         return kind, value

@@ -121,8 +121,8 @@ class TestSmokeTest:
         ("reply", "said"),
         [
             ((404, {"error": {"message": "no such model"}}, {}), "HTTP 404"),
-            ((200, ANSWER, {}), "without a router's decision (no x-dualmap-decision)"),
-            ((200, {"choices": []}, DECISION), "no text in the answer"),
+            ((200, ANSWER, {}), "the response has no header x-dualmap-decision"),
+            ((200, {"choices": []}, DECISION), "the response has no text"),
             ((200, "<html>", DECISION), "is not JSON"),
             ((200, "[]", DECISION), "is not a JSON object"),
         ],

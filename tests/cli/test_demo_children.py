@@ -80,7 +80,7 @@ async def test_child_process_exit_before_ready_shows_its_log(tmp_path):
 async def test_child_process_never_ready_times_out(tmp_path):
     async with Children(tmp_path) as children:
         child = await children.start("fake", python("import time; time.sleep(600)"))
-        with pytest.raises(ChildError, match=r"fake was not ready within 0\.2 s"):
+        with pytest.raises(ChildError, match=r"fake did not become ready within 0\.2 s"):
             await child.ready(within_s=0.2)
 
     assert wait_until_gone(child.process.pid)

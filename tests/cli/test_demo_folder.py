@@ -14,7 +14,7 @@ def test_second_demo_in_a_folder_is_rejected(tmp_path):
 
     assert result.exit_code == 2
     assert "--out" in result.output
-    assert f"another demo writes to {tmp_path}; choose another --out" in result.output
+    assert f"another demo is writing to {tmp_path}; give a different --out" in result.output
     assert not (tmp_path / "logs").exists(), "the live files of the first are untouched"
 
 
@@ -34,5 +34,5 @@ def test_demos_in_different_folders_run_together(tmp_path):
 def test_demo_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").touch()
 
-    with pytest.raises(OutputRefused, match="give a folder to write to"), held(tmp_path / "file" / "below"):
+    with pytest.raises(OutputRefused, match="give a writable folder"), held(tmp_path / "file" / "below"):
         pass

@@ -79,7 +79,7 @@ def test_demo_pool_is_valid_at_every_speed(speed):
         (["--rate", "1e-9"], ["'--rate': 1e-09 is not in the range 0.01<=x<=10000"]),
         (["--trace", "/nonexistent.jsonl"], ["--trace", "does not exist"]),
         (["--out", __file__], ["--out", "is a file"]),
-        (["--out", f"{__file__}/below"], ["--out", "give a folder to write to"]),
+        (["--out", f"{__file__}/below"], ["--out", "give a writable folder"]),
     ],
 )
 def test_demo_invalid_option_error_names_accepted_values(arguments, words):

@@ -219,7 +219,11 @@ def test_simulate_help_explains_counting_and_bounds(command: str) -> None:
     told = " ".join(run(command, "--help").split())
     for each in (
         *(f"{info.name} {info.summary}" for info in ORACLES.values()),
-        *("ONE router", "--routers 4 --view-delay 100ms --feedback-delay 20ms", "closed loop: its rate is nominal"),
+        *(
+            "By default, one router serves all requests",
+            "--routers 4 --view-delay 100ms --feedback-delay 20ms",
+            "closed-loop workload agentic, the rate is nominal",
+        ),
         *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
     ):
         assert each in told

@@ -88,7 +88,7 @@ def test_set_option_rejects_number_out_of_bounds(name: str, value: float) -> Non
 
 @pytest.mark.parametrize("options", [{"starts": (0, 9_999_900)}, {"starts": (10**7,), "requests": None}])
 def test_too_many_generated_requests_are_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(click.BadParameter, match="would be generated; let the window end at 10000000 at most"):
+    with pytest.raises(click.BadParameter, match="give a window that ends at request 10000000 or earlier"):
         plan(**options)
 
 
@@ -140,8 +140,8 @@ def test_generated_workload_sends_sessions_unless_disabled() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"workload": "agentic"}, "closed loop of sessions"),
-        ({"parameters": (("pull", 50_000.0),)}, "pull moves the KV of sessions"),
+        ({"workload": "agentic"}, "the closed-loop workload agentic needs session ids"),
+        ({"parameters": (("pull", 50_000.0),)}, "the parameter pull moves the KV cache of sessions"),
     ],
 )
 def test_option_that_needs_sessions_is_rejected_without_sessions(options: dict[str, Any], told: str) -> None:

@@ -272,4 +272,4 @@ async def test_apply_with_many_failed_gates_reports_only_a_few_names() -> None:
     *named, rest = (await scene.apply(Plan(status=pool_object().status, gates=gates))).refused
 
     assert len(named) == 3
-    assert rest == "and 997 more of this kind"
+    assert rest == "and 997 more errors"

@@ -49,7 +49,7 @@ class TestGracePeriod:
     def test_too_short_grace_period_warning_contains_actual_period(self) -> None:
         assert only(warned(GOOD_CONTAINER, terminationGracePeriodSeconds=30)) == (
             "spec.workload.template.spec.terminationGracePeriodSeconds: 30 is shorter than a drain "
-            "(spec.drain.timeout is 600s), so 640 is used instead; give 640 or more, or a shorter spec.drain.timeout"
+            "(spec.drain.timeout is 600s), so the operator uses 640; give 640 or more, or a shorter spec.drain.timeout"
         )
 
     @pytest.mark.parametrize("own", [None, 640, 3600, "30", True])
@@ -82,8 +82,8 @@ class TestShutdownTimeout:
     )
     def test_missing_vllm_shutdown_timeout_gives_a_warning(self, commands: dict[str, Any]) -> None:
         assert only(warned(engine_with(**commands))) == (
-            f"{ENGINE}.args: no --shutdown-timeout, which means 0: on SIGTERM vLLM aborts the streams that have not "
-            "ended within it; give --shutdown-timeout 20 or more"
+            f"{ENGINE}.args: --shutdown-timeout is missing (default: 0 s); at shutdown, vLLM aborts streams "
+            "that are still open after this timeout; give --shutdown-timeout 20 or more"
         )
 
     @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ class TestShutdownTimeout:
     def test_too_short_shutdown_timeout_gives_a_warning(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--enable-prompt-tokens-details", *args])))
 
-        assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5: on SIGTERM")
+        assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5 is too short; at shutdown, vLLM")
 
     @pytest.mark.parametrize(
         "script",
@@ -111,10 +111,12 @@ class TestShutdownTimeout:
     def test_shutdown_timeout_is_read_from_a_shell_script(self, script: str) -> None:
         warnings = warned(engine_with(command=["/bin/bash", "-ec", script], args=None))
 
-        assert f"{ENGINE}.args: --shutdown-timeout 0: on SIGTERM" in warnings[0]
+        assert f"{ENGINE}.args: --shutdown-timeout 0 is too short; at shutdown, vLLM" in warnings[0]
 
     def test_zero_shutdown_timeout_gives_a_warning_for_any_engine(self) -> None:
-        assert "--shutdown-timeout 0:" in only(warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"])))
+        assert "--shutdown-timeout 0 is too short;" in only(
+            warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"]))
+        )
 
     @pytest.mark.parametrize(
         "commands",
@@ -141,14 +143,14 @@ class TestPromptTokensDetails:
     def test_missing_prompt_tokens_details_flag_gives_a_warning(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--shutdown-timeout=20", *args])))
 
-        assert warning.startswith(f"{ENGINE}.args: no --enable-prompt-tokens-details")
+        assert warning.startswith(f"{ENGINE}.args: --enable-prompt-tokens-details is missing")
 
 
 class TestReadiness:
     def test_missing_readiness_probe_gives_a_warning(self) -> None:
         warning = only(warned(engine_with(readinessProbe=None)))
 
-        assert warning.startswith(f"{ENGINE}.readinessProbe: nothing is given")
+        assert warning.startswith(f"{ENGINE}.readinessProbe: the probe is missing")
         assert "GET /health on port 8000" in warning
 
     def test_startup_probe_prevents_the_readiness_probe_warning(self) -> None:
@@ -165,7 +167,7 @@ class TestPorts:
         ports = [{"containerPort": 8080}, {"containerPort": 9090}]
 
         assert only(warned(engine_with(ports=ports))).startswith(
-            f"{ENGINE}.ports: 8080, 9090 where requests are sent to spec.engine.port 8000;"
+            f"{ENGINE}.ports: 8080, 9090 do not include spec.engine.port 8000;"
         )
 
     def test_container_without_declared_ports_has_no_warning(self) -> None:
@@ -175,7 +177,7 @@ class TestPorts:
     def test_vllm_listening_on_another_port_gives_a_warning(self) -> None:
         engine = engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8001"])
 
-        assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 where requests are sent to")
+        assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 differs from spec.engine.port 8000")
         assert warned(engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8000"])) == ()
 
 
@@ -199,4 +201,4 @@ def test_template_without_container_has_no_warnings(containers: object) -> None:
 def test_shell_script_with_an_unclosed_quote_is_parsed() -> None:
     script = "cat <<END\nit's\nEND\nvllm serve m --shutdown-timeout 3 --enable-prompt-tokens-details"
 
-    assert "--shutdown-timeout 3:" in only(warned(engine_with(command=["sh", "-c", script], args=None)))
+    assert "--shutdown-timeout 3 is too short;" in only(warned(engine_with(command=["sh", "-c", script], args=None)))

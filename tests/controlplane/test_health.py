@@ -38,11 +38,11 @@ async def test_health_is_200_without_problems(scene: Scene) -> None:
 
 
 async def test_health_with_problems_is_500_with_the_reasons(scene: Scene) -> None:
-    scene.problems = ["no word from the watch of Pod for 130 s", "reconcile of llm/qwen is stuck"]
+    scene.problems = ["no data from the watch of Pod for 130 s", "reconcile of llm/qwen is stuck"]
 
     assert await scene.get(scene.ports[0], "/healthz") == (
         500,
-        "no word from the watch of Pod for 130 s\nreconcile of llm/qwen is stuck\n",
+        "no data from the watch of Pod for 130 s\nreconcile of llm/qwen is stuck\n",
     )
 
 
@@ -83,7 +83,7 @@ def test_problems_include_silent_watch_and_stuck_or_absent_reconcile() -> None:
     )
 
     assert said == (
-        "no word from the watch of Pod for 121 s",
+        "no data from the watch of Pod for 121 s",
         "reconcile of llm/qwen is stuck",
         "llm/lost has had no reconciler for 31 s",
     )

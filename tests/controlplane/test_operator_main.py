@@ -65,9 +65,9 @@ def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) ->
         (["--namespace", "llm", "--all-namespaces"], "exclude each other"),
         (["--namespace", "LLM"], "'LLM' is not accepted; give a DNS label"),
         (["--router", "10.0.0.1"], "'10.0.0.1' is not accepted; give HOST:PORT"),
-        (["--router", "fd00::1:9090"], "give HOST:PORT, an IPv6 host in brackets"),
+        (["--router", "fd00::1:9090"], "give HOST:PORT, with an IPv6 host in brackets"),
         (["--router", "router:0"], "give HOST:PORT"),
-        (["--health-port", "9000", "--metrics-port", "9000"], "give each a port of its own"),
+        (["--health-port", "9000", "--metrics-port", "9000"], "give two different ports"),
         (["--health-port", "70000"], "70000 is not in the range"),
     ],
 )

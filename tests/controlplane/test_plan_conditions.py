@@ -209,7 +209,7 @@ class TestModelConflict:
         made = plan(selector_spec(), lost, NOW_S + 5)
         accepted = condition(made, "Accepted")
         assert (accepted.status, accepted.reason, accepted.since_s) == (True, "ModelConflict", NOW_S)
-        assert accepted.message == "Requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
+        assert accepted.message == "Requests with model 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
         assert [(each.reason, each.message, each.warning) for each in made.events] == [
             (EventReason.MODEL_CONFLICT, accepted.message, True)
         ]
@@ -234,8 +234,8 @@ class TestModelConflict:
         said = condition(plan(spec, replace(seen(PODS, ACTIVE), lost_claims=lost), NOW_S), "Accepted")
         assert said.reason == "ModelConflict"
         assert said.message == (
-            "Requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
-            f"Requests for 'small' go to the older pool other/first; {warned.message}"
+            "Requests with model 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
+            f"Requests with model 'small' go to the older pool other/first; {warned.message}"
         )
 
     def test_longest_model_conflict_message_fits_the_status(self) -> None:

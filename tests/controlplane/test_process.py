@@ -65,5 +65,5 @@ async def test_operator_process_exits_before_any_write_after_lost_lease(
 def test_operator_error_contains_missing_crd_or_other_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
-    assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")
-    assert str(ended(ValueError("odd"))) == "a part of the operator ended: ValueError('odd')"
+    assert str(ended(gone)).startswith("the API server no longer serves InferencePools; is the CRD deleted?")
+    assert str(ended(ValueError("odd"))) == "a task of the operator ended unexpectedly: ValueError('odd')"

@@ -265,7 +265,7 @@ async def breaks_off_after_what_came(client: KubeClient, words: str, **options: 
 async def test_watch_yields_events_then_raises_an_error_at_silence(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
     server.handler = streaming(line("ADDED", a=1), then=never)
-    await breaks_off_after_what_came(client, "silent past its end", inactivity_s=0.5)
+    await breaks_off_after_what_came(client, "sent no data and did not end in time", inactivity_s=0.5)
     never.set()
 
 
@@ -286,7 +286,7 @@ async def test_watch_without_response_raises_an_error(server: Server, client: Ku
     ("handler", "words"),
     [
         (streaming(line("ADDED", a=1), cut=True), "cannot be reached"),
-        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "within an event"),
+        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "in the middle of an event"),
         (streaming(line("ADDED", a=1), b"]garbage[\n"), "not JSON"),
         (streaming(line("ADDED", a=1), b'{"type": 3}\n'), "invalid event"),
     ],
@@ -318,7 +318,7 @@ async def test_rejected_token_is_read_again_from_its_file(server: Server) -> Non
 async def test_unusable_kubeconfig_is_named_in_the_error(tmp_path: Path) -> None:
     missing, broken = tmp_path / "missing", tmp_path / "broken"
     broken.write_text("- no\n- mapping")
-    for path, words in ((missing, "does not exist"), (broken, "cannot be used")):
+    for path, words in ((missing, "does not exist"), (broken, "is invalid")):
         with pytest.raises(KubeConfigError, match=words) as caught:
             await KubeClient.connect(path)
         assert str(path) in str(caught.value)

@@ -53,7 +53,7 @@ def test_longest_wait_option_sets_envoy_timeout_and_node_metadata() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "no pools; give --pool FILE, once or more, or --discover"),
+        ([], "no pools; give one or more --pool FILE, or --discover"),
         (["--discover", "--pool", "pool.yaml"], "--pool and --discover exclude each other"),
         (["--discover", "--static-endpoints"], "--static-endpoints and --discover exclude each other"),
         (["--pool", "pool.yaml", "--longest-wait", "30s"], "--longest-wait requires --discover"),

@@ -256,4 +256,4 @@ class TestRedisFaults:
             await until(lambda: one.observed.exchanges > 0)
             server.pause()
         server.resume()
-        assert said(caplog, "one")[-1] in (LOST, "Could not tell the other routers that this router ends")
+        assert said(caplog, "one")[-1] in (LOST, "Announcing shutdown to the other routers failed")

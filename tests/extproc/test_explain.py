@@ -210,11 +210,14 @@ class TestWithRedis:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--redis", "http://cache"), "--redis: the URL is not accepted: its scheme is unknown; give redis://"),
+            (("--redis", "http://cache"), "--redis: the URL is not accepted: the scheme is unknown; give redis://"),
             (("--header", "no-value"), "'no-value' is not accepted; give NAME=VALUE"),
             (("--header", "=no-name"), "'=no-name' is not accepted; give NAME=VALUE"),
             (("--redis-ca", "ca.crt"), "--redis-ca requires --redis"),
-            (("--redis", "redis://c", "--redis-password", "x"), "every user of this machine can read a password"),
+            (
+                ("--redis", "redis://c", "--redis-password", "x"),
+                "other users of this machine can read a password on the command line",
+            ),
         ],
     )
     def test_explain_with_invalid_redis_options_is_a_usage_error(

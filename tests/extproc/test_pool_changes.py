@@ -46,7 +46,10 @@ def test_log_changes_asks_for_new_envoy_config_if_pools_change(caplog):
 
     lines = said(caplog)
     assert [(level, details["pool"]) for level, _, details in lines] == [("WARNING", "llm/new"), ("WARNING", "llm/old")]
-    assert all("run envoy-config again for Envoys" in sentence for _, sentence, _ in lines)
+    assert all(
+        "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again" in sentence
+        for _, sentence, _ in lines
+    )
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
@@ -80,6 +83,7 @@ def test_log_changes_asks_for_new_envoy_config_if_max_wait_grows(caplog, max_wai
     warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
     assert all(
-        "maxWait" in sentence and "run envoy-config again for Envoys that it configured with --pool" in sentence
+        "maxWait" in sentence
+        and "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again" in sentence
         for sentence in warned
     )

@@ -76,7 +76,7 @@ class TestRefusals:
             await api.put(pool_body("llama", version=2))
             await watched.until(lambda: watched.pools["llm/llama"].ring_version == 2)
             assert watched.pools["llm/qwen"].ring_version == 1
-            (refusal,) = said(caplog, "Keeping last valid pool")
+            (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
             assert (refusal["pool"], refusal["field"], refusal["value"]) == ("llm/qwen", "spec.slo.ttft", "'soon'")
             assert watched.sample("dualmap_kube_pools_refused") == 1
             await api.put(pool_body("qwen", created=1, version=3))
@@ -91,7 +91,7 @@ class TestRefusals:
             await api.put(bad)
             await api.put(pool_body("llama"))
             await watched.until(lambda: "llm/llama" in watched.pools)
-        assert len(said(caplog, "Keeping last valid pool")) == 1
+        assert len(said(caplog, "Rejected pool, keeping the last valid version")) == 1
 
     async def test_kube_invalid_pool_created_again_has_no_old_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
@@ -117,7 +117,7 @@ class TestRefusals:
         async with watching(api) as watched:
             # The picker gives a name to the first that has it.
             assert list(watched.pools) == ["llm/c", "llm/b", "llm/a"]
-            (refusal,) = said(caplog, "Keeping last valid pool")
+            (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
             assert (refusal["pool"], refusal["value"]) == ("llm/a", "'shared'")
             assert "llm/b" in refusal["accepted"]
             await api.put(pool_body("a", version=2, created=2, model="shared"))
@@ -142,7 +142,7 @@ class TestRefusals:
             await until(lambda: watched.fail_with is None)
             await api.put(pool_body("qwen", version=3))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
-        assert "no room" in said(caplog, "Keeping last valid pools, applying a change failed")[0]["reason"]
+        assert "no room" in said(caplog, "Applying a pool change failed, keeping the last valid pools")[0]["reason"]
 
 
 class TestPods:

@@ -36,20 +36,20 @@ def test_redis_target_url_is_parsed(url: str, expected: Target) -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("cache:6379", "its scheme is unknown"),
-        ("http://cache", "its scheme is unknown"),
-        ("redis://", "it has no host"),
-        ("redis://:6379", "it has no host"),
-        ("redis://cache:port", "its port is not a number"),
-        ("redis://cache:99999", "its port is not a number"),
-        ("redis://[::1", "it is not a URL"),
-        ("redis://cache/first", "its database is not a number"),
-        ("redis://cache/-1", "its database is not a number"),
-        ("redis://cache?ssl_cert_reqs=none", "it has a query"),
-        ("redis://cache#1", "it has a fragment"),
-        ("unix://", "it has no socket path"),
-        ("unix:///s?password=hidden", "its query has options other than db"),
-        ("unix:///s?db=x", "its database is not a number"),
+        ("cache:6379", "the scheme is unknown"),
+        ("http://cache", "the scheme is unknown"),
+        ("redis://", "the host is missing"),
+        ("redis://:6379", "the host is missing"),
+        ("redis://cache:port", "the port is not a number"),
+        ("redis://cache:99999", "the port is not a number"),
+        ("redis://[::1", "the text is not a URL"),
+        ("redis://cache/first", "the database is not a number"),
+        ("redis://cache/-1", "the database is not a number"),
+        ("redis://cache?ssl_cert_reqs=none", "a URL with a query is not supported"),
+        ("redis://cache#1", "a URL with a fragment is not supported"),
+        ("unix://", "the socket path is missing"),
+        ("unix:///s?password=hidden", "the query has options other than db"),
+        ("unix:///s?db=x", "the database is not a number"),
         ("redis://user:hidden/word@cache", "write / in a password as %2F"),
         ("redis://user:hidden#word@cache", "write / in a password as %2F"),
         ("redis://user:12#word@cache", "write # in a password as %23"),
@@ -93,7 +93,9 @@ class TestFiles:
         assert self.read(password="environment").password == "environment"
         assert self.read(password="").password is None
 
-    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8")])
+    @pytest.mark.parametrize(
+        ("content", "reason"), [(b"", "the file is empty"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")]
+    )
     def test_redis_password_file_without_password_is_rejected(
         self, tmp_path: Path, content: bytes, reason: str
     ) -> None:

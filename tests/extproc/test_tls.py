@@ -20,7 +20,7 @@ from certificates import Authority, mount_pair, write_pair
 from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
 
 TAKEN_UP = "Loaded changed certificate files"
-REFUSED = "Keeping last valid certificates"
+REFUSED = "Rejected certificate files, keeping the last valid certificates"
 
 
 class Serving:
@@ -166,14 +166,17 @@ async def test_tls_changed_certificate_keeps_open_streams(tmp_path: Path) -> Non
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no key": (lambda folder: (folder / "tls.key").unlink(), "tls.key: No such file"),
     "no certificate": (lambda folder: (folder / "tls.crt").unlink(), "tls.crt: No such file"),
-    "nonsense": (lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"), "tls.crt: no certificate in PEM"),
-    "empty": (lambda folder: (folder / "tls.crt").write_bytes(b""), "tls.crt: no certificate in PEM"),
-    "empty key": (lambda folder: (folder / "tls.key").write_bytes(b""), "holds no usable key"),
-    "half a key": (lambda folder: halve(folder / "tls.key"), "holds no usable key"),
-    "half a certificate": (lambda folder: halve(folder / "tls.crt"), "tls.crt: no certificate in PEM"),
+    "nonsense": (
+        lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"),
+        "tls.crt: the file has no PEM certificate",
+    ),
+    "empty": (lambda folder: (folder / "tls.crt").write_bytes(b""), "tls.crt: the file has no PEM certificate"),
+    "empty key": (lambda folder: (folder / "tls.key").write_bytes(b""), "has no valid key"),
+    "half a key": (lambda folder: halve(folder / "tls.key"), "has no valid key"),
+    "half a certificate": (lambda folder: halve(folder / "tls.crt"), "tls.crt: the file has no PEM certificate"),
     "half a chain": (
         lambda folder: (folder / "tls.crt").write_bytes((folder / "tls.crt").read_bytes() + self_signed()[1][:200]),
-        "tls.crt: ends in the middle of a certificate",
+        "tls.crt: the file ends in the middle of a certificate",
     ),
     "another's key": (lambda folder: (folder / "tls.key").write_bytes(self_signed()[0]), "is not the key of tls.crt"),
 }
@@ -285,8 +288,8 @@ async def test_tls_changed_client_ca_is_loaded_only_if_valid(tmp_path: Path, cap
     ("content", "reason"),
     [
         (None, "clients.crt: No such file"),
-        (b"nonsense", "--tls-client-ca: no certificate in PEM"),
-        (Authority().pem + Authority().pem[:200], "--tls-client-ca: ends in the middle of a certificate"),
+        (b"nonsense", "--tls-client-ca: the file has no PEM certificate"),
+        (Authority().pem + Authority().pem[:200], "--tls-client-ca: the file ends in the middle of a certificate"),
     ],
 )
 def test_tls_invalid_client_ca_raises_an_error_with_the_reason(

@@ -396,6 +396,6 @@ def test_router_with_invalid_otel_environment_exits_with_one_line(tmp_path, name
     argv = [sys.executable, "-m", "dualmap_cli", "router", f"--pool={pool}", "--otlp-endpoint=http://127.0.0.1:1"]
     done = subprocess.run([*argv, *ports], env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("dualmap router: the environment's OTEL_* settings cannot be used: ")
+    assert done.stderr.startswith("dualmap router: invalid OTEL_* environment variables: ")
     assert name in done.stderr
     assert "Traceback" not in done.stderr

@@ -22,7 +22,11 @@ PLANTED = [
     ("core/dualmap/fleet/fleet.py", "import dualmap.chooser", "The core's folders"),
     ("core/dualmap/scaling/reports.py", "import dualmap.objects.pods", "The core's folders"),
     ("core/dualmap/router.py", "import dualmap.scaling.reports", "The core's folders"),
-    ("core/dualmap/policies/single_signal/random.py", "import dualmap.policies.pair.dualmap", "Policies import downwards only"),
+    (
+        "core/dualmap/policies/single_signal/random.py",
+        "import dualmap.policies.pair.dualmap",
+        "Policies import downwards only",
+    ),
     ("core/dualmap/policies/situation.py", "import dualmap.prompts.prompt", "Policies import keys and pools"),
     ("core/dualmap/policies/situation.py", "import dualmap.replicas.update", "Policies import keys and pools"),
     ("core/dualmap/objects/pods.py", "import dualmap.fleet.fleet", "Kubernetes objects are read"),
@@ -49,7 +53,11 @@ PLANTED = [
         "The parts of the operator's plan import downwards only",
     ),
     ("operator/dualmap_operator/observe/gather.py", "import dualmap_operator.decide.plan", "Only wiring imports"),
-    ("operator/dualmap_operator/act/events.py", "import dualmap_operator.observe.routers", "The act package does not import the clients of routers and engines"),
+    (
+        "operator/dualmap_operator/act/events.py",
+        "import dualmap_operator.observe.routers",
+        "The act package does not import the clients of routers and engines",
+    ),
     ("operator/dualmap_operator/act/apply.py", "import dualmap_operator.run.leader", "The operator's packages"),
     ("operator/dualmap_operator/run/health.py", "import dualmap_operator.wiring", "The operator's packages"),
     ("operator/dualmap_operator/observe/gather.py", "import kopf", "Below its run package the operator"),
@@ -58,7 +66,11 @@ PLANTED = [
     ("operator/dualmap_operator/run/reconciler.py", "import kubernetes", "Only the API client imports kubernetes"),
     ("extproc/dualmap_extproc/request/picker.py", "import matplotlib", "One module each imports structlog"),
     ("extproc/dualmap_extproc/request/picker.py", "import grpc", "Only servers and servicers import gRPC"),
-    ("extproc/dualmap_extproc/request/stream.py", "import prometheus_client", "Only metrics modules import prometheus_client"),
+    (
+        "extproc/dualmap_extproc/request/stream.py",
+        "import prometheus_client",
+        "Only metrics modules import prometheus_client",
+    ),
     (
         "extproc/dualmap_extproc/envoy/discovery/endpoints.py",
         "import envoy_data_plane",
@@ -70,7 +82,11 @@ PLANTED = [
     ("extproc/dualmap_extproc/request/stream.py", "import rich", "One module each imports structlog"),
     ("extproc/dualmap_extproc/request/stream.py", "import yaml", "Only readers and writers of files import YAML"),
     ("extproc/dualmap_extproc/request/stream.py", "import aiohttp", "Only HTTP servers and clients import aiohttp"),
-    ("extproc/dualmap_extproc/request/stream.py", "import orjson", "Only readers of bodies and writers of answers import orjson"),
+    (
+        "extproc/dualmap_extproc/request/stream.py",
+        "import orjson",
+        "Only readers of bodies and writers of answers import orjson",
+    ),
     ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Only the Redis store imports redis"),
     ("extproc/dualmap_extproc/request/stream.py", "import opentelemetry", "Only tracing imports OpenTelemetry"),
     ("core/dualmap/replicas/update.py", "import redis", "The core is pure"),
@@ -85,7 +101,11 @@ PLANTED = [
         "Discovery imports the configuration generator",
     ),
     ("extproc/dualmap_extproc/pools/file.py", "import dualmap_extproc.autoscaling.demand", "Only app and telemetry"),
-    ("extproc/dualmap_extproc/store/exchange.py", "import dualmap_extproc.request.picker", "The store, pools, Envoy's configuration"),
+    (
+        "extproc/dualmap_extproc/store/exchange.py",
+        "import dualmap_extproc.request.picker",
+        "The store, pools, Envoy's configuration",
+    ),
     (
         "extproc/dualmap_extproc/envoy/config/bootstrap.py",
         "import dualmap_extproc.request.body",
@@ -165,8 +185,16 @@ UNLISTED = [
         "The parts of the operator's plan import downwards only",
     ),
     ("extproc/dualmap_extproc/telemetry/planted.py", "dualmap_extproc.telemetry.planted", "Telemetry's modules"),
-    ("extproc/dualmap_extproc/envoy/planted.py", "dualmap_extproc.envoy.planted", "Discovery imports the configuration generator"),
-    ("extproc/dualmap_extproc/attic/__init__.py", "dualmap_extproc.attic", "The router's packages import downwards only"),
+    (
+        "extproc/dualmap_extproc/envoy/planted.py",
+        "dualmap_extproc.envoy.planted",
+        "Discovery imports the configuration generator",
+    ),
+    (
+        "extproc/dualmap_extproc/attic/__init__.py",
+        "dualmap_extproc.attic",
+        "The router's packages import downwards only",
+    ),
 ]
 
 

@@ -96,7 +96,7 @@ async def test_recorder_reports_rejections_and_missing_fields(bench, vllm: FakeV
         vllm.status = 400
         with pytest.raises(error, match="status 400: no room"):
             await client.wave((ask,), number=0, began_s=0.0)
-        with pytest.raises(error, match="no line begins"):
+        with pytest.raises(error, match="no line that begins"):
             await client.line("/metrics", "vllm:nothing")
         with pytest.raises(error, match="404"):
             await client.get("/nowhere")

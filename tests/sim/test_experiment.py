@@ -55,7 +55,7 @@ def test_warm_up_requests_are_served_but_not_counted() -> None:
 
 @pytest.mark.parametrize("warmup", [-1, REQUESTS])
 def test_warm_up_of_all_requests_is_rejected(warmup: int) -> None:
-    with pytest.raises(ValueError, match="leaves none of 120"):
+    with pytest.raises(ValueError, match="the trace has only 120 requests"):
         run_experiment(replace(SMALL, warmup=warmup))
 
 
@@ -156,7 +156,7 @@ def test_oracle_runs_with_the_same_function_as_policies() -> None:
 
 
 def test_oracle_for_equal_engines_rejects_different_engines() -> None:
-    with pytest.raises(ValueError, match="limit is an oracle for equal engines"):
+    with pytest.raises(ValueError, match="the oracle limit requires equal engines"):
         run_experiment(replace(SMALL, policy="limit", engines=(("qwen-0", SMALL.engine),)))
 
 

@@ -175,12 +175,12 @@ def test_recording_round_trip_is_lossless(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "1: not JSON"),
-        ("[]\n", "1: not a JSON object"),
+        ("", "1: the line is not JSON"),
+        ("[]\n", "1: the line is not a JSON object"),
         ("{}\n", "the first line"),
         (
             '{"format": "dualmap engine recording 1", "engine": {}, "machine": {}}\n{"scenario": "x"}\n',
-            "2: not a group",
+            "2: the line is not a valid group of requests",
         ),
     ],
 )
@@ -293,9 +293,9 @@ def test_engine_report_has_every_scenario_and_a_chart(bench: Bench, fits: Any, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["record", "--step-tokens", "512", "--out", "x"], "one of --url and --python"),
+        (["record", "--step-tokens", "512", "--out", "x"], "give either --url or --python"),
         (["record", "--url", "http://127.0.0.1:9", "--whole", "--step-tokens", "512", "--out", "x"], "--whole"),
-        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
+        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: the line is not JSON"),
     ],
 )
 def test_engine_bench_with_invalid_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:

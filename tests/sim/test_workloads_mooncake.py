@@ -41,8 +41,8 @@ def test_trace_window_reads_only_its_own_lines():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("{", ["not JSON", "one JSON object a line"]),
-        ("[1, 2]", ["[1, 2]", "one JSON object a line"]),
+        ("{", ["not JSON", "one JSON object per line"]),
+        ("[1, 2]", ["[1, 2]", "one JSON object per line"]),
         (line(timestamp="0"), ["timestamp", '"0"', "milliseconds"]),
         (line(timestamp=True), ["timestamp", "true"]),
         (line(timestamp=None), ["timestamp", "nothing"]),

@@ -52,7 +52,7 @@ class Child:
                         raise self.crashed()
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise self.failed(f"was not ready within {within_s:g} s") from None
+            raise self.failed(f"did not become ready within {within_s:g} s") from None
         return answer
 
     def crashed(self) -> ChildError:

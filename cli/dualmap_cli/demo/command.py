@@ -49,13 +49,15 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 
 
 @click.command()
-@click.option("--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
+@click.option(
+    "--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Number of simulated engines."
+)
 @click.option(
     "--routers",
     default=1,
     show_default=True,
     type=click.IntRange(1, 8),
-    help="Number of routers; they share the traffic and replicate state through Redis.",
+    help="Number of routers. The routers share the traffic and replicate state through Redis.",
 )
 @click.option(
     "--policies",
@@ -80,15 +82,15 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 @click.option(
     "--rate",
     type=FiniteFloatRange(0.01, 10_000),
-    help="Requests per model second.  "
-    "[default: half way between the capacity of the engines without and with full cache reuse]",
+    help="Requests per second of simulated time.  "
+    "[default: a rate between the engines' capacity without cache hits and their capacity with all possible hits]",
 )
 @click.option(
     "--speed",
     default=_SPEED,
     show_default=True,
     type=FiniteFloatRange(0.1, 50),
-    help="Model seconds per wall-clock second; lower it on a slow machine.",
+    help="Seconds of simulated time per wall-clock second. A slow machine needs a lower value.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
@@ -103,14 +105,14 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     "--serve",
     "serving",
     is_flag=True,
-    help="Run only the last of --policies, with its traffic, until Ctrl-C; print the address of its dashboard.",
+    help="Run only the last policy of --policies until Ctrl-C, and print the URL of the dashboard.",
 )
 def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
-    Starts simulated engines, Redis, the router and Envoy on free ports, sends the same requests under each policy,
-    and shows the time to first token and the cache hit rate. All processes stop at the end, also after
-    Ctrl-C.
+    The demo starts simulated engines, Redis, the router and Envoy on free ports. Each policy receives the same
+    requests. The demo shows each policy's time to first token and cache hit rate. All processes stop at the end,
+    also after Ctrl-C.
 
     \b
     Example:
@@ -136,7 +138,7 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
         raise click.BadParameter(str(error), param_hint="--out") from error
     except _Interrupted as interrupted:
         if serving:
-            click.echo("ended; nothing is left running.", err=True)
+            click.echo("demo stopped; all its processes have ended.", err=True)
             return
         click.echo(f"{INTERRUPTED} Logs: {out / 'logs'}", err=True)
         sys.exit(interrupted.exit_code)
@@ -180,7 +182,7 @@ class _Bars:
         self._current: TaskID | None = None
 
     def starting(self, policy: str) -> None:
-        self._current = self._bars.add_task(f"{policy}: starting engines, routers, Envoy", total=self._requests)
+        self._current = self._bars.add_task(f"{policy}: starting engines, routers and Envoy", total=self._requests)
 
     def replaying(self, policy: str) -> None:
         assert self._current is not None, "a policy starts before it is replayed"
@@ -209,7 +211,7 @@ async def _serve(plan: Plan) -> None:
     from dualmap_cli.demo.printing import served
     from dualmap_cli.demo.serve import serve
 
-    click.echo(f"{plan.policies[-1]}: starting engines, routers, Envoy", err=True)
+    click.echo(f"{plan.policies[-1]}: starting engines, routers and Envoy", err=True)
     await serve(plan, lambda stack: click.echo(served(plan, stack.url, stack.dashboard_urls)))
 
 

@@ -26,10 +26,10 @@ def held(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK_FILE).open("w")
     except OSError as error:
-        raise OutputRefused(f"{out}: {error.strerror}; give a folder to write to") from error
+        raise OutputRefused(f"{out}: {error.strerror}; give a writable folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputRefused(f"another demo writes to {out}; choose another --out") from None
+            raise OutputRefused(f"another demo is writing to {out}; give a different --out") from None
         yield

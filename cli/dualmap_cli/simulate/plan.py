@@ -84,7 +84,8 @@ def make_plan(
     )
     if base.kv_moves and not base.sessions:
         raise click.BadParameter(
-            "pull moves the KV of sessions, which have to be named; give --sessions", param_hint="--set"
+            "the parameter pull moves the KV cache of sessions and needs session ids; give --sessions",
+            param_hint="--set",
         )
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
@@ -92,7 +93,8 @@ def make_plan(
         warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
     elif warmup >= shortest:
         raise click.BadParameter(
-            f"{warmup} leaves none of {shortest} requests to count; give less than {shortest}", param_hint="--warmup"
+            f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
+            param_hint="--warmup",
         )
     return Plan(
         policies=policies,
@@ -133,10 +135,10 @@ def sample_s(experiment: Experiment) -> float:
 def _source(trace_file: Path | None, workload: str | None, requests: int, starts: Sequence[int]) -> Workload:
     """Return the workload that contains the windows. Raises UsageError or BadParameter."""
     if trace_file is not None and workload is not None:
-        raise click.UsageError("--trace and --workload are two sources; give one of them")
+        raise click.UsageError("--trace and --workload exclude each other; give one of them")
     if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:
         raise click.BadParameter(
-            f"{most} requests would be generated; let the window end at {REQUESTS_MOST} at most",
+            f"the window ends at request {most}; give a window that ends at request {REQUESTS_MOST} or earlier",
             param_hint="--start and --requests",
         )
     return Workload(name=workload or "default", trace=trace_file, requests=requests)
@@ -159,7 +161,7 @@ def _slow_ones(
     for policy in policies:
         if slow and policy in ORACLES:
             raise click.BadParameter(
-                f"the bound {policy} is for equal engines only; leave one out", param_hint="--slow"
+                f"the bound {policy} requires equal engines; omit --slow or {policy}", param_hint="--slow"
             )
     return tuple((name, slowed(engine, 1 / speed)) for name, speed in dict(slow).items())
 
@@ -172,20 +174,20 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         raise click.BadParameter(str(error), param_hint="--trace") from error
     if exactly is not None and len(trace.requests) < exactly:
         raise click.BadParameter(
-            f"{exactly} is not accepted; from number {window.start} on {window.trace} has "
-            f"{len(trace.requests)} requests, give at most that many",
+            f"{exactly} is not accepted; {window.trace} has {len(trace.requests)} requests from request "
+            f"{window.start} on, give {len(trace.requests)} or less",
             param_hint="--requests",
         )
     if trace.closed_loop and not base.sessions:
         raise click.BadParameter(
-            f"the workload {window.name} is a closed loop of sessions, which have to be named; leave it out",
+            f"the closed-loop workload {window.name} needs session ids; omit --no-sessions",
             param_hint="--no-sessions",
         )
     needed = max(request.input_tokens + request.output_tokens for request in trace.requests)
     if needed > base.engine.kv_memory_tokens:
         raise click.BadParameter(
             f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
-            "KV memory, give at least that, or a smaller cap",
+            f"KV memory, give m={needed} or more, or a smaller cap (longest prompt)",
             param_hint="--set",
         )
     return len(trace.requests)

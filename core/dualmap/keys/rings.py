@@ -114,7 +114,7 @@ class VirtualNodeRing:
             owner = self._owners[(start + step) % len(self._owners)]
             if owner != first:
                 return first, owner
-        raise AssertionError("best_two asked of a ring with one member")
+        raise AssertionError("best_two requires a ring with at least two members")
 
     def walk(self, key: int) -> Iterator[str]:
         """Return every member once, in the order of their first anchors clockwise of the key."""

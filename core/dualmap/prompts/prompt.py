@@ -205,7 +205,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         raise BadRequest("the body must be a JSON object")
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise BadRequest("the body must name a model: a non-empty text", param="model")
+        raise BadRequest("the body must have the field model with a non-empty string", param="model")
     salt = body.get("cache_salt")
     try:
         return Prompt(

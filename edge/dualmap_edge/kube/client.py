@@ -148,9 +148,9 @@ class KubeClient:
                 for line in lines.split(piece):
                     yield _event(line)
             if lines.unfinished:
-                raise KubeError(0, "the watch ended within an event")
+                raise KubeError(0, "the watch ended in the middle of an event")
         except TimeoutError as error:
-            raise KubeError(0, "the watch was silent past its end") from error
+            raise KubeError(0, "the watch sent no data and did not end in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _not_reached(error, inactivity_s) from error
         finally:

@@ -52,9 +52,7 @@ class Library:
         try:
             return cls(configuration, RESTClientObject(configuration), kubeconfig)
         except (OSError, ValueError) as error:
-            raise KubeConfigError(
-                f"the certificates of the Kubernetes configuration cannot be used: {error}"
-            ) from error
+            raise KubeConfigError(f"the Kubernetes configuration has invalid certificates: {error}") from error
 
     @property
     def host(self) -> str:
@@ -152,7 +150,7 @@ async def _configuration(kubeconfig: Path | None) -> Any:
             config.load_incluster_config(configuration)
     except config.ConfigException as error:
         raise KubeConfigError(
-            f"no Kubernetes API server configured: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
+            f"no Kubernetes API server is configured: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
             "service account"
         ) from error
     return configuration
@@ -164,7 +162,7 @@ def _has_kubeconfig(location: str, separator: str) -> bool:
     if any(file.exists() for file in files):
         return True
     if files and files != [Path.home() / ".kube" / "config"]:
-        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to a kubeconfig that does")
+        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to an existing kubeconfig")
     return False
 
 
@@ -173,6 +171,6 @@ async def _load_kubeconfig(config: Any, location: str, configuration: object) ->
         await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
     except Exception as error:  # the library raises any exception for a malformed file
         raise KubeConfigError(
-            f"kubeconfig {location} cannot be used: {clipped(str(error) or repr(error))}; set KUBECONFIG to one "
-            "that has clusters, users and a current-context, as `kubectl config view` shows them"
+            f"kubeconfig {location} is invalid: {clipped(str(error) or repr(error))}; set KUBECONFIG to a "
+            "kubeconfig with clusters, users and a current-context"
         ) from error

@@ -108,7 +108,7 @@ class Applier:
             if live is not None and not live.belongs_to(uid):
                 return (
                     f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool; "
-                    "delete it, or give the pool another name"
+                    f"delete this {kind}, or give the pool another name"
                 )
             made = await self._api.apply_child(child)
         except ApiError as error:
@@ -169,7 +169,7 @@ def _shortened(refused: Iterable[str]) -> list[str]:
     """Return the first few errors and the number of further errors."""
     errors = [error for error in refused if error]
     more = len(errors) - _NAMED
-    return [*errors[:_NAMED], f"and {more} more of this kind"] if more > 0 else errors
+    return [*errors[:_NAMED], f"and {more} more errors"] if more > 0 else errors
 
 
 def _refusal(error: ApiError) -> str:

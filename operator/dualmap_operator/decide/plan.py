@@ -197,7 +197,7 @@ def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> I
         ),
         (
             EventReason.MEMBER_DRAINING,
-            "draining, no new requests",
+            "draining, receives no new requests",
             _in_state(changed, MemberState.DRAINING),
         ),
         (EventReason.MEMBER_LEFT, "left the ring", [each for each in was if each not in now]),
@@ -235,10 +235,12 @@ def _drain_events(
         and drain.overdue(member, spec.drain_timeout_s, now_s)
     ]
     if late:
-        message = f"{named(late)}: removed with requests in flight after {spec.drain_timeout_s:g} s"
+        message = f"{named(late)}: removed after {spec.drain_timeout_s:g} s, with requests in flight"
         yield Event(reason=EventReason.DRAIN_TIMED_OUT, message=message, warning=True)
     for restart in restarts:
-        yield Event(reason=EventReason.ROLLING_POD, message=f"{restart.pod}: deleted, its template is outdated")
+        yield Event(
+            reason=EventReason.ROLLING_POD, message=f"{restart.pod}: deleted, because the pod has an outdated template"
+        )
 
 
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> Iterable[Event]:

@@ -139,7 +139,7 @@ def _check_selector(selector: object) -> None:
 
 def _check_expression(expression: object, field: str) -> None:
     if not isinstance(expression, Mapping):
-        raise PoolError(field, expression, "a mapping with key, operator and, for In and NotIn, values")
+        raise PoolError(field, expression, "a mapping with key and operator, and with values for In and NotIn")
     key, operator, values = expression.get("key"), expression.get("operator"), expression.get("values") or []
     if not isinstance(key, str) or not key:
         raise PoolError(f"{field}.key", key, "a label's name")

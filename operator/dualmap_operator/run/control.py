@@ -127,10 +127,10 @@ def ended(error: Exception) -> ControlError:
     # The error classes of kopf are private, but their HTTP status is public.
     if getattr(error, "status", None) == _NOT_FOUND:
         return ControlError(
-            "the API server no longer serves InferencePools; has their CRD been deleted? After a restart the operator "
-            "waits for the CRD"
+            "the API server no longer serves InferencePools; is the CRD deleted? After a restart, the operator waits "
+            "for the CRD"
         )
-    return ControlError(f"a part of the operator ended: {error!r}")
+    return ControlError(f"a task of the operator ended unexpectedly: {error!r}")
 
 
 async def _call_after(event: asyncio.Event, function: Callable[[], None]) -> None:

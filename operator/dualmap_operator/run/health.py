@@ -27,7 +27,7 @@ def problems(
     is the time for which each pool has had no reconciler.
     """
     return (
-        *(f"no word from the watch of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
+        *(f"no data from the watch of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
         *(f"reconcile of {pool} is stuck" for pool in stuck),
         *(
             f"{pool} has had no reconciler for {for_s:.0f} s"

@@ -37,16 +37,14 @@ class Metrics:
             buckets=_RECONCILE_BUCKETS_S,
             registry=registry,
         )
-        self._queue = Gauge(
-            "dualmap_operator_reconcile_queue", "Pools that are queued for a reconcile.", registry=registry
-        )
+        self._queue = Gauge("dualmap_operator_reconcile_queue", "Pools that wait for a reconcile.", registry=registry)
         self._members = Gauge(
             "dualmap_operator_ring_members", "Published ring members, by state.", ["pool", "state"], registry=registry
         )
         self._version = Gauge("dualmap_operator_ring_version", "Published ring version.", ["pool"], registry=registry)
         self._drains = Histogram(
             "dualmap_operator_drain_seconds",
-            "Time from a member's Draining to its removal from the ring, in seconds.",
+            "Time from the start of a member's drain to the member's removal from the ring, in seconds.",
             buckets=_DRAIN_BUCKETS_S,
             registry=registry,
         )
@@ -113,7 +111,7 @@ class _WatchAges(Collector):
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "dualmap_operator_watch_age_seconds",
-            "Time since the API server last answered a list or watch of a kind, in seconds.",
+            "Time since the last message from the API server about a resource kind, in seconds.",
             labels=["kind"],
         )
         for kind, age_s in self._ages().items():

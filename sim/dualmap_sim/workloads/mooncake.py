@@ -31,7 +31,7 @@ def read_mooncake(path: Path, *, start: int = 0, limit: int | None = None) -> Tr
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; give a readable file in Mooncake's JSONL form") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not UTF-8 text; give a file in Mooncake's JSONL form") from error
+        raise TraceError(f"{path}: the file is not UTF-8 text; give a file in Mooncake's JSONL form") from error
 
 
 def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: int | None = None) -> Trace:
@@ -43,7 +43,9 @@ def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: 
         previous_s = requests[-1].arrival_s if requests else 0.0
         requests.append(_Line(line, where=f"{source}:{number}").request(not_before_s=previous_s))
     if not requests:
-        raise TraceError(f"{source}: no request at or after number {start}; give a trace with at least one")
+        raise TraceError(
+            f"{source}: the trace has no request at or after number {start}; give a longer trace or a lower start"
+        )
     return Trace(name=Path(source).name, block_tokens=TRACE_BLOCK_TOKENS, requests=tuple(requests))
 
 
@@ -55,9 +57,9 @@ class _Line:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise TraceError(f"{where}: not JSON ({error}); give one JSON object a line") from error
+            raise TraceError(f"{where}: the line is not JSON ({error}); give one JSON object per line") from error
         if not isinstance(fields, dict):
-            raise TraceError(f"{where}: {_shown(fields)} is not accepted; give one JSON object a line")
+            raise TraceError(f"{where}: {_shown(fields)} is not accepted; give one JSON object per line")
         self._fields: dict[str, object] = fields
 
     def request(self, *, not_before_s: float) -> TraceRequest:

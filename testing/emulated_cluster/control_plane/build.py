@@ -243,10 +243,10 @@ def _find_go() -> str:
     beside = shutil.which("go", path=str(Path(sys.executable).parent))
     go = beside or shutil.which("go")
     if go is None:
-        raise BuildError(f"go not found; it builds the control plane: {help_text}")
+        raise BuildError(f"go not found, but the build of the control plane requires Go: {help_text}")
     answer = subprocess.run([go, "env", "GOVERSION"], cwd=MODULES[0].source, capture_output=True, text=True)
     if answer.returncode != 0:
-        raise BuildError(f"{go} does not do: {answer.stderr.strip()}; {help_text}")
+        raise BuildError(f"{go} is too old or broken: {answer.stderr.strip()}; {help_text}")
     return go
 
 

@@ -117,7 +117,7 @@ class ProcessKubelet:
         async def crash() -> None:
             worker = next((each for each in self._agent.workers if each.uid == pod.uid), None)
             if worker is None:
-                raise LookupError(f"node {self.node} has no pod {pod.namespace}/{pod.name} {pod.uid} any more")
+                raise LookupError(f"node {self.node} no longer has pod {pod.namespace}/{pod.name} {pod.uid}")
             for container in worker.containers.values():
                 container.crash()
 

@@ -113,11 +113,11 @@ class FakeContainer:
 
     def crash(self) -> None:
         """Raise ProcessLookupError: there is no process."""
-        raise ProcessLookupError(f"container {self._spec['name']} is a fake")
+        raise ProcessLookupError(f"the fake container {self._spec['name']} has no process")
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
         """Raise ProcessLookupError: there is no process."""
-        raise ProcessLookupError(f"container {self._spec['name']} is a fake")
+        raise ProcessLookupError(f"the fake container {self._spec['name']} has no process")
 
 
 def log_name(pod: str, uid: str, container: str) -> str:

@@ -100,14 +100,14 @@ class ProcessContainer:
     def crash(self) -> None:
         """Kill the process and its children."""
         if self._process is None or not isinstance(self._state, Running):
-            raise ProcessLookupError(f"container {self._spec['name']} does not run")
+            raise ProcessLookupError(f"container {self._spec['name']} is not running")
         self._process.kill()
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
         """Run a command in the container, writing to ``log``; raises ProcessLookupError if the container does not
         run."""
         if self._started_as is None or not isinstance(self._state, Running):
-            raise ProcessLookupError(f"container {self._spec['name']} does not run")
+            raise ProcessLookupError(f"container {self._spec['name']} is not running")
         return await self._started_as.execute(command, log)
 
     async def _live_again_and_again(self) -> None:
@@ -205,7 +205,7 @@ class ProcessContainer:
                     if not alive:
                         return self._grace_s(liveness)
         await asyncio.Event().wait()
-        raise AssertionError("nothing sets that event")
+        raise AssertionError("unreachable: the event is never set")
 
     async def _follow_readiness(self, target: ActionTarget) -> None:
         """Update ``ready`` by the readiness probe until the process ends."""

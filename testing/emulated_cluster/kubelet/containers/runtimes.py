@@ -61,8 +61,8 @@ class HostRuntime:
         for mount in self._spec.get("volumeMounts") or ():
             if mount["mountPath"] != _TOKEN:
                 raise ContainerConfigError(
-                    f"container {self._spec['name']}: {mount['mountPath']} cannot be mounted, as image "
-                    f"{self._spec.get('image', '')} is not among the kubelet's"
+                    f"container {self._spec['name']}: {mount['mountPath']} cannot be mounted, because "
+                    f"the kubelet does not have the image {self._spec.get('image', '')}"
                 )
         variables = environment(
             self._spec,

@@ -67,7 +67,7 @@ class PodNetwork:
                 await _run("sh", "-c", _OUTSIDE, "sh", address, GATEWAY, interface, str(inside.pid))
                 told, _ = await inside.communicate(b"\n")
                 if inside.returncode:
-                    raise NetworkError(f"in the namespace of {address}: {told.decode().strip()}")
+                    raise NetworkError(f"network namespace of {address}: set-up failed: {told.decode().strip()}")
             except BaseException:
                 await made.close()
                 raise

@@ -109,7 +109,7 @@ def command_line(container: Object, variables: Mapping[str, str], *, entrypoint:
     command = container.get("command") or entrypoint
     if not command:
         raise ContainerConfigError(
-            f"container {container['name']}: command is missing, and its image is not known here"
+            f"container {container['name']}: command is missing, and the kubelet does not have the image"
         )
     return [expand(part, variables) for part in (*command, *(container.get("args") or ()))]
 
@@ -134,7 +134,9 @@ def field_value(path: str, fields: Field, where: str) -> str:
         return "".join(f'{key}="{value}"\n' for key, value in sorted(values.items()))
     keyed = _KEYED_FIELD.fullmatch(path)
     if keyed is None:
-        raise ContainerConfigError(f"{where}: fieldPath {path} is not supported, only {', '.join(sorted(known))}")
+        raise ContainerConfigError(
+            f"{where}: fieldPath {path} is not supported; supported paths: {', '.join(sorted(known))}"
+        )
     return str((metadata.get(keyed[1]) or {}).get(keyed[2], ""))
 
 

@@ -78,7 +78,7 @@ def identity(pod: Object, container: Object, *, root: Path, image_user: str) -> 
     elif name.isdecimal():
         uid = int(name)
     else:
-        raise ContainerConfigError(f"container {container['name']}: its image has no user {name}")
+        raise ContainerConfigError(f"container {container['name']}: the image has no user {name}")
     if uid == 0 and _of_container(spec, container, "runAsNonRoot"):
         raise ContainerConfigError(f"container {container['name']} has runAsNonRoot and would run as root")
     gid = _of_container(spec, container, "runAsGroup")
