@@ -79,3 +79,17 @@ def test_command_with_stderr_closed_starts_and_exits_0(command: list[str], port:
 def test_command_with_stderr_on_a_full_disk_exits_0(command: list[str], port: int) -> None:
     with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full, env=ENVIRONMENT) as process:
         assert stopped(process, port) == 0
+
+
+def test_command_with_a_full_output_device_reports_the_fault() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dualmap_cli", "policies"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: the output cannot be written: No space left on device\n"

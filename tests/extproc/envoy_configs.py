@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
     warnings.simplefilter("ignore", DeprecationWarning)
+    # The command imports Envoy's types when it runs, which would be after this block.
+    import dualmap_extproc.envoy.config.bootstrap  # noqa: F401
     from dualmap_extproc.app.envoy_config import envoy_config
 
 ENVOY = Path(sysconfig.get_path("scripts")) / "envoy"

@@ -183,7 +183,7 @@ def router(
       dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
-    After SIGTERM, the router reports that it is not ready, completes open requests, and exits with status 0.
+    After SIGTERM, a ready router reports that it is not ready, completes open requests, and exits with status 0.
     """
     # This variable must be set before gRPC is imported. By default, gRPC writes a line to standard error for every
     # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting
