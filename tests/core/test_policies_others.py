@@ -100,7 +100,7 @@ class TestSglang:
             (200, 133, ("b", "imbalanced")),
         ],
     )
-    def test_sglang_load_is_unbalanced_only_if_both_conditions_hold(
+    def test_sglang_load_is_unbalanced_above_both_thresholds(
         self, most: int, fewest: int, expected: tuple[str, str]
     ) -> None:
         warm, cold = candidate("a", matched=896, requests=most), candidate("b", requests=fewest)

@@ -290,7 +290,7 @@ def test_export_with_full_queue_drops_spans_and_logs_once(monkeypatch, caplog):
     tracing.close()
     # The spans being exported, and the waiting ones.
     assert 8 <= stuck.taken <= 4 + 8
-    assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
+    assert [record.message for record in caplog.records] == [*said, "Span export queue has room again"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])

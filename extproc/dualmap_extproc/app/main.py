@@ -110,7 +110,8 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option(
     "--kube",
     is_flag=True,
-    help="Watch InferencePools in Kubernetes. env KUBECONFIG selects the cluster; the default is the pod's cluster.",
+    help="Watch InferencePools in Kubernetes. The environment variable KUBECONFIG selects the cluster. The default is "
+    "the pod's cluster.",
 )
 @click.option("--namespace", type=_Namespace(), help="With --kube: watch only this namespace.")
 @click.option("--all-namespaces", is_flag=True, help="With --kube: watch all namespaces (the default).")
