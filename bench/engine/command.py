@@ -41,7 +41,7 @@ def engine() -> None:
 @click.option(
     "--options",
     default="",
-    help="With --url: command-line options of the engine. The recording stores them; the benchmark does not apply them.",
+    help="With --url: command-line options of the engine. The benchmark only stores them in the recording.",
 )
 @click.option(
     "--rounds", default=4, type=click.IntRange(2, 20), help="Number of rounds. Each round sends every prompt once."
