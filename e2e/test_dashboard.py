@@ -298,7 +298,7 @@ async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, share
     await shared_browser.until("document.getElementById('connection').dataset.state === 'lost'")
     async with router(tmp_path, port=port):
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")
-        assert "is back" in await shared_browser.text("#announcement")
+        assert "connected to the router again" in await shared_browser.text("#announcement")
 
 
 async def test_router_with_dashboard_disabled_serves_only_metrics(tmp_path: Path) -> None:
