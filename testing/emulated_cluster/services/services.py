@@ -143,7 +143,7 @@ class _State:
         self._changed.set()
 
     async def _update(self) -> None:
-        """Run a proxy at every cluster address and port with endpoints; without endpoints, a port refuses connections."""
+        """Run a proxy at every cluster address and port with endpoints; ports without endpoints refuse connections."""
         wanted = {}
         for key, service in (self._services or {}).items():
             for port in service["spec"].get("ports") or ():

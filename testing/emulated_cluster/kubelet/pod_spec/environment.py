@@ -118,7 +118,8 @@ def command_line(container: Object, variables: Mapping[str, str], *, entrypoint:
     command = container.get("command") or entrypoint
     if not command:
         raise ContainerConfigError(
-            f"container {container['name']}: command is missing, and the emulated kubelet has no root file system for the image"
+            f"container {container['name']}: command is missing, and the emulated kubelet has no root file "
+            "system for the image"
         )
     return [expand(part, variables) for part in (*command, *(container.get("args") or ()))]
 
