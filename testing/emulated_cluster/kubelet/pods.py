@@ -101,7 +101,7 @@ class PodWorker:
         await asyncio.gather(self._life, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Run the init containers in order, then the other containers; remove the pod's files and network at the end."""
+        """Run the init containers, then the other containers; remove the pod's files and network at the end."""
         try:
             for each in self.init_containers.values():
                 await each.run()
