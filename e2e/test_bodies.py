@@ -1,4 +1,4 @@
-"""Tests that request bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digests."""
+"""Tests that bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digests."""
 
 import asyncio
 import json

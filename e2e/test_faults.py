@@ -29,8 +29,8 @@ MEMBERS = {"left", "right"}
 async def until_served(deployment: Deployment) -> None:
     """Wait until Envoy answers requests without a router.
 
-    In the default mode and in BUFFERED Envoy fails open at once, and this does not wait. In FULL_DUPLEX it fails open
-    only once every worker knows that no router is healthy; until then requests get 503.
+    In the default mode and in BUFFERED, Envoy fails open at once. In FULL_DUPLEX, Envoy fails open only when every
+    worker has detected that no router is healthy. Before this, requests get 503.
     """
     if deployment.mode is not Mode.FULL_DUPLEX:
         return

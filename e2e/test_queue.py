@@ -22,7 +22,7 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 
 @asynccontextmanager
 async def busy(engines: SharedEngines, deployment: Deployment, pool: str, *, seed: str) -> AsyncIterator[asyncio.Event]:
-    """Keep the pool's engine busy with a long prompt until the event is set; the client reads the response to its end."""
+    """Keep the pool's engine busy with a long prompt until the event is set; read the response to its end."""
     gate = asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=gate)
     body = json.dumps(chat(pool, prompt_of(100, seed=seed), stream=True)).encode()

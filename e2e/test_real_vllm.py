@@ -17,7 +17,9 @@ REPOSITORY = Path(__file__).parents[1]
 PYTHON = os.environ.get("DUALMAP_VLLM_PYTHON")
 LIMIT_S = 1500.0
 ERROR_PERCENT = 25.0
-"""The largest accepted error of the median TTFT with a rate per group. The error is 2 % if the engine has its own core.
+"""The largest accepted error of the median TTFT with a rate per group.
+
+The error is 2 % if the engine has its own core.
 """
 
 pytestmark = pytest.mark.skipif(

@@ -173,7 +173,7 @@ async def upload(
     host: str = "127.0.0.1",
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Reply:
-    """Send a POST by HTTP/1 and read the response at the same time, because a rejection arrives before the body's end."""
+    """Send a POST by HTTP/1 and read the response at the same time: a rejection arrives before the body's end."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port)
         sending = asyncio.create_task(_upload(writer, path, body, chunk_bytes))

@@ -20,7 +20,10 @@ STOP_TIMEOUT_S = 20.0
 
 
 class Child:
-    """One child process, with its output in ``log``. Leaving the context stops the process, with SIGKILL if necessary."""
+    """One child process, with its output in ``log``.
+
+    Leaving the context stops the process, with SIGKILL if necessary.
+    """
 
     def __init__(self, name: str, argv: Sequence[str | Path], *, directory: Path) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """Several routers behind one Envoy in front of the same engines, as in production.
 
-``deployment`` is one router and one Envoy. Here each router has its own pool files, so that they may differ, and
-tests can kill, pause and restart every process on its ports.
+``deployment`` has one router and one Envoy. Each router has its own pool files, so that tests can configure different
+pools. Tests can kill, pause and restart every process on its ports.
 """
 
 import asyncio
