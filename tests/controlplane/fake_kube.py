@@ -21,7 +21,9 @@ class Request:
 
 
 class FakeKube:
-    """The client returns the answers in order and repeats the last answer. A request without a scripted answer gets {}."""
+    """The client returns the answers in order and repeats the last answer. A request without a configured answer gets
+    {}.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

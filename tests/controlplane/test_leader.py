@@ -15,7 +15,7 @@ from dualmap_operator.settings import LeaseSettings
 
 COLLECTION = "/apis/coordination.k8s.io/v1/namespaces/dualmap-system/leases"
 LEASE = f"{COLLECTION}/dualmap-operator"
-# The retry pause is zero, because the tests' clock determines all times.
+# The retry pause is short, because the tests' clock determines all other times.
 SETTINGS = LeaseSettings(retry_s=0.001)
 NOON = datetime(2026, 7, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 

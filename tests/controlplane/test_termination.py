@@ -46,7 +46,10 @@ PATHS = {"vLLM": "/metrics", "SGLang": "/metrics", "TensorRTLLM": "/prometheus/m
 
 
 class Metrics(ThreadingHTTPServer):
-    """An engine's metrics page: returns the texts in order and repeats the last text; an empty text is an answer 500."""
+    """An engine's metrics page.
+
+    The server returns the texts in order and repeats the last text; an empty text is an answer 500.
+    """
 
     def __init__(self, pages: list[str], *, host: str, path: str) -> None:
         self.pages, self.path, self.asked = pages, path, 0

@@ -53,7 +53,7 @@ def test_template_pool_has_the_pods_of_its_statefulset(scene: Scene) -> None:
     scene.pool()
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("other-0", owner="other"), ("llm", "other-0"))
-    # DualMap's label alone does not make a pod a member, nor does a StatefulSet of the pool's name with another owner.
+    # A pod is a member only with both the pool's label and a controller of the pool's name.
     scene.pod(pod_body("qwen-7", owner="qwen", **{"serving.dualmap.dev/pool": ""}), ("llm", "qwen-7"))
     scene.pod(pod_body("qwen-8", owner="qwen", **{"serving.dualmap.dev/pool": "other"}), ("llm", "qwen-8"))
     scene.pod(pod_body("stray", **{"serving.dualmap.dev/pool": "qwen"}), ("llm", "stray"))
