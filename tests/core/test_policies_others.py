@@ -162,7 +162,7 @@ def test_stack_loadaware_compares_match_with_relative_load(warm: int, cold: int,
         (
             candidate("a", pending=0, kv=5_000_000, matched=640),
             "b",
-        ),  # The score of more tokens than the cache holds is 0: 3.92.
+        ),  # A full cache scores 0: 3.92.
         (candidate("a", pending=0, kv=5_000_000, matched=768), "a"),  # 4.304.
     ],
 )

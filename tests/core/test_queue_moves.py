@@ -159,8 +159,9 @@ class TestRemovedAndFailingMembers:
 
 class TestRebalancing:
     def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
-        """All keys have the same pair: six requests wait at m-0, and m-1 is idle. The requests queue at one member
-        under a policy that ignores load. Then the published DualMap rule decides.
+        """Return a router with six queued requests at m-0 and an idle m-1, the pair of all keys.
+
+        The requests queue at one member under a policy that ignores load. Then the published DualMap rule decides.
         """
         crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
         router = PoolRouter(crowding)

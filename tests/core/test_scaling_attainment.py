@@ -50,9 +50,7 @@ class TestAttainment:
 
     def test_missed_slo_attainment_at_desired_size_adds_members(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
-        assert asked[3] == pytest.approx(
-            4.12, rel=0.01
-        )  # The rule adds more members only one window after the last addition.
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # No addition in the window after an addition.
         assert 5.5 < asked[-1] < 7
 
     def test_missed_slo_attainment_above_desired_size_adds_members(self) -> None:
@@ -74,7 +72,7 @@ class TestAttainment:
         assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
     def test_attainment_uses_first_tokens_of_all_routers(self) -> None:
-        """Each of twenty routers has only four first tokens per minute, but half of the pool's first tokens are late."""
+        """Each of twenty routers has only four first tokens per minute, but half of the pool's are late."""
         scaling, missed = Scaling(pool()), [said(0.6, count=4, slo_met=2)] * 19
         for second in range(0, 300, 15):
             steady(scaling, rate=0.5, since=second, until=second + 15)

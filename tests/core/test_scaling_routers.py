@@ -24,8 +24,9 @@ class Routers:
     def run(
         self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
     ) -> list[float]:
-        """Send each router its share of RATE, with a share ``met`` within the SLO; return the total desired replicas
-        every 5 s.
+        """Send each router its share of RATE; return the total desired replicas every 5 s.
+
+        ``met`` is the share of first tokens within the SLO.
 
         Each router is read ``asked`` times before the other routers receive its value. Without ``hear``, the routers
         detect that they receive no values of each other.
