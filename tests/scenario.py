@@ -174,8 +174,8 @@ def size_asked(of: Plan) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """A simulated cluster that executes plans, with a StatefulSet controller, starting pods, and routers that follow
-    the ring.
+    """A simulated cluster that executes plans: a StatefulSet controller, starting pods, and routers that follow the
+    ring.
 
     ``busy`` is the number of requests in flight at each member; only the test ends requests. ``stranded`` are the pods
     with a closed readiness gate that look as if their node was lost.

@@ -1,4 +1,4 @@
-"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and the size of snapshots."""
+"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and snapshot sizes."""
 
 import asyncio
 import json

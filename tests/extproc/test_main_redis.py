@@ -1,4 +1,4 @@
-"""Tests ``dualmap router`` as a process with an absent, late or hanging Redis, and with two routers that share Redis."""
+"""Tests ``dualmap router`` as a process: with an absent, late or hanging Redis, and with a shared Redis."""
 
 import asyncio
 import json

@@ -71,7 +71,7 @@ class TestCredentials:
 
 
 def documented_rights(password: str) -> list[list[str]]:
-    """Return the documented commands for a user's permissions: the required commands, and the commands for a cluster."""
+    """Return the documented commands for a user's permissions: the basic commands, and the commands for a cluster."""
     document = (Path(__file__).parents[2] / "docs/state.md").read_text().splitlines()
     return [line.replace("PASSWORD", password).split() for line in document if line.startswith("ACL SETUSER router ")]
 

@@ -1,4 +1,4 @@
-"""Tests that a stream never raises an error for any messages in any order, and that the picker keeps no ended request."""
+"""Tests that a stream accepts any messages in any order, and that the picker keeps no ended request."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import given

@@ -259,7 +259,10 @@ steps = st.tuples(st.integers(0, 4), st.one_of(whole, whole, st.lists(messages, 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([0, 1, 3]), st.sampled_from([5.0, 1000.0]), st.booleans())
 def test_stream_of_any_steps_with_queueing_leaves_no_request_open(steps, max_held, max_wait_s, empty):
-    """Each request gets at most one pick, and no pick after its stream's end; the picker keeps no state of the request."""
+    """Each request gets at most one pick, and no pick after its stream's end.
+
+    The picker keeps no state of the request.
+    """
     queue = {"max_held": max_held, "max_wait_s": max_wait_s, "hold_when_empty": True}
     talk = Conversation(crowded_pool(members=0 if empty else 2, **queue))
     streams = [Conversation(picker=talk.picker) for _ in range(5)]

@@ -55,8 +55,9 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
 
 
 def test_architecture_page_lists_only_existing_files() -> None:
-    """`core/router.py` refers to `core/dualmap/router.py`; a file name without a folder is in the folder mentioned
-    before.
+    """`core/router.py` refers to `core/dualmap/router.py`.
+
+    A file name without a folder is in the folder that the text mentions before.
     """
     packages = {
         "core": "dualmap",

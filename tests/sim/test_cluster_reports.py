@@ -88,7 +88,7 @@ def test_delayed_replication_serves_all_requests_at_lower_attainment() -> None:
 
 
 def closed(requests: int, *, rate: float) -> tuple[Arrival, ...]:
-    """Return the default workload as a closed loop: each turn starts 2 s after the end of its session's previous turn."""
+    """Return the default workload as a closed loop: each turn starts 2 s after its session's previous turn."""
     trace = default_workload(requests, seed=3).at_rate(rate)
     paused = tuple(replace(request, pause_s=2.0) for request in trace.requests)
     looped = replace(trace, requests=paused, closed_loop=True)

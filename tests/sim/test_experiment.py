@@ -67,9 +67,7 @@ def test_load_is_sampled_while_counted_requests_arrive() -> None:
     for sample in outcome.samples:
         one, other = sample.pending_tokens.values()
         if first_s <= sample.at_s <= last_s and one + other:
-            cvs.append(
-                abs(one - other) / (one + other)
-            )  # For two values, the coefficient of variation: the standard deviation divided by the mean.
+            cvs.append(abs(one - other) / (one + other))  # The standard deviation divided by the mean.
     assert outcome.samples[-1].at_s > last_s
     assert outcome.summary.pending_cv == pytest.approx(sum(cvs) / len(cvs))
 

@@ -29,8 +29,9 @@ def asked(
     blocks: Sequence[int] = (),
     follows: str | None = None,
 ) -> Arrival:
-    """Return a request with a prompt of 100 tokens, which takes 1.5 s on a ROUND engine, and 0.25 s for each further
-    output token.
+    """Return a request with a prompt of 100 tokens.
+
+    On a ROUND engine, the prefill takes 1.5 s, and each further output token takes 0.25 s.
     """
     work = ask(name, prompt=prompt, output=output, blocks=blocks)
     return Arrival(at_s=at_s, chain=NO_BLOCKS, session=None, work=work, follows=follows, pause_s=1.0)
