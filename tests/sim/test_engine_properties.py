@@ -1,4 +1,4 @@
-"""Tests that the engine model equals a simple model with every decode step, and tests of invariants for any arrivals."""
+"""Tests that the engine model equals a simple model with every decode step, and that invariants always hold."""
 
 from dataclasses import dataclass, field, replace
 

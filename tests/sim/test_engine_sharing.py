@@ -1,4 +1,4 @@
-"""Tests of the engine's features for the policies and bounds: priorities, pulled KV, a shared cache, the exact backlog."""
+"""Tests of the engine's features for policies and bounds: priorities, pulled KV, a shared cache, exact backlog."""
 
 from dataclasses import replace
 

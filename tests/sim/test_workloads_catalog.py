@@ -14,7 +14,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Five requests: a conversation of three turns, a conversation of one turn, and a fork of the first conversation."""
+    """Five requests: a conversation of three turns, a conversation of one turn, and a fork of the first one."""
     prompts = [(1, 2), (1, 9), (1, 2, 3), (1, 2, 4), (1, 2, 3, 5)]
     path = tmp_path / "recorded.jsonl"
     path.write_text(

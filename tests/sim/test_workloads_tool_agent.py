@@ -1,4 +1,4 @@
-"""Tests of the reconstructed Tool&Agent trace: the paper's statistics for each seed, and the trace's keys at a router."""
+"""Tests of the reconstructed Tool&Agent trace: the paper's statistics for each seed, and the keys at a router."""
 
 import hashlib
 from collections import Counter
