@@ -111,7 +111,7 @@ class Operator(Child):
 class Product:
     """Operators, routers with Redis, and Envoy after a call of ``open_gateway``.
 
-    A context manager, which at its end stops all its processes and removes its pools.
+    The end of the context stops all started processes and removes the pools.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:

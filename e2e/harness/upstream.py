@@ -18,7 +18,7 @@ _SHA256 = web.RequestKey("sha256", str)
 
 @dataclass(slots=True, kw_only=True)
 class Received:
-    """One request as the upstream received it."""
+    """One request that the upstream received."""
 
     method: str
     path: str

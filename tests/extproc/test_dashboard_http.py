@@ -1,4 +1,4 @@
-"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and snapshot sizes."""
+"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and snapshot contents."""
 
 import asyncio
 import json
@@ -182,7 +182,7 @@ async def test_dashboard_stream_stays_open_beyond_the_idle_timeout() -> None:
         await next_snapshot(response)
         url = session._base_url
         assert url is not None
-        # The server closes this stream, because other streams have begun later.
+        # The idle timeout closes this later connection, so it has also passed for the stream.
         idle, writer = await asyncio.open_connection(url.host, url.port)
         async with asyncio.timeout(30):
             assert await idle.read() == b""
