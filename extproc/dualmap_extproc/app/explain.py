@@ -25,7 +25,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     return headers
 
 
-@click.command(short_help="Print which instance a request would go to, and why.")
+@click.command(short_help="Print which instance the router chooses for a request, and why.")
 @click.option(
     "--pool",
     "pool_files",
@@ -33,7 +33,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     required=True,
     metavar="FILE",
-    help="Pool file (InferencePool as YAML); repeat for several.",
+    help="Pool file (InferencePool as YAML). Repeat the option for several files.",
 )
 @click.option(
     "--request",
@@ -41,7 +41,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     type=click.File("rb"),
     required=True,
     metavar="FILE",
-    help="JSON body of the request; - reads standard input.",
+    help="File with the JSON body of the request. The value - stands for standard input.",
 )
 @click.option(
     "--header",
@@ -49,10 +49,10 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     metavar="NAME=VALUE",
     callback=_read_headers,
-    help="Header of the request, such as the session header; repeat for several.",
+    help="Header of the request, such as the session header. Repeat the option for several headers.",
 )
 @redis_options
-@click.option("--json", "as_json", is_flag=True, help="Print the receipt as JSON instead of words.")
+@click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON instead of text.")
 def explain(
     pool_files: tuple[Path, ...],
     request_file: BinaryIO,
@@ -63,9 +63,9 @@ def explain(
     redis_ca: Path | None,
     as_json: bool,
 ) -> None:
-    """Print which instance a router that has just started would choose for a request, and why.
+    """Print which instance a newly started router chooses for a request, and why.
 
-    With --redis the router first reads the state that the other routers share.
+    With --redis, the command first reads the state that running routers share in Redis.
 
     \b
     Example:

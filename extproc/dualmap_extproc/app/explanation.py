@@ -94,7 +94,7 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
                 await deliveries[question.pool].deliver(answer)
             questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
     except TimeoutError:
-        raise StoreError(Failure.TIMEOUT, f"no answer within {READ_S:g} s") from None
+        raise StoreError(Failure.TIMEOUT, f"Redis did not answer within {READ_S:g} s") from None
     finally:
         await store.close()
 

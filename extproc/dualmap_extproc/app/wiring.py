@@ -155,7 +155,7 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
         from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
         # OpenTelemetry reads some of its settings during its import.
-        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
+        raise TracingError(f"invalid OTEL_* environment variables: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
     tracing.subscribe(observations)
