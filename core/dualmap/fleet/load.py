@@ -76,8 +76,9 @@ class ReplicasLoad:
 class MemberLoad:
     """The load of one member.
 
-    All loads of a pool share ``agreement``, ``outdated`` and ``redispatch``. A changed load adds itself to ``outdated``. A changed
-    load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep the order of the changes.
+    All loads of a pool share ``agreement``, ``outdated`` and ``redispatch``. A changed load adds itself to
+    ``outdated``. A changed load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep
+    the order of the changes.
     """
 
     def __init__(
