@@ -133,7 +133,7 @@ async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> Non
         assert "because" in await browser.text("#decisions li")
         assert "Pair: engine-" in await browser.text("#decisions li")
         # First tokens, the SLO and the share of requests that meet it.
-        await browser.until("/(keeps|misses) its SLO: [0-9.]+%/.test(document.getElementById('headline').textContent)")
+        await browser.until("/(meets|misses) its SLO: [0-9.]+%/.test(document.getElementById('headline').textContent)")
         assert "goal" in await browser.text("#tiles")
         assert await browser.run("return document.querySelector('.plane .p90').getAttribute('d')")
         before = await browser.run(f"return {SEEN}", "tbody td")

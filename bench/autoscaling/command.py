@@ -1,4 +1,4 @@
-"""``python -m bench autoscaling``: run the missing measurements, then write the page and the chart."""
+"""The command ``python -m bench autoscaling``: runs the missing measurements, then writes the page and the chart."""
 
 import sys
 from collections.abc import Sequence

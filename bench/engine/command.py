@@ -1,4 +1,4 @@
-"""``python -m bench.engine``: start a small vLLM, record it, fit the model to the recording, and report the error."""
+"""The command ``python -m bench.engine``: records a real vLLM, fits the engine model, and reports its errors."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""``python -m bench gateway``: options, progress on stderr, tables on stdout."""
+"""The command ``python -m bench gateway``: its options, progress on stderr, and tables on stdout."""
 
 import asyncio
 import json

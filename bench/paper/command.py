@@ -1,4 +1,4 @@
-"""``python -m bench paper``: run the missing measurements, then write the pages and plots."""
+"""The command ``python -m bench paper``: runs the missing measurements, then writes the pages and plots."""
 
 import signal
 import sys
@@ -30,14 +30,14 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def _refuse_unknown(names: Sequence[str], accepted: Sequence[str], hint: str) -> None:
-    """Raise click.BadParameter for a name that is not accepted."""
+    """Raise click.BadParameter for a name that is not in ``accepted``."""
     for name in names:
         if name not in accepted:
             raise click.BadParameter(f"{name!r} is not accepted; give some of {', '.join(accepted)}", param_hint=hint)
 
 
 def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Reject a trace that cannot be read. The default trace is not checked, because it may be missing."""
+    """Reject an unreadable trace. The default trace is not checked, because it may be missing."""
     if value is not None:
         try:
             read_mooncake(value)
@@ -132,9 +132,9 @@ def _to_measure(
 ) -> list[Cell]:
     """Return the cells to measure, each once.
 
-    Without ``policies`` these are all missing cells; with ``commit`` also those that other code measured. With
-    ``policies`` these are all cells of the named policies; with ``commit`` only those
-    that are missing or that other code measured.
+    Without ``policies``, the result is all missing cells. With ``commit``, the result also has the cells that another
+    version of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, the
+    result is the cells of these policies that are missing or that another version measured.
     """
     cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
     if policies is not None:

@@ -268,7 +268,7 @@ def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace:
     patch(cluster, namespace, "model", {"spec": {"model": {"aliases": ["n"]}}})
     said = patch(cluster, namespace, "model", {"spec": {"model": {"name": "n"}}}, check=False)
     assert (
-        '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or make another pool'
+        '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or create another pool'
         in part(said, "spec.model.name")
     )
 
@@ -276,7 +276,7 @@ def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace:
 def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "port"))
     said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
-    expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or make another pool"
+    expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or create another pool"
     assert expected in part(said, "spec.engine.port")
 
 
@@ -293,7 +293,7 @@ def test_kind_of_workload_is_immutable_and_its_content_is_not(
     switch = {"spec": {"workload": {before: None, after: workloads[after]}}}
     said = patch(cluster, namespace, name, switch, check=False)
     assert (
-        f"{after} is not accepted; the kind of workload cannot be changed, give a {before} or make another pool"
+        f"{after} is not accepted; the kind of workload cannot be changed, give a {before} or create another pool"
         in part(said, "spec.workload")
     )
 
@@ -304,7 +304,7 @@ def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, na
     for version in (7, 7, 8):
         patch(cluster, namespace, "ring", {"status": {"ring": {"version": version, "members": members}}}, status=True)
     said = patch(cluster, namespace, "ring", {"status": {"ring": {"version": 7}}}, status=True, check=False)
-    expected = "7 is not accepted; the version of a ring never goes back, give at least 8"
+    expected = "7 is not accepted; the version of a ring never decreases, give at least 8"
     assert expected in part(said, "status.ring.version")
     for address in ("localhost", "10.0.0.1:80", ""):
         bad = {"status": {"ring": {"members": [{**MEMBER, "address": address}]}}}

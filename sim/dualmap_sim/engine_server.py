@@ -1,7 +1,7 @@
 """``dualmap engine-sim``: the command that runs one simulated engine until a signal stops it.
 
-The composition root: this module parses the settings, ``http_server.py`` serves. SIGTERM (or Ctrl-C) drains, as a vLLM
-with a shutdown timeout does; a second one aborts the remaining requests.
+This module parses the settings, and ``http_server.py`` serves the requests. SIGTERM (or Ctrl-C) drains the server, like
+vLLM with a shutdown timeout. A second signal aborts the remaining requests.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
 
 BLOCK_TOKENS: Final = 16
-"""vLLM's block size; the presets' 512 is that of the traces."""
+"""vLLM's block size. The presets use the traces' block size of 512."""
 DRAIN_TIMEOUT_S: Final = 120.0
-"""Seconds a stopped server waits for running requests before it aborts them."""
+"""Seconds that a stopped server waits for running requests before it aborts them."""
 
 
 @click.command()
@@ -79,10 +79,10 @@ def engine_sim(
 
 
 async def _serve(settings: ServerSettings) -> int:
-    """Serve until a signal; return the exit code: 0 when every accepted request was answered."""
+    """Serve until a signal; return the exit code: 0 if every accepted request was answered."""
     from dualmap_sim.http_server import (
         EngineHttpServer,
-    )  # Imported here, because loading aiohttp takes a second, which --help does not need.
+    )  # Imported here because aiohttp takes a second to load, and --help does not need it.
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()

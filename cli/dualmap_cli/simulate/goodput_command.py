@@ -84,7 +84,7 @@ def goodput(
 
 
 def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
-    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import Search, search
     from dualmap_cli.simulate.tables import announcement
@@ -133,7 +133,7 @@ def _publish(plan: Plan, attainment: float, found: "Found") -> None:
     if not overloaded:
         sys.exit(1)
     if plan.plot is not None:
-        # Imported here: the library takes half a second.
+        # Imported here because the library takes half a second to load.
         from dualmap_cli.simulate.charts import draw_goodputs
 
         with writing(str(plan.plot)):

@@ -29,7 +29,7 @@ PICTURES: Final = (".png", ".svg")
 
 
 def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Return the path of the chart; refuse one that cannot be written before the simulation starts."""
+    """Return the path of the chart; reject a path that is not writable before the simulation starts."""
     if value is not None and value.suffix not in PICTURES:
         raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
     if value is not None and not value.absolute().parent.is_dir():
@@ -156,7 +156,7 @@ _OUTPUT: Final[tuple[Decorator, ...]] = (
 
 
 def with_options(*own: Decorator) -> Decorator:
-    """Return a decorator that gives a command the shared options, its own after those of the workload."""
+    """Return a decorator that adds the shared options to a command; ``own`` follows the options of the workload."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed((*_WORKLOAD, *own, *_POOL, *_ROUTERS, *_OUTPUT)):

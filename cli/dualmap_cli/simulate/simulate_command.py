@@ -1,4 +1,4 @@
-"""``dualmap simulate``: policies at some rates, in virtual time."""
+"""The command ``dualmap simulate``: policies at one or more rates, in virtual time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +62,7 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
 
 
 def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
-    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import simulate as run_one
     from dualmap_cli.simulate.tables import announcement
@@ -95,7 +95,7 @@ def _publish(plan: Plan, runs: "Sequence[Run]") -> None:
             show(runs_table(runs))
             click.echo(LEGEND)
     if plan.plot is not None:
-        # Imported here: the library takes half a second.
+        # Imported here because the library takes half a second to load.
         from dualmap_cli.simulate.charts import draw_runs
 
         with writing(str(plan.plot)):

@@ -1,7 +1,8 @@
-"""Mooncake's JSONL traces: one request a line, its prompt given as ids of 512-token blocks.
+"""Reads Mooncake's JSONL traces: one request per line, with the prompt as ids of 512-token blocks.
 
-``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``; the paper
-replays two of them (section A.2.1). A line that says something else is refused with its number, field and value.
+A line is ``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``. The
+DualMap paper replays two such traces (section A.2.1). The error for an invalid line contains the line's number, the
+field and the value.
 """
 
 import json
@@ -15,15 +16,15 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 _SHOWN_CHARACTERS: Final = 60
 _TIMESTAMP_MS_MAX: Final = 1e15
-"""Thirty thousand years: keeps out infinity and what no clock could wait for."""
+"""Thirty thousand years: excludes infinity and unreasonable times."""
 
 
 class TraceError(Exception):
-    """A trace cannot be replayed; ``str()`` names file, line, field, value and accepted values."""
+    """A trace cannot be replayed; the message contains file, line, field, value and accepted values."""
 
 
 def read_mooncake(path: Path, *, start: int = 0, limit: int | None = None) -> Trace:
-    """Read ``limit`` requests (None: all) from the ``start``-th on; lines before and after are not looked at."""
+    """Read ``limit`` requests (None: all), starting with number ``start``. Other lines are not checked."""
     try:
         with path.open(encoding="utf-8") as lines:
             return parse_mooncake(lines, source=str(path), start=start, limit=limit)
@@ -34,7 +35,7 @@ def read_mooncake(path: Path, *, start: int = 0, limit: int | None = None) -> Tr
 
 
 def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: int | None = None) -> Trace:
-    """Parse a trace's lines; blank ones are skipped. ``source`` names the trace and opens every error."""
+    """Parse a trace's lines; blank lines are skipped. Every error message begins with ``source``."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     window = islice(numbered, start, None if limit is None else start + limit)
     requests: list[TraceRequest] = []
@@ -47,7 +48,7 @@ def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: 
 
 
 class _Line:
-    """One line while it is read: knows where it stands, so that every refusal can say so."""
+    """A line of a trace while it is parsed; its position becomes part of each error message."""
 
     def __init__(self, text: str, *, where: str) -> None:
         self._where = where
