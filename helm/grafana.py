@@ -20,7 +20,7 @@ _FAILED = 'outcome="failed"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A chart: title, description (shown in its corner), unit, and queries by legend."""
+    """A panel of the dashboard: title, description, unit, and queries by legend."""
 
     title: str
     about: str
@@ -203,7 +203,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, charts in ROWS.items():

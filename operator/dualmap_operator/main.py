@@ -1,4 +1,4 @@
-"""``dualmap operator``: the command. Parses the settings once; ``wiring`` runs the operator."""
+"""The command ``dualmap operator``: parses the settings once; ``wiring`` runs the operator."""
 
 import os
 import re
@@ -29,7 +29,7 @@ class _DnsLabel(click.ParamType[str]):
 
 
 class _Address(click.ParamType[tuple[str, int]]):
-    """Parses ``HOST:PORT``; an IPv6 host is in brackets."""
+    """Parses ``HOST:PORT``, with an IPv6 host in brackets."""
 
     name = "HOST:PORT"
 
@@ -82,20 +82,20 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
     dualmap-system) is the namespace of the Lease and of the routers' Service. On SIGTERM the operator finishes its
     writes, releases the Lease, and exits 0.
     """
-    from dualmap_operator.wiring import run  # Late: kopf and aiohttp take a second to import.
+    from dualmap_operator.wiring import run  # A late import, because kopf and aiohttp take a second to import.
 
     if namespace is not None and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if options["health_port"] and options["health_port"] == options["metrics_port"]:
         raise click.UsageError("--health-port and --metrics-port are the same; give each a port of its own")
-    # The only place in the operator that reads the environment.
+    # Only this function of the operator reads the environment.
     pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
     if not _DNS_LABEL.fullmatch(pod_namespace):
         raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
     settings = Settings(
         namespace=namespace,
         pod_namespace=pod_namespace,
-        # A restarted pod is another candidate, without knowledge of its former lease.
+        # The random suffix makes a restarted process a new candidate, which does not continue its former lease.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         **options,
     )

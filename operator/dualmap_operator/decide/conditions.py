@@ -1,6 +1,7 @@
 """The conditions in a pool's status: one function for each type, all pure.
 
-A message names pods and routers but has no counter or time that changes by itself, so that nothing is written at rest.
+A message contains names of pods and routers, but no counter or time that changes without an event. An idle pool
+therefore causes no status writes.
 """
 
 from collections import defaultdict
@@ -15,11 +16,12 @@ from dualmap_operator.decide.observed import Condition, Observed, RingMember
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 from dualmap_operator.names import ConditionType
 
-# A pool without a ready member for this time is Degraded; a starting pool needs some time.
+# A pool without a ready member becomes Degraded after this time: a starting pool needs some time.
 NO_MEMBER_GRACE_S: Final = 30.0
-# Models take minutes to load.
+# A pod that is unready for this time makes the pool Degraded: models take minutes to load.
 UNREADY_GRACE_S: Final = 300.0
-# Routers apply a ring within milliseconds: a shorter lag is not worth two status writes.
+# Routers normally apply a ring within milliseconds. The RingSynced condition ignores shorter delays, which saves two
+# status writes.
 SYNC_GRACE_S: Final = 5.0
 _NAMES_SHOWN: Final = 10
 _NAME_CHARACTERS: Final = 80
@@ -41,9 +43,9 @@ def conditions(
     *,
     waits_for_survivors: bool,
 ) -> tuple[Condition, ...]:
-    """Return every condition of a pool whose ring will have ``members``.
+    """Return all conditions of a pool; ``members`` are the members that the plan publishes.
 
-    ``waits_for_survivors``: a scale-down waits until one of the remaining pods takes requests.
+    ``waits_for_survivors`` is true while a scale-down waits until one of the remaining pods receives requests.
     """
     findings = {
         ConditionType.ACCEPTED: _accepted(observed.lost_claims, warnings),
@@ -58,20 +60,20 @@ def conditions(
 
 
 def refused(observed: Observed, generation: int, error: str, now_s: float) -> tuple[Condition, ...]:
-    """Return the conditions of a pool whose spec cannot be used: Accepted is False, the others are unchanged."""
+    """Return the conditions of a pool with an invalid spec: Accepted is False, all other conditions are unchanged."""
     accepted = _condition(generation, observed, ConditionType.ACCEPTED, _Finding(False, "InvalidSpec", error), now_s)
     return (accepted, *(each for each in observed.published.conditions if each.type != ConditionType.ACCEPTED))
 
 
 def no_member_due_s(observed: Observed, now_s: float) -> float | None:
-    """Return in how many seconds a pool without members becomes Degraded, None if it will not."""
+    """Return the seconds until a pool without members becomes Degraded; None if it does not become Degraded."""
     since_s = _unavailable_since_s(observed)
     due_s = None if since_s is None else since_s + NO_MEMBER_GRACE_S - now_s
     return due_s if due_s is not None and due_s > 0 else None
 
 
 def named(names: Iterable[str]) -> str:
-    """Return names for a message; of many, the first few and the number of the others."""
+    """Return names for a message: at most 10 names, then the number of further names."""
     listed = list(names)
     more = len(listed) - _NAMES_SHOWN
     shown = ", ".join(listed[:_NAMES_SHOWN])
@@ -103,7 +105,7 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
 
 
 def _quoted(name: str) -> str:
-    """Return a model name for a message, shortened: it may have up to 253 characters."""
+    """Return a shortened model name for a message: a model name has up to 253 characters."""
     quoted = repr(name)
     return quoted if len(quoted) <= _NAME_CHARACTERS else f"{quoted[: _NAME_CHARACTERS - 3]}..."
 
@@ -202,7 +204,10 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
 
 
 def _unavailable_since_s(observed: Observed) -> float | None:
-    """Return since when the pool lacks a member, None if it need not have one; new pods have time to start."""
+    """Return the time since which the pool lacks a required member; None if no member is required.
+
+    The returned time is not before the readiness change of the oldest pod, so that new pods have time to start.
+    """
     published = {each.type: each for each in observed.published.conditions}
     available, progressing = (published.get(each) for each in (ConditionType.AVAILABLE, ConditionType.PROGRESSING))
     if available is None or available.status is not False or progressing is None or not progressing.status:

@@ -1,8 +1,8 @@
-"""Warnings about a user's pod template that Kubernetes accepts but that harms the pool.
+"""Warnings about fields of a pod template that Kubernetes accepts but that harm the pool.
 
-``plan`` publishes them in the Accepted condition and an Event. Only settings that harm requests, or that metrics need,
-get a warning: engine flags are the user's choice, and a wrapper script may set them unseen. Each warning names the
-field, its value and what to set instead.
+``plan`` publishes the warnings in the Accepted condition and an Event. Only settings that harm requests or metrics
+cause a warning. All other engine flags are the user's choice, and a wrapper script may set them. Each warning contains
+the field, its value and a better value.
 """
 
 from typing import Final
@@ -29,11 +29,11 @@ from dualmap_operator.decide.workload.termination import grace_period_s
 
 _VLLM: Final = "vLLM"
 _SHUTDOWN_S: Final = 20
-"""With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 it aborts them."""
+"""With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 vLLM aborts the streams."""
 
 
 def template_warnings(spec: PoolSpec) -> tuple[str, ...]:
-    """Return the warnings about the pod template, empty for a pool of adopted pods. Never raises."""
+    """Return the warnings about the pod template; none for a pool of adopted pods. Never raises."""
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
     found = [_grace_period(spec, spec.workload)]
@@ -58,7 +58,7 @@ def _grace_period(spec: PoolSpec, workload: TemplateWorkload) -> str | None:
 
 
 def _readiness(engine: EngineContainer, spec: PoolSpec) -> str | None:
-    # A startup probe delays readiness too, until the engine has started.
+    # A startup probe also delays readiness until the engine has started.
     if engine.written.get("readinessProbe") is not None or engine.written.get("startupProbe") is not None:
         return None
     return (

@@ -1,9 +1,10 @@
-"""How a pool's pod terminates: the preStop script of its engine, and the grace period around it.
+"""The termination of a pool's pods: the preStop script of the engine's container, and the grace period.
 
-Kubernetes runs preStop, then sends SIGTERM, then SIGKILL when the grace period is over. A pod that the operator has
-drained is idle when it is deleted, and the script takes a few seconds. For a pod that is deleted or evicted otherwise,
-the script alone waits for its requests; routers stop picking a terminating pod at once. ``children`` puts both into the
-pod template, and ``checks`` warns if the user's grace period is too short.
+Kubernetes runs preStop, then sends SIGTERM, and sends SIGKILL at the end of the grace period. If the operator has
+drained a pod before its deletion, the pod is idle and the script takes a few seconds. If a pod is deleted or evicted
+without a drain, the script waits for the pod's requests; routers stop picking a terminating pod at once. ``children``
+adds the script and the grace period to the pod template. ``checks`` creates a warning if the user's grace period is too
+short.
 """
 
 import math
@@ -14,19 +15,19 @@ from dualmap_operator.decide.workload.arguments import SHUTDOWN_TIMEOUT, whole_o
 from dualmap_operator.decide.workload.template import engine_container
 
 POD_IP_VARIABLE: Final = "DUALMAP_POD_IP"
-"""The variable with the pod's address: some engines listen there and not on 127.0.0.1."""
+"""The variable with the pod's address: some engines listen on this address and not on 127.0.0.1."""
 
 _LAST_LOOK_S: Final = 10
-"""How long the script may exceed drain.timeout: one more check, in which two addresses may time out."""
+"""The extra time of the script after drain.timeout: one more check, with up to two request timeouts."""
 
 _ENGINE_STOP_S: Final = 30
-"""An engine's time from SIGTERM to SIGKILL: Kubernetes' default grace period."""
+"""An engine's time from SIGTERM to SIGKILL, equal to Kubernetes' default grace period."""
 
 _SETTLE_S: Final = 5
-"""How long after its deletion a pod may still receive requests (docs/operator.md)."""
+"""The time in which a deleted pod may still receive requests (docs/operator.md)."""
 
 _METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
-"""The paths of engines whose metrics are not at /metrics."""
+"""The metrics paths of engine types that do not use /metrics."""
 
 _HEAD: Final = """\
 # Keeps the engine until it has nothing left to do, at most drain.timeout. By the DualMap operator.
@@ -92,10 +93,11 @@ done
 
 
 def pre_stop_script(spec: PoolSpec) -> str:
-    """Return the script for ``/bin/sh -c`` that ends when the engine is idle, at the latest after ``drain.timeout``.
+    """Return the script for ``/bin/sh -c``, which ends when the engine is idle, at the latest after ``drain.timeout``.
 
-    It needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If they cannot be
-    read (no such tool, another engine, TLS on its port), it waits 30 s.
+    The script needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If the
+    metrics cannot be read, the script waits 30 s. The metrics cannot be read without such a tool, for other engine
+    types, or with TLS on the engine's port.
     """
     timeout_s = math.ceil(spec.drain_timeout_s)
     head = _HEAD.format(
@@ -108,9 +110,9 @@ def pre_stop_script(spec: PoolSpec) -> str:
 
 
 def grace_period_s(spec: PoolSpec) -> int:
-    """Return the shortest grace period that covers a whole drain and the engine's own stop, in seconds.
+    """Return the shortest grace period that includes a complete drain and the engine's shutdown, in seconds.
 
-    It includes vLLM's ``--shutdown-timeout`` after SIGTERM if the template shows it.
+    The period includes vLLM's ``--shutdown-timeout`` after SIGTERM if the template sets this option.
     """
     shutdown_s = None
     if isinstance(spec.workload, TemplateWorkload):
