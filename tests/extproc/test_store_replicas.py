@@ -168,13 +168,13 @@ async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
 
 async def test_replica_knows_a_session_bound_at_another(server):
     async with routers(server, "one", "other") as (one, other):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         await until(lambda: other.sessions == 1)
 
 
 async def test_replica_that_joins_looks_up_an_earlier_session(server):
     async with routers(server, "one") as (one,):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         with server.admin as admin:
             await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(updates_key(POOL.id)) >= 1)
             (key,) = admin.keys("*session*")
@@ -184,10 +184,10 @@ async def test_replica_that_joins_looks_up_an_earlier_session(server):
         # As if it had moved twice: the first claim of the router that joins must not take it away.
         admin.set(key, f"1 2 0 5000 {host}", ex=60)
         async with routers(server, "late", pool=STICKY) as (late,):
-            late.pick("turn two", session_id="s")
+            late.pick("turn two", session_id="u")
 
             def goes_to_its_host() -> bool:
-                late.pick("turn three", session_id="s")
+                late.pick("turn three", session_id="u")
                 assert late.observer.receipt is not None
                 return late.observer.receipt.chosen == host
 
