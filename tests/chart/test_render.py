@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
 # Not created by the chart: named in the values, or created by cert-manager.
-SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
+SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
 @pytest.fixture(name="objects", params=CASES)
