@@ -57,11 +57,15 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A rejected request; ``retry_after_s`` is when a new try has better chances, None if that is unknown."""
+    """A rejected request; ``retry_after_s`` is when a new try has better chances, None if that is unknown.
+
+    ``limited`` is true if the queue was full and the request's client had its share of it, since others wait, too.
+    """
 
     request_id: str
     reason: Reason
     retry_after_s: float | None = None
+    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
+from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
 from dualmap.replicas.update import Placement, SharedLoad
@@ -41,6 +42,8 @@ class Fleet:
         # When the first of the suspended members may be tried again.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
+        self.shares = FairShares(_credit_tokens(pool))
+        """How much each client received, which decides whose queued request is next."""
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
@@ -77,9 +80,10 @@ class Fleet:
 
     # What decisions ask of the members.
 
-    def view(self, now: float, chain: BlockChain) -> View:
-        """Return the members as they are towards a prompt."""
-        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
+    def view(self, now: float, chain: BlockChain, *, client: int = 0) -> View:
+        """Return the members as they are towards a client's prompt."""
+        behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
+        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s, behind_s=behind_s)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring as they are towards the view's prompt."""
@@ -135,6 +139,7 @@ class Fleet:
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Enter a request that is sent to its member now; return it as it is in flight."""
         request = queued.request
+        self.shares.charge(request.client, queued.new_tokens)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
@@ -246,6 +251,7 @@ class Fleet:
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
+        self.shares.credit_tokens = _credit_tokens(pool)
         self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
@@ -341,6 +347,9 @@ class Fleet:
         if member in self._instances:
             self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
+    def _behind_s(self, client: int, queue: MemberQueue) -> float:
+        return queue.behind_s(client, self.shares.counter)
+
     def _roster(self, now: float, ring: DualRing) -> Roster:
         """Return a ring's instances, with their summaries up to date."""
         self._ledger.update(now, self._stall_s)
@@ -373,6 +382,11 @@ class Fleet:
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
         )
+
+
+def _credit_tokens(pool: Pool) -> int:
+    """Return the prompt tokens that the pool computes within the SLO."""
+    return round(pool.slo.ttft_s * pool.engine.prefill_tokens_per_second) * len(pool.members)
 
 
 def _capacity_blocks(pool: Pool) -> int:
