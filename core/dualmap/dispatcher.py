@@ -197,7 +197,7 @@ class Dispatcher:
         return self._rejection(now, request.id, reason, member, limited=self._fleet.shares.has_rivals(request.client))
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:
-        if self._fleet.backlog_s(now, member) > self._fleet.window_s:
+        if self._fleet.backlog_s(now, member) > self._fleet.window_s(now):
             return False
         return self._fleet.has_room(member, request.chain.tokens)
 
@@ -207,7 +207,7 @@ class Dispatcher:
         if queue is None:
             return
         defers = self._chooser.defers
-        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s:
+        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s(now):
             within_s = self._pool.slo.ttft_s - backlog_s if defers else None
             queued = queue.next(
                 now,

@@ -28,6 +28,9 @@ _OUTPUT_WEIGHT = 0.02
 # The room for outputs is this many times their mean, since a sum of outputs varies. Exploratory simulations, which are
 # not recorded, led to the value.
 _OUTPUT_MARGIN = 1.5
+# The part of the dispatch window that is used while clients contest their shares. Exploratory simulations, which are
+# not recorded, led to the value: a smaller part would leave engines idle between requests.
+_CONTESTED_WINDOW = 0.5
 # A window that opens by time alone opens at a sum of floats.
 _WINDOW_SLACK_S = 1e-6
 
@@ -46,8 +49,6 @@ class Fleet:
         """How much each client received, which decides whose queued request is next."""
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
-        """A member takes requests while its backlog is within this dispatch window."""
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
@@ -110,9 +111,13 @@ class Fleet:
         """Return the queue of a member."""
         return self._ledger.loads[member].queue
 
+    def window_s(self, now: float) -> float:
+        """Return the dispatch window: a member takes requests while its backlog is within it."""
+        return self._dispatch_window_s(now) + _WINDOW_SLACK_S
+
     def next_dispatch_s(self, *, after_s: float) -> float | None:
         """Return when time alone lets a queued request be dispatched, after ``after_s``; None if it takes an event."""
-        return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
+        return self._ledger.dispatch_times.first_s(self._dispatch_window_s(after_s), after_s=after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
         """Return when a rejected request has better chances, None if that is unknown.
@@ -139,7 +144,7 @@ class Fleet:
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Enter a request that is sent to its member now; return it as it is in flight."""
         request = queued.request
-        self.shares.charge(request.client, queued.new_tokens)
+        self.shares.charge(now, request.client, queued.new_tokens)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
@@ -252,7 +257,6 @@ class Fleet:
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.shares.credit_tokens = _credit_tokens(pool)
-        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
@@ -346,6 +350,10 @@ class Fleet:
     def _uncache(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
         if member in self._instances:
             self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
+
+    def _dispatch_window_s(self, now: float) -> float:
+        window_s = self._pool.routing.queue.dispatch_window_s
+        return window_s * _CONTESTED_WINDOW if self.shares.is_contested(now) else window_s
 
     def _behind_s(self, client: int, queue: MemberQueue) -> float:
         return queue.behind_s(client, self.shares.counter)

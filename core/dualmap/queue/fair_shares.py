@@ -8,13 +8,20 @@ A client that returns does not get back what it left unused: its counter is lift
 clients that wait. Deviation: a known client stays up to ``credit_tokens`` below that, so that a client whose requests
 come in bursts, but which needs less than its share on average, does not wait behind one that always wants more. A
 client that is seen for the first time has no credit, so new names are no advantage.
+
+A prefill cannot be interrupted, so what was sent to a member delays the next client. The shares are *contested* while a
+client far below its share is served and one far above waits. The router then sends requests later than usual.
 """
 
 from collections import OrderedDict
+from math import inf
 from typing import Final
 
 MAX_IDLE_CLIENTS: Final = 4096
 """Counters of at most this many clients without queued requests are kept; the longest idle is forgotten first."""
+
+# The shares stay contested for so long after a client far below its share was served.
+_CONTESTED_S: Final = 30.0
 
 
 class FairShares:
@@ -26,6 +33,7 @@ class FairShares:
         self._idle: OrderedDict[int, int] = OrderedDict()
         # What the smallest counter of the waiting clients has been at most: it never falls.
         self._floor = 0
+        self._contested_s = -inf
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._idle)
@@ -49,8 +57,14 @@ class FairShares:
         """Take note that a client's last queued request left the queue."""
         self._keep(client, self._waiting.pop(client))
 
-    def charge(self, client: int, tokens: int) -> None:
+    def is_contested(self, now: float) -> bool:
+        """Return whether a client far below its share was served lately while one far above waited."""
+        return now - self._contested_s < _CONTESTED_S
+
+    def charge(self, now: float, client: int, tokens: int) -> None:
         """Add the tokens that a member has to compute for a client's request."""
+        if self._waiting and max(self._waiting.values()) - self.counter(client) >= self.credit_tokens / 2:
+            self._contested_s = now
         if client in self._waiting:
             self._waiting[client] += tokens
         else:
