@@ -30,7 +30,7 @@ _OUTPUT_WEIGHT = 0.02
 _OUTPUT_MARGIN = 1.5
 # The part of the dispatch window that is used while clients contest their shares. Exploratory simulations, which are
 # not recorded, led to the value: a smaller part would leave engines idle between requests.
-_CONTESTED_WINDOW = 0.5
+_CONTESTED_WINDOW = 0.25
 # A window that opens by time alone opens at a sum of floats.
 _WINDOW_SLACK_S = 1e-6
 
