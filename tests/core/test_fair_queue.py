@@ -176,3 +176,15 @@ class TestFullQueue:
         (evicted,) = rejections(Effects(None, outcomes))
         assert (evicted.request_id, evicted.reason, evicted.limited) == ("heavy 2", Reason.NO_ENDPOINT, True)
         assert router.status().unplaced_prefill_tokens == 6000
+
+
+class TestManyClients:
+    def test_clients_beyond_the_predicted_ones_take_turns(self) -> None:
+        router = PoolRouter(slow_pool(max_wait_s=1e9))
+        for n in range(3):
+            send(router, f"heavy {n}", client=HEAVY)
+        for n in range(40):
+            send(router, f"other {n}", client=100 + n)
+        order = in_order(router, first="heavy 0")
+        assert order[0] == "heavy 1"
+        assert order.index("heavy 2") >= 40

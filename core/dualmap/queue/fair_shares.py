@@ -43,7 +43,9 @@ class FairShares:
         counter = self._waiting.get(client)
         if counter is None:
             counter = self._idle.get(client, self._largest)
-        return max(counter, self._largest - self.credit_tokens)
+        least = self._largest - self.credit_tokens
+        # Every dispatch runs this: max() takes three times as long.
+        return counter if counter > least else least
 
     def wait(self, client: int) -> None:
         """Take note that a client has queued requests."""
@@ -60,7 +62,8 @@ class FairShares:
         if self._waiting and self.has_rivals(client) and self._largest - counter >= self.credit_tokens / 2:
             self._contested_s = now
         counter += tokens
-        self._largest = max(self._largest, counter)
+        if counter > self._largest:
+            self._largest = counter
         if client in self._waiting:
             self._waiting[client] = counter
         else:

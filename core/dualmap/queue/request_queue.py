@@ -21,6 +21,9 @@ from dualmap.requests import Request
 
 # At most this many requests from the head of a queue are examined to find the next.
 _EXAMINED = 64
+# Predictions consider the turns of at most this many clients in a queue. With more, they assume the order of arrival,
+# so that made-up names of clients do not make decisions slow.
+_PREDICTED_CLIENTS = 16
 
 
 @dataclass(slots=True)
@@ -169,8 +172,8 @@ class MemberQueue:
         self.remove(queued)
 
     def in_turn(self, counter: Callable[[int], int]) -> Iterator[QueuedRequest]:
-        """Yield the requests in the order in which clients take turns, each client's in order of arrival."""
-        if len(self._lines) == 1:
+        """Yield the requests in the predicted order of clients' turns, each client's in order of arrival."""
+        if len(self._lines) == 1 or len(self._lines) > _PREDICTED_CLIENTS:
             yield from self.requests.values()
             return
         turns = [(counter(client), line.oldest.request.arrived_s, client) for client, line in self._lines.items()]
@@ -194,7 +197,8 @@ class MemberQueue:
         The other clients' counters are taken to grow by dispatches from this queue only.
         """
         own = self._lines.get(client)
-        if not self.requests or (own is not None and len(self._lines) == 1):
+        others = len(self._lines) - (own is not None)
+        if not 0 < others < _PREDICTED_CLIENTS:
             return 0.0
         start = counter(client) + (0 if own is None else own.tokens)
         behind_s = 0.0
