@@ -123,6 +123,27 @@ async def test_full_queue_rejects_with_429(engines: SharedEngines, deployment: D
     assert await deployment.metric("dualmap_refused_requests_total", **code) == refused + 4
 
 
+async def test_full_queue_rejects_the_client_with_the_most_requests(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
+    limited = await deployment.metric("dualmap_clients_limited_total", pool="llm/queued")
+    heavy, light = ({"x-gateway-inference-fairness-id": name} for name in ("heavy", "light"))
+    bodies = [short("queued", seed=f"{deployment.mode} fair {number}") for number in range(4)]
+    async with busy(engines, deployment, "queued", seed=f"{deployment.mode} fair") as gate:
+        tasks = []
+        for body in bodies[:3]:
+            tasks.append(asyncio.create_task(deployment.ask(body, headers=heavy)))
+            await held(deployment, "queued", len(tasks))
+        tasks.append(asyncio.create_task(deployment.ask(bodies[3], headers=light)))
+        rejected = await tasks[2]
+        assert rejected.status == 429
+        assert error_of(rejected)["code"] == "queue_full"
+        gate.set()
+        assert [reply.status for reply in await asyncio.gather(*tasks)] == [200, 200, 429, 200]
+    assert [each.body for each in engines.left.received if each.body in bodies] == [bodies[0], bodies[3], bodies[1]]
+    assert await deployment.metric("dualmap_clients_limited_total", pool="llm/queued") == limited + 1
+
+
 async def test_request_queued_past_max_wait_gets_429(engines: SharedEngines, deployment: Deployment) -> None:
     async with busy(engines, deployment, "hasty", seed=f"{deployment.mode} hasty"):
         bodies = [short("hasty", seed=f"{deployment.mode} hasty {number}") for number in range(6)]

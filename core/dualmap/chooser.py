@@ -68,7 +68,7 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         fleet, chain = self._fleet, request.chain
-        view, members = fleet.view(now, chain), ring.pair(key.hash)
+        view, members = fleet.view(now, chain, client=request.client), ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
         if binding is None:
@@ -127,7 +127,7 @@ class Chooser:
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         ring = self._fleet.ring(queued.request.subset)
-        view = self._fleet.view(now, queued.request.chain)
+        view = self._fleet.view(now, queued.request.chain, client=queued.request.client)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)

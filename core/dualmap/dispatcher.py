@@ -32,7 +32,7 @@ class Dispatcher:
         self._chooser = chooser
         self._replicated = replicated
         self._placements: list[Placement] = []
-        self._queue = RequestQueue(fleet.queue)
+        self._queue = RequestQueue(fleet.queue, fleet.shares)
         # The time of the last `release_all`. A member with an earlier dispatch time is stalled and cannot take
         # requests.
         self._released_s = -1.0
@@ -156,12 +156,13 @@ class Dispatcher:
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue
-        waits = queue.hold_when_empty and request.subset is None
-        if waits and (request.id in self._queue or len(self._queue) < queue.max_held):
-            self._queue.enqueue_unplaced(now, request)
-        else:
+        if not queue.hold_when_empty or request.subset is not None:
             self._queue.forget(request.id)
             outcomes.append(self._rejection(now, request.id, Reason.NO_ENDPOINT))
+        elif self._has_place(now, request, outcomes):
+            self._queue.enqueue_unplaced(now, request)
+        else:
+            outcomes.append(self._refusal(now, request, Reason.NO_ENDPOINT))
 
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
         """Dispatch a placed request, queue the request, or reject the request if the queue is full."""
@@ -172,16 +173,40 @@ class Dispatcher:
         if not queue and self._may_take(now, member, request):
             self._fleet.will_cache(member, request.chain)
             outcomes.append(self._dispatch(now, placed))
-        elif request.id not in self._queue and len(self._queue) >= self._pool.routing.queue.max_held:
-            outcomes.append(self._rejection(now, request.id, Reason.QUEUE_FULL, member))
+        elif not self._has_place(now, request, outcomes):
+            outcomes.append(self._refusal(now, request, Reason.QUEUE_FULL, member))
         else:
             self._fleet.will_cache(member, request.chain)
             self._queue.enqueue(now, placed)
             # The new request may fit into the member's memory even if earlier requests do not.
             self._release(now, member, outcomes)
 
+    def _has_place(self, now: float, request: Request, outcomes: list[Outcome]) -> bool:
+        """Return whether the queue has a place for a request, or makes one by rejecting another client's request."""
+        if request.id in self._queue or len(self._queue) < self._pool.routing.queue.max_held:
+            return True
+        excess = self._queue.excess(request.client)
+        if excess is None:
+            return False
+        queued = self._queue.placed(excess)
+        if queued is None:
+            rejection = self._rejection(now, excess, Reason.NO_ENDPOINT, limited=True)
+        else:
+            rejection = self._rejection(now, excess, Reason.QUEUE_FULL, queued.member, limited=True)
+            self._withdraw(queued)
+        self._queue.forget(excess)
+        outcomes.append(rejection)
+        if queued is not None:
+            # The requests behind it may fit where it did not.
+            self._release(now, queued.member, outcomes)
+        return True
+
+    def _refusal(self, now: float, request: Request, reason: Reason, member: str | None = None) -> Rejection:
+        """Return the rejection of an arriving request for which a full queue has no place."""
+        return self._rejection(now, request.id, reason, member, limited=self._fleet.shares.has_rivals(request.client))
+
     def _may_take(self, now: float, member: str, request: Request) -> bool:
-        if self._fleet.backlog_s(now, member) > self._fleet.window_s:
+        if self._fleet.backlog_s(now, member) > self._fleet.window_s(now):
             return False
         return self._fleet.has_room(member, request.chain.tokens)
 
@@ -191,9 +216,14 @@ class Dispatcher:
         if queue is None:
             return
         defers = self._chooser.defers
-        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s:
+        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s(now):
             within_s = self._pool.slo.ttft_s - backlog_s if defers else None
-            queued = queue.next(now, within_s=within_s, max_overtaken=self._pool.routing.queue.max_overtaken)
+            queued = queue.next(
+                now,
+                within_s=within_s,
+                max_overtaken=self._pool.routing.queue.max_overtaken,
+                counter=self._fleet.shares.counter,
+            )
             if not self._fleet.has_room(member, queued.request.chain.tokens):
                 break
             self._queue.take(queued)
@@ -216,8 +246,11 @@ class Dispatcher:
             receipt=queued.receipt,
         )
 
-    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Rejection:
-        return Rejection(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
+    def _rejection(
+        self, now: float, request_id: str, reason: Reason, member: str | None = None, *, limited: bool = False
+    ) -> Rejection:
+        retry_after_s = self._fleet.retry_after_s(now, member)
+        return Rejection(request_id=request_id, reason=reason, retry_after_s=retry_after_s, limited=limited)
 
     def _withdraw(self, queued: QueuedRequest) -> None:
         """Remove a request from its member's queue, and its blocks from the member's index."""
@@ -241,6 +274,7 @@ class Dispatcher:
                 queue_s=queue_s,
                 alternative=lambda queued: self._chooser.alternative(now, queued),
                 move=lambda queued, to: self._move(now, queued, to, outcomes),
+                counter=self._fleet.shares.counter,
             )
             for each in situation.pair
             if (queue := self._queue.queues.get(each.id)) is not None

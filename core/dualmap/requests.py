@@ -58,11 +58,15 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A rejected request; ``retry_after_s`` is the recommended time before a retry, None if unknown."""
+    """A rejected request; ``retry_after_s`` is the recommended time before a retry, None if unknown.
+
+    ``limited`` is true if the queue was full and other clients had queued requests.
+    """
 
     request_id: str
     reason: Reason
     retry_after_s: float | None = None
+    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

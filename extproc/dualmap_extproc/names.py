@@ -13,6 +13,9 @@ CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
 RESERVED_HEADER_PREFIXES: Final = ("x-gateway-destination-endpoint", "x-dualmap-")
 
+# The header in which an authenticating gateway names the client of a request (Gateway API Inference Extension).
+FAIRNESS_HEADER: Final = "x-gateway-inference-fairness-id"
+
 # Response header with the receipt of the decision (an RFC 9651 dictionary).
 DECISION_HEADER: Final = "x-dualmap-decision"
 

@@ -31,6 +31,7 @@ class Arrival:
     work: EngineRequest
     follows: str | None = None
     pause_s: float = 0.0
+    client: int = 0
 
     @property
     def request_id(self) -> str:

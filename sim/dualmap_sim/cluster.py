@@ -139,7 +139,9 @@ class Cluster:
         router = self._router_of(now, request_id)
         assert request_id not in self._records, f"two requests are called {request_id}"
         self._records[request_id] = Record(arrival=arrival, router=router)
-        request = Request(id=request_id, chain=arrival.chain, arrived_s=now, session=arrival.session)
+        request = Request(
+            id=request_id, chain=arrival.chain, arrived_s=now, session=arrival.session, client=arrival.client
+        )
         effects = self.routers[router].on_request(now, request)
         self._decided(effects.answer)
         self._after(router, effects.outcomes)

@@ -150,7 +150,12 @@ def test_get_logger_does_not_import_the_renderer() -> None:
 
 SECRET = "hush-hush"
 SECRET_FIELDS = {"cache_salt": f"{SECRET} salt", "user": f"{SECRET} user", "lora_path": f"{SECRET} adapter"}
-SECRET_HEADERS = {"authorization": f"Bearer {SECRET}", "x_session_id": f"{SECRET} session", "cookie": SECRET}
+SECRET_HEADERS = {
+    "authorization": f"Bearer {SECRET}",
+    "x_session_id": f"{SECRET} session",
+    "x_gateway_inference_fairness_id": f"{SECRET} client",
+    "cookie": SECRET,
+}
 
 
 def everything_happens(picker: Picker | None = None) -> None:

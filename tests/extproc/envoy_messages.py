@@ -13,6 +13,7 @@ from dualmap.pools.pool import Engine, Member, Model, Pool, Queue
 from dualmap_extproc import names
 from dualmap_extproc.request.observations import (
     Abandoned,
+    ClientLimited,
     Decided,
     Ended,
     Expired,
@@ -230,6 +231,7 @@ _NAMES = {
     Expired: "expired",
     Measured: "measured",
     ServedElsewhere: "served_elsewhere",
+    ClientLimited: "client_limited",
 }
 
 

@@ -15,6 +15,7 @@ from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
+    ClientLimited,
     Decided,
     Ended,
     Enqueued,
@@ -121,6 +122,9 @@ class Counting:
     def queued(self, pool: str) -> None:
         self._report(Enqueued(now=self._clock(), pool=pool))
 
+    def client_limited(self, pool: str) -> None:
+        self._report(ClientLimited(now=self._clock(), pool=pool))
+
     def abandoned(self, pool: str, seconds: float) -> None:
         arrival = Arrival(at_s=self._clock(), headers={})
         self._report(Abandoned(now=self._clock(), pool=pool, arrival=arrival, queued_s=seconds))
@@ -181,6 +185,7 @@ def everything(made: Counting) -> None:
     made.first_token(POOL, first_token())
     for ending in Ending:
         made.ended(POOL, ending, completion())
+    made.client_limited(POOL)
     made.abandoned(POOL, 1.5)
     made.expired(POOL, completion())
     made.measured(POOL, completion(measured=50))

@@ -240,7 +240,7 @@ def test_session_header_takes_precedence_over_the_body(monkeypatch):
         (chat(session_id="one"), {"x-my-session": ""}),
     )
 
-    assert desk.picker.kept_headers == {"x-my-session"}
+    assert desk.picker.kept_headers == {"x-my-session", "x-gateway-inference-fairness-id"}
     assert by_header is not None
     assert by_header == both == by_body == empty
     assert other not in (by_header, None)

@@ -16,6 +16,7 @@ from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
+from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
 from dualmap.replicas.update import Placement, SharedLoad
@@ -27,6 +28,9 @@ _OUTPUT_WEIGHT = 0.02
 # The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
 # exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
+# The part of the dispatch window in use while clients contest their shares. Exploratory simulations, which are not
+# recorded, led to the value: a smaller part would leave engines idle between requests.
+_CONTESTED_WINDOW = 0.25
 # A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
 _WINDOW_SLACK_S = 1e-6
 
@@ -41,10 +45,10 @@ class Fleet:
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
+        self.shares = FairShares(_credit_tokens(pool))
+        """How much each client received, which decides whose queued request is next."""
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
-        """A member receives requests while its backlog is within this dispatch window."""
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
@@ -77,9 +81,10 @@ class Fleet:
 
     # The members' state for decisions.
 
-    def view(self, now: float, chain: BlockChain) -> View:
-        """Return a view of the members for one prompt."""
-        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
+    def view(self, now: float, chain: BlockChain, *, client: int = 0) -> View:
+        """Return a view of the members for one prompt of a client."""
+        behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
+        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s, behind_s=behind_s)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""
@@ -106,9 +111,13 @@ class Fleet:
         """Return the queue of a member."""
         return self._ledger.loads[member].queue
 
+    def window_s(self, now: float) -> float:
+        """Return the dispatch window: a member takes requests while its backlog is within it."""
+        return self._dispatch_window_s(now) + _WINDOW_SLACK_S
+
     def next_dispatch_s(self, *, after_s: float) -> float | None:
         """Return the first dispatch time after ``after_s`` without an event; None if a dispatch needs an event."""
-        return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
+        return self._ledger.dispatch_times.first_s(self._dispatch_window_s(after_s), after_s=after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
         """Return the recommended time before a retry of a rejected request; None if unknown.
@@ -135,6 +144,7 @@ class Fleet:
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
+        self.shares.charge(now, request.client, queued.new_tokens)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
@@ -246,7 +256,7 @@ class Fleet:
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        self.shares.credit_tokens = _credit_tokens(pool)
         self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
@@ -341,6 +351,13 @@ class Fleet:
         if member in self._instances:
             self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
+    def _dispatch_window_s(self, now: float) -> float:
+        window_s = self._pool.routing.queue.dispatch_window_s
+        return window_s * _CONTESTED_WINDOW if self.shares.is_contested(now) else window_s
+
+    def _behind_s(self, client: int, queue: MemberQueue) -> float:
+        return queue.behind_s(client, self.shares.counter)
+
     def _roster(self, now: float, ring: DualRing) -> Roster:
         """Return a ring's instances with current summaries."""
         self._ledger.update(now, self._stall_s)
@@ -373,6 +390,11 @@ class Fleet:
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
         )
+
+
+def _credit_tokens(pool: Pool) -> int:
+    """Return the prompt tokens that the pool computes within the SLO."""
+    return round(pool.slo.ttft_s * pool.engine.prefill_tokens_per_second) * len(pool.members)
 
 
 def _capacity_blocks(pool: Pool) -> int:

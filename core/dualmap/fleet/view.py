@@ -14,6 +14,7 @@ from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.policies.situation import Candidate, Weights
 from dualmap.pools.pool import Member
 from dualmap.prompts.blocks import BlockChain
+from dualmap.queue.request_queue import MemberQueue
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,15 +38,27 @@ class Roster:
 
 
 class View:
-    """The members of a pool for one prompt; valid until the next event."""
+    """The members of a pool for one prompt; valid until the next event.
+
+
+    ``behind_s`` returns the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none.
+    """
 
     def __init__(
-        self, now: float, chain: BlockChain, instances: Mapping[str, Instance], tree: PrefixTree, *, stall_s: float
+        self,
+        now: float,
+        chain: BlockChain,
+        instances: Mapping[str, Instance],
+        tree: PrefixTree,
+        *,
+        stall_s: float,
+        behind_s: Callable[[MemberQueue], float] | None = None,
     ) -> None:
         self.now = now
         self.chain = chain
         self.tree = tree
         self.stall_s = stall_s
+        self.behind_s = behind_s
         self.path = tree.path(chain.hashes)
         self._instances = instances
 
@@ -60,7 +73,9 @@ class View:
         if hint_tokens:
             blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
         matched_tokens = chain.tokens_of(blocks)
-        speed = instance.load.speed.current
+        speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
+        if self.behind_s is not None:
+            queue_s -= self.behind_s(instance.load.queue)
         return Candidate(
             id=instance.member.id,
             state=instance.state,
@@ -70,7 +85,7 @@ class View:
             in_flight=load.in_flight,
             active_kv_tokens=load.active_kv_tokens,
             tokens_per_second=speed.tokens_per_second,
-            queue_s=load.queue_s(self.now),
+            queue_s=queue_s,
             compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
         )
 
@@ -114,6 +129,10 @@ class Everyone:
             if position is not None:
                 each, cached = summaries[position], chain.tokens_of(blocks)
                 costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
+        behind_s = self._view.behind_s
+        if behind_s is not None:
+            for position, instance in enumerate(self._roster.instances):
+                costs_s[position] -= behind_s(instance.load.queue)
         return costs_s
 
     def pending_tokens(self) -> list[int]:

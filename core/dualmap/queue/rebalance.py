@@ -9,6 +9,7 @@ move, because each move increases it. One round considers at most MAX_CONSIDERED
 
 from collections.abc import Callable
 from itertools import islice
+from math import inf
 
 from dualmap.policies.situation import Candidate, Rule
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
@@ -27,14 +28,15 @@ def relieve(
     queue_s: Callable[[str], float],
     alternative: Callable[[QueuedRequest], Candidate | None],
     move: Callable[[QueuedRequest, Candidate], None],
+    counter: Callable[[int], int],
 ) -> int:
     """Run one round over the queue of an overloaded member; return the number of moved requests.
 
     ``ahead_s`` is the member's backlog before the first request of the queue. ``queue_s`` returns a member's T_q (paper
     eq. 7) at the beginning of the round. ``alternative`` returns the other member of a request's pair with its present
-    load. ``move`` moves the request to that member.
+    load. ``move`` moves the request to that member. ``counter`` returns a client's counter, which gives its turn.
     """
-    ttfts_s = _ttfts_s(now, queue, ahead_s)
+    ttfts_s = _ttfts_s(now, queue, ahead_s, counter)
     benefits_s = []
     for queued, ttft_s in ttfts_s:
         # A cheap check first: in an overloaded pool, the queue alone excludes nearly all other members.
@@ -48,19 +50,22 @@ def relieve(
     for _, queued in benefits_s:
         if all(ttft_s <= slo_ttft_s for _, ttft_s in ttfts_s):
             break
-        ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is queued)
+        # A move changes the turns of the clients, which may delay others.
+        ttft_s = next((ttft_s for each, ttft_s in ttfts_s if each is queued), inf)
         _, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
         if other is not None:
             move(queued, other)
             moved += 1
-            ttfts_s = _ttfts_s(now, queue, ahead_s)
+            ttfts_s = _ttfts_s(now, queue, ahead_s, counter)
     return moved
 
 
-def _ttfts_s(now: float, queue: MemberQueue, ahead_s: float) -> list[tuple[QueuedRequest, float]]:
+def _ttfts_s(
+    now: float, queue: MemberQueue, ahead_s: float, counter: Callable[[int], int]
+) -> list[tuple[QueuedRequest, float]]:
     """Return the requests at the head of a queue, each with its expected TTFT without a move."""
     expected = []
-    for queued in islice(queue, MAX_CONSIDERED):
+    for queued in islice(queue.in_turn(counter), MAX_CONSIDERED):
         ahead_s += queued.compute_s
         expected.append((queued, now - queued.request.arrived_s + ahead_s))
     return expected

@@ -1,23 +1,29 @@
 """Requests that wait in the router because their member is saturated.
 
-A queued request can move to another member without cost, which rebalancing uses (paper section 3.3). A queue has one of
-two orders: by arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO
-(Moore 1968, "An n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a
-request would be late, the algorithm defers the longest request so far. The number of requests that overtake the oldest
-request is bounded, so that no request starves.
+A queued request can move to another member without cost, which rebalancing uses (paper section 3.3).
+
+Clients take turns by their fair shares (``fair_shares``). The requests of one client have one of two orders: by
+arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO (Moore 1968, "An
+n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a request would be late,
+the algorithm defers the longest request so far. The number of requests that overtake the oldest request is bounded, so
+that no request starves.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice, takewhile
 
+from dualmap.queue.fair_shares import FairShares
 from dualmap.receipt import Key, Receipt
 from dualmap.requests import Request
 
 # The search for the next request examines at most this many requests from the head of a queue.
 _EXAMINED = 64
+# Predictions consider the turns of at most this many clients in a queue. With more, they assume the order of arrival,
+# so that made-up names of clients do not make decisions slow.
+_PREDICTED_CLIENTS = 16
 
 
 @dataclass(slots=True)
@@ -47,72 +53,46 @@ class QueuedRequest:
         return self.request.chain.tokens - self.matched_tokens
 
 
-class MemberQueue:
-    """The requests queued for one member, and their total prefill work. Every change calls ``changed``."""
+class _Line:
+    """The queued requests of one client for one member; the tokens and seconds of their prefills."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.tokens = 0
-        self.compute_s = 0.0
-        self._changed = changed
+    __slots__ = ("compute_s", "in_time", "requests", "tokens")
+
+    def __init__(self) -> None:
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
-        """The queued requests by id, in order of arrival."""
         # The requests that can still meet the SLO. Requests that will miss it are removed and not examined again: only
         # an early end of the backlog could change the result.
-        self._in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
+        self.in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
+        self.tokens = 0
+        self.compute_s = 0.0
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self.requests.values())
+    @property
+    def oldest(self) -> QueuedRequest:
+        return next(iter(self.requests.values()))
 
     def add(self, queued: QueuedRequest) -> None:
-        """Insert a request in order of arrival: a moved request may be older than the requests in this queue."""
-        last = next(reversed(self.requests.values()), None)
-        self.requests[queued.request.id] = self._in_time[queued.request.id] = queued
-        if last is not None and queued.request.arrived_s < last.request.arrived_s:
-            self.requests = _by_arrival(self.requests)
-            self._in_time = _by_arrival(self._in_time)
+        is_last = not self.requests or queued.request.arrived_s >= _newest(self.requests).request.arrived_s
+        self.requests[queued.request.id] = self.in_time[queued.request.id] = queued
+        if not is_last:
+            self.requests, self.in_time = _by_arrival(self.requests), _by_arrival(self.in_time)
         self.tokens += queued.new_tokens
         self.compute_s += queued.compute_s
-        self._changed()
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Remove a request, at any position."""
         del self.requests[queued.request.id]
-        self._in_time.pop(queued.request.id, None)
+        self.in_time.pop(queued.request.id, None)
         self.tokens -= queued.new_tokens
-        # Floating-point rounding would leave a sum other than zero for an empty queue.
-        self.compute_s = self.compute_s - queued.compute_s if self.requests else 0.0
-        self._changed()
+        self.compute_s -= queued.compute_s
 
-    def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> QueuedRequest:
-        """Return the next request to dispatch, which stays in the queue; the queue must not be empty.
-
-        ``within_s`` is None if late requests are not deferred. With deferral, ``within_s`` is the SLO minus the
-        member's backlog. A request meets the SLO if its wait plus its computation takes at most ``within_s``.
-        """
-        oldest = next(iter(self.requests.values()))
-        if within_s is None or oldest.overtaken >= max_overtaken:
-            return oldest
-        return self._first_in_time(now, within_s) or oldest
-
-    def take(self, queued: QueuedRequest) -> None:
-        """Remove a dispatched request; if it is not the oldest request, count an overtake of the oldest request."""
-        oldest = next(iter(self.requests.values()))
-        if queued is not oldest:
-            oldest.overtaken += 1
-        self.remove(queued)
-
-    def _first_in_time(self, now: float, within_s: float) -> QueuedRequest | None:
+    def first_in_time(self, now: float, within_s: float) -> QueuedRequest | None:
         """Return the first request of the largest set of requests that can all meet the SLO."""
         kept: dict[int, QueuedRequest] = {}
         longest: list[tuple[float, int]] = []
         busy_s = 0.0
-        for position, queued in enumerate(tuple(islice(self._in_time.values(), _EXAMINED))):
+        for position, queued in enumerate(tuple(islice(self.in_time.values(), _EXAMINED))):
             left_s = within_s - (now - queued.request.arrived_s)
             if queued.compute_s > left_s:
-                del self._in_time[queued.request.id]
+                del self.in_time[queued.request.id]
                 continue
             kept[position] = queued
             heappush(longest, (-queued.compute_s, position))
@@ -124,18 +104,136 @@ class MemberQueue:
         return next(iter(kept.values()), None)
 
 
+class MemberQueue:
+    """The requests queued for one member, and their prefill work; every change calls ``changed``.
+
+    Each client has a line. The line of the client with the smallest counter is next, of equal ones that with the oldest
+    request. ``counter`` returns a client's counter (``FairShares``).
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.tokens = 0
+        self.compute_s = 0.0
+        self._changed = changed
+        self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
+        """The queued requests by id, in order of arrival."""
+        self._lines: dict[int, _Line] = {}
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self.requests.values())
+
+    def add(self, queued: QueuedRequest) -> None:
+        """Insert a request by its arrival: one that was moved here may be older than the others."""
+        is_last = not self.requests or queued.request.arrived_s >= _newest(self.requests).request.arrived_s
+        self.requests[queued.request.id] = queued
+        if not is_last:
+            self.requests = _by_arrival(self.requests)
+        line = self._lines.get(queued.request.client)
+        if line is None:
+            line = self._lines[queued.request.client] = _Line()
+        line.add(queued)
+        self.tokens += queued.new_tokens
+        self.compute_s += queued.compute_s
+        self._changed()
+
+    def remove(self, queued: QueuedRequest) -> None:
+        """Remove a request, at any position."""
+        del self.requests[queued.request.id]
+        line = self._lines[queued.request.client]
+        line.remove(queued)
+        if not line.requests:
+            del self._lines[queued.request.client]
+        self.tokens -= queued.new_tokens
+        # A sum of floats does not return to zero by itself.
+        self.compute_s = self.compute_s - queued.compute_s if self.requests else 0.0
+        self._changed()
+
+    def next(
+        self, now: float, *, within_s: float | None, max_overtaken: int, counter: Callable[[int], int]
+    ) -> QueuedRequest:
+        """Return the next request to dispatch, which stays in the queue; the queue must not be empty.
+
+        ``within_s`` is given where late requests are deferred. It is the limit for a request's wait plus computation
+        that meets the SLO, after the member's backlog is deducted.
+        """
+        line = self._next_line(counter)
+        oldest = line.oldest
+        if within_s is None or oldest.overtaken >= max_overtaken:
+            return oldest
+        return line.first_in_time(now, within_s) or oldest
+
+    def take(self, queued: QueuedRequest) -> None:
+        """Remove a request that is dispatched; the oldest of its client, if it is another, is overtaken."""
+        oldest = self._lines[queued.request.client].oldest
+        if queued is not oldest:
+            oldest.overtaken += 1
+        self.remove(queued)
+
+    def in_turn(self, counter: Callable[[int], int]) -> Iterator[QueuedRequest]:
+        """Yield the requests in the predicted order of clients' turns, each client's in order of arrival."""
+        if len(self._lines) == 1 or len(self._lines) > _PREDICTED_CLIENTS:
+            yield from self.requests.values()
+            return
+        turns = [(counter(client), line.oldest.request.arrived_s, client) for client, line in self._lines.items()]
+        heapify(turns)
+        waiting = {client: iter(line.requests.values()) for client, line in self._lines.items()}
+        upcoming = {client: next(requests) for client, requests in waiting.items()}
+        while turns:
+            start, _, client = turns[0]
+            queued = upcoming[client]
+            yield queued
+            following = next(waiting[client], None)
+            if following is None:
+                heappop(turns)
+            else:
+                upcoming[client] = following
+                heapreplace(turns, (start + queued.new_tokens, following.request.arrived_s, client))
+
+    def behind_s(self, client: int, counter: Callable[[int], int]) -> float:
+        """Return how much of the prefill work will be dispatched after a request that the client adds now.
+
+        The other clients' counters are taken to grow by dispatches from this queue only.
+        """
+        own = self._lines.get(client)
+        others = len(self._lines) - (own is not None)
+        if not 0 < others < _PREDICTED_CLIENTS:
+            return 0.0
+        start = counter(client) + (0 if own is None else own.tokens)
+        behind_s = 0.0
+        for other, line in self._lines.items():
+            if other != client:
+                ahead_tokens = start - counter(other)
+                # The request that is next when the counters are equal is as likely the other's.
+                share = ahead_tokens / line.tokens + 1 / len(line.requests) if line.tokens else 1.0
+                behind_s += line.compute_s * (1.0 - min(max(share, 0.0), 1.0))
+        return behind_s
+
+    def _next_line(self, counter: Callable[[int], int]) -> _Line:
+        if len(self._lines) == 1:
+            return next(iter(self._lines.values()))
+        return min(self._lines.items(), key=lambda each: (counter(each[0]), each[1].oldest.request.arrived_s))[1]
+
+
+def _newest(queue: OrderedDict[str, QueuedRequest]) -> QueuedRequest:
+    return next(reversed(queue.values()))
+
+
 def _by_arrival(queue: OrderedDict[str, QueuedRequest]) -> OrderedDict[str, QueuedRequest]:
     return OrderedDict(sorted(queue.items(), key=lambda item: item[1].request.arrived_s))
 
 
 class RequestQueue:
-    """Every queued request of a pool, with the time at which it was queued and its member.
+    """Every queued request of a pool, with the time at which it was queued, its member and its client.
 
     ``queue_of`` returns a member's queue. An unplaced request has no member: it waits while the pool is empty.
     """
 
-    def __init__(self, queue_of: Callable[[str], MemberQueue]) -> None:
+    def __init__(self, queue_of: Callable[[str], MemberQueue], shares: FairShares) -> None:
         self._queue_of = queue_of
+        self._shares = shares
         self.queues: dict[str, MemberQueue] = {}
         """The queues that are not empty, by member."""
         self._placed: dict[str, QueuedRequest] = {}
@@ -143,6 +241,8 @@ class RequestQueue:
         self.unplaced_tokens = 0
         # In the order in which requests were first queued: a move to another member's queue does not change this order.
         self._since_s: OrderedDict[str, float] = OrderedDict()
+        # The ids of each client's requests, in the same order.
+        self._of_client: dict[int, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -164,7 +264,7 @@ class RequestQueue:
         queue.add(queued)
         self._forget_unplaced(queued.request.id)
         self._placed[queued.request.id] = queued
-        self._since_s.setdefault(queued.request.id, now)
+        self._wait(now, queued.request)
 
     def enqueue_unplaced(self, now: float, request: Request) -> None:
         """Queue a request while no member may be picked, for the first time or again."""
@@ -172,7 +272,7 @@ class RequestQueue:
         if request.id not in self._unplaced:
             self._unplaced[request.id] = request
             self.unplaced_tokens += request.chain.tokens
-        self._since_s.setdefault(request.id, now)
+        self._wait(now, request)
 
     def take(self, queued: QueuedRequest) -> None:
         """Remove a request from its member's queue for its dispatch."""
@@ -188,9 +288,25 @@ class RequestQueue:
         """Remove all records of a request that has left its member's queue; return whether the request was queued."""
         if self._since_s.pop(request_id, None) is None:
             return False
-        self._forget_unplaced(request_id)
-        self._placed.pop(request_id, None)
+        unplaced, placed = self._forget_unplaced(request_id), self._placed.pop(request_id, None)
+        request = unplaced if placed is None else placed.request
+        assert request is not None, "a queued request is placed or not"
+        of_client = self._of_client[request.client]
+        del of_client[request_id]
+        if not of_client:
+            del self._of_client[request.client]
+            self._shares.leave(request.client)
         return True
+
+    def excess(self, client: int) -> str | None:
+        """Return the newest request of the client with the most queued ones, if another of ``client`` has more right.
+
+        That is so if ``client`` has fewer queued requests, also with the other one: shares of a full queue are equal.
+        """
+        most = max(self._of_client.values(), key=len, default={})
+        if len(most) <= len(self._of_client.get(client, ())) + 1:
+            return None
+        return next(reversed(most))
 
     def next_expiry(self, max_wait_s: float) -> float | None:
         """Return the time at which the first request will have waited ``max_wait_s``; None for an empty queue."""
@@ -204,7 +320,18 @@ class RequestQueue:
         if not self.queues[member]:
             del self.queues[member]
 
-    def _forget_unplaced(self, request_id: str) -> None:
+    def _wait(self, now: float, request: Request) -> None:
+        if request.id in self._since_s:
+            return
+        self._since_s[request.id] = now
+        of_client = self._of_client.get(request.client)
+        if of_client is None:
+            of_client = self._of_client[request.client] = {}
+            self._shares.wait(request.client)
+        of_client[request.id] = None
+
+    def _forget_unplaced(self, request_id: str) -> Request | None:
         request = self._unplaced.pop(request_id, None)
         if request is not None:
             self.unplaced_tokens -= request.chain.tokens
+        return request

@@ -90,6 +90,7 @@ async def serve(settings: Settings) -> None:
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
+        client_key=secrets.token_bytes(32),
     )
     pool_demand = PoolDemand(demand, picker.statuses, replicated=settings.redis is not None)
     scaler = Scaler(pool_demand)

@@ -63,6 +63,13 @@ class Enqueued(NamedTuple):
     pool: str
 
 
+class ClientLimited(NamedTuple):
+    """A full queue gave no place to a request because the request's client had its share. Rejected follows."""
+
+    now: float
+    pool: str
+
+
 class Abandoned(NamedTuple):
     """The client of a queued request left before the request was routed or rejected."""
 
@@ -123,6 +130,7 @@ Observation: TypeAlias = (
     Routed
     | RoutedBodiless
     | Rejected
+    | ClientLimited
     | Enqueued
     | Abandoned
     | Decided

@@ -17,6 +17,7 @@ from itertools import count
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
+from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
@@ -24,11 +25,13 @@ from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body, session_of
+from dualmap_extproc.request.client import client_of
 from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
+    ClientLimited,
     Ended,
     Enqueued,
     Expired,
@@ -68,7 +71,7 @@ class Picker:
     access log entries may belong to other replicas or earlier processes. ``hash_key`` is the key of the hashes of
     prompts and sessions, which all replicas must share. ``trace_headers`` are additional headers in
     observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
-    If ``log_prompts`` is true, debug lines quote prompts.
+    If ``log_prompts`` is true, debug lines quote prompts. ``client_key`` keys the hashes of clients' names.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Picker:
         trace_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
+        client_key: bytes = b"",
     ) -> None:
         self._limits = limits
         self._report = report
@@ -88,6 +92,7 @@ class Picker:
         self._hash_key = hash_key
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
+        self._client_key = client_key
         self._sequence = count()
         self._served = ServedPools(replicated=replicated)
         # The router of every request that is queued or in flight, by request id.
@@ -111,7 +116,7 @@ class Picker:
 
     @property
     def kept_headers(self) -> frozenset[str]:
-        """The lower-case names of the headers that ``pick`` accepts: the pools' session headers, and trace headers."""
+        """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
         return self._kept_headers
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
@@ -121,7 +126,7 @@ class Picker:
         picker rejects the queued requests of a removed pool.
         """
         removed, effects = self._served.replace(now, pools)
-        self._kept_headers = self._served.session_headers | self._trace_headers
+        self._kept_headers = self._served.session_headers | self._served.client_headers | self._trace_headers
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
         for request_id, queued in tuple(self._queued.items()):
@@ -179,8 +184,9 @@ class Picker:
             subset=subset,
             streamed=prompt.streamed,
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
+            client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
         )
-        quoted = quoted_of(prompt, headers, self._limits) if self._log_prompts and _log.debugging else {}
+        quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
         decision, outcomes = router.on_request(now, request)
         if isinstance(decision, Queued):
@@ -315,6 +321,11 @@ class Picker:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
         return self._served.statuses(pools)
 
+    def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
+        """Return what a debug line quotes of a request: never the name of its client."""
+        shown = {name: value for name, value in headers.items() if name not in self._served.client_headers}
+        return quoted_of(prompt, shown, self._limits)
+
     def _answer(
         self,
         now: float,
@@ -327,6 +338,8 @@ class Picker:
         """Report the outcome of a pool's router; return it as the stream's answer."""
         if isinstance(outcome, Rejection):
             del self._owners[outcome.request_id]
+            if outcome.limited:
+                self._report(ClientLimited(now=now, pool=pool.id))
             return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
         self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
         if _log.debugging:

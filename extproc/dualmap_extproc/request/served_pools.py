@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dualmap.pools.pool import Pool
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
+from dualmap_extproc.names import FAIRNESS_HEADER
 
 Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 """A pool's router, and the outcomes of queued requests from one event of the router."""
@@ -22,6 +23,8 @@ class ServedPools:
         """The longest time that a request may be queued in any pool."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
+        self.client_headers: frozenset[str] = frozenset()
+        """The lower-case names of the headers that identify clients, over all pools."""
 
     def __iter__(self) -> Iterator[PoolRouter]:
         return iter(tuple(self._routers.values()))
@@ -65,6 +68,8 @@ class ServedPools:
         self._routers, self._models = routers, models
         self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
+        named = (pool.routing.fairness.header for pool in pools)
+        self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))
         return removed, effects
 
     def next_deadline(self) -> float | None:

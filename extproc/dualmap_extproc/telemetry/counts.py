@@ -21,6 +21,7 @@ from dualmap.requests import Completion
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.observations import (
     Abandoned,
+    ClientLimited,
     Decided,
     Ended,
     Expired,
@@ -108,6 +109,7 @@ class _PoolCounts:
     queued_s: Distribution = field(default_factory=lambda: Distribution(_QUEUED_BUCKETS_S))
     bodiless: int = 0
     served_elsewhere: int = 0
+    clients_limited: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
     rules: dict[str, int] = field(default_factory=dict)
@@ -145,6 +147,11 @@ _POOL_COUNTERS: Final[tuple[tuple[str, str, Callable[[_PoolCounts], int]], ...]]
         "dualmap_served_elsewhere",
         "Requests served by another endpoint than the chosen one.",
         lambda counts: counts.served_elsewhere,
+    ),
+    (
+        "dualmap_clients_limited",
+        "Requests rejected because the queue was full and the client had its share of it.",
+        lambda counts: counts.clients_limited,
     ),
 )
 _POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_PoolCounts], Distribution]], ...]] = (
@@ -192,6 +199,7 @@ class RequestCounts(Collector):
         observations.subscribe(Routed, self._routed)
         observations.subscribe(RoutedBodiless, self._routed_bodiless)
         observations.subscribe(Rejected, self._rejected)
+        observations.subscribe(ClientLimited, self._client_limited)
         observations.subscribe(Abandoned, self._abandoned)
         observations.subscribe(Decided, self._decided)
         observations.subscribe(FirstTokenSeen, self._first_token)
@@ -274,6 +282,10 @@ class RequestCounts(Collector):
         rejections = self._poolless if counts is None else counts.rejections
         code = rejected.refused.code
         rejections[code] = rejections.get(code, 0) + 1
+
+    def _client_limited(self, limited: ClientLimited) -> None:
+        if limited.pool in self._pools:
+            self._pools[limited.pool].clients_limited += 1
 
     def _abandoned(self, abandoned: Abandoned) -> None:
         counts = self._pools.get(abandoned.pool)
