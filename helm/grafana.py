@@ -88,9 +88,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Decisions by rule",
-            about="Decisions by rule of the routing policy. Rules pair-* keep requests in their pair. The rule spill "
-            "shows "
-            "that pairs are too slow.",
+            about="Decisions by rule of the routing policy. The rules pair-* pick a member of the pair. The rule spill "
+            "picks another member, because the pair is too slow.",
             unit="reqps",
             queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
         ),

@@ -35,7 +35,7 @@ class StoreMetrics:
         )
         self._dropped = Counter(
             "dualmap_store_dropped_news",
-            "Replication updates that this router dropped before the exchange.",
+            "Replication updates that this router dropped because the updates were too old or too many.",
             registry=registry,
         )
 
