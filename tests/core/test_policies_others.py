@@ -74,7 +74,7 @@ class TestAibrix:
     def test_aibrix_with_load_difference_over_8_ignores_prefixes(self) -> None:
         idle = candidate("b")
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=9), idle) == ("b", "imbalanced")
-        # Mean 4 and deviation 4: 8 is not too busy.
+        # The limit is mean plus one standard deviation, here 8 requests.
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=8), idle) == ("a", "prefix-match")
 
     def test_aibrix_ignores_matches_of_members_above_one_sigma(self) -> None:

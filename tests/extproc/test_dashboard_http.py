@@ -160,7 +160,7 @@ async def test_dashboard_rejects_writing_methods(path: str) -> None:
         assert response.status == 405
 
 
-async def test_dashboard_stream_continues_and_shows_events() -> None:
+async def test_dashboard_stream_sends_later_snapshots_with_new_decisions() -> None:
     router = Router(builders.pool(3))
     async with serving(router) as session, session.get("/events") as response:
         assert response.content_type == "text/event-stream"

@@ -210,7 +210,8 @@ class TestStoreUnavailable:
         wishes = []
         for second in range(200):
             setattr(store, trouble, from_s <= second < from_s + away_s)
-            # One of eight first tokens is late, slightly too many, so that the rule adds few instances per minute.
+            # One of eight first tokens is late. This is slightly more than the SLO allows, so autoscaling adds only a
+            # few instances per minute.
             answered_s = clock() + (POOL.slo.ttft_s + 1.0 if second % 8 == 0 else 0.0)
             asked += [(answered_s, router, router.ask().request_id) for router in routers]
             for each in [each for each in asked if each[0] <= clock()]:
