@@ -68,7 +68,7 @@ def gateway(
     json_file: Path | None,
     keep: Path | None,
 ) -> None:
-    """Compare three stacks: Envoy with the router, Envoy with a picker that does nothing, and Envoy alone.
+    """Compare these stacks: Envoy with routers, Envoy with a picker that does nothing, and Envoy alone.
 
     Every round measures every stack once. The tables show the median over the rounds, with the lowest and the highest
     value. Ratios compare measurements of the same round. A full benchmark takes about six minutes.

@@ -30,7 +30,7 @@ class StoreMetrics:
         )
         self._unreadable = Counter(
             "dualmap_store_unreadable_entries",
-            "Replication updates and session bindings in Redis that this version cannot read.",
+            "Replication updates and session bindings in Redis that this version of the router cannot read.",
             registry=registry,
         )
         self._dropped = Counter(
