@@ -57,7 +57,7 @@ def make_registry(
 
         await reconcilers.run((namespace or "", name), uid, until)
         if not stopped and not reconcilers.closing.is_set():
-            raise kopf.TemporaryError("the reconciler ended unexpectedly and restarts", delay=_POLL_S)
+            raise kopf.TemporaryError("the reconciler ended unexpectedly and is restarted", delay=_POLL_S)
 
     @kopf.on.delete(GROUP, VERSION, PLURAL, registry=registry, id="drain", backoff=_POLL_S)
     async def drain(namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: Any) -> None:
