@@ -94,7 +94,7 @@ class Reuse:
 @click.command()
 @click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
 def main(quick: bool) -> None:
-    """Compare one to four routers in virtual time, and print the tables."""
+    """Simulate pools with one to four routers in virtual time, and print the tables."""
     samples = SAMPLES[:1] if quick else SAMPLES
     for workload in workloads():
         first, *others = RATES[workload]

@@ -88,9 +88,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Decisions by rule",
-            about="Decisions by rule of the routing policy. Rules pair-* keep requests in their pair. The rule spill "
-            "shows "
-            "that pairs are too slow.",
+            about="Decisions by rule of the routing policy. With the policy dualmap, the rules spill and pair-cold "
+            "pick a member outside the pair. The other rules pair-* pick a member of the pair.",
             unit="reqps",
             queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
         ),

@@ -41,7 +41,7 @@ def engine() -> None:
 @click.option(
     "--options",
     default="",
-    help="With --url: command-line options of the engine. The benchmark only stores them in the recording.",
+    help="With --url: command-line options of the running engine. The command stores the options only as information.",
 )
 @click.option(
     "--rounds", default=4, type=click.IntRange(2, 20), help="Number of rounds. Each round sends every prompt once."
@@ -52,8 +52,8 @@ def record(
 ) -> None:
     """Send prompts to a real engine, and record when each token arrives.
 
-    The command sends prompts one at a time and in queues, to a cold and to a warm prefix cache. Four rounds take about
-    six minutes on one idle core.
+    The command sends prompts one at a time and several at once, with a cold and with a warm prefix cache. Four rounds
+    take about six minutes on one idle core.
 
     \b
     Example:

@@ -109,9 +109,9 @@ def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
 
 
 def floor(recording: Recording, scenario: str) -> float | None:
-    """Return the median relative difference between TTFTs of the same request in a fitted and a predicted round.
+    """Return the median relative difference between the TTFTs of the same request in the two halves of a recording.
 
-    The result is None if each round draws new requests.
+    The result is None for Poisson scenarios, because these scenarios have new requests in each round.
     """
     if scenario.startswith("poisson"):
         return None

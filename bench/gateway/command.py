@@ -68,11 +68,10 @@ def gateway(
     json_file: Path | None,
     keep: Path | None,
 ) -> None:
-    """Compare a real Envoy with the router, with a picker that does nothing, and without a picker.
+    """Compare these stacks: Envoy with routers, Envoy with a picker that does nothing, and Envoy alone.
 
-    A stack is Envoy with one of these pickers, or Envoy alone. Every round measures every stack once. The tables show
-    the median over the rounds, with the lowest and the highest value. Ratios compare measurements of the same round. A
-    full benchmark takes about six minutes.
+    Every round measures every stack once. The tables show the median over the rounds, with the lowest and the highest
+    value. Ratios compare measurements of the same round. A full benchmark takes about six minutes.
 
     \b
     Example:

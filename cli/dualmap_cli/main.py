@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "explain",
         "Print which instance the router chooses for a request, and why.",
     ),
-    "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
+    "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its paper or project."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
     "goodput": (

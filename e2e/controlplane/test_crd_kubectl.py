@@ -88,7 +88,7 @@ def test_scale_subresource_has_replicas_and_selector(cluster: Cluster, namespace
 def test_kubectl_explain_describes_fields(cluster: Cluster, namespace: str) -> None:
     said = cluster.kubectl("explain", f"{crds.NAME}.spec.routing.queue.dispatchWindow")
     assert (
-        "An instance with more pending prefill than this is saturated; further requests for it are queued"
+        "An instance over the maximum is saturated, and the router queues further requests for the instance."
         in " ".join(said.split())
     )
     assert "dispatchWindow\t<string>" in cluster.kubectl("explain", f"{crds.NAME}.spec", "--recursive")

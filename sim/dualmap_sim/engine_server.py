@@ -59,8 +59,8 @@ def engine_sim(
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
-    The engine answers chat completions, completions and embeddings with generated words. A model of first-come,
-    first-served prefill, prefix cache and batched decode sets the engine's speed. Four bytes of a prompt count as one
+    The engine answers chat completions, completions and embeddings with generated words. The engine's speed follows a
+    model with first-come, first-served prefill, a prefix cache and batched decode. Four bytes of a prompt count as one
     token. The command prints the engine's address on stderr.
 
     The engine cuts prompts at 20480 tokens with the presets 7b and pd, at 10240 with 14b, and at 131072 with agent.

@@ -159,7 +159,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay without routers: an oracle has no reports and no delays."""
     if experiment.engines:
-        raise ValueError(f"the oracle {experiment.policy} requires equal engines")
+        raise ValueError(f"the bound {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,
         engine=experiment.engine,

@@ -213,7 +213,7 @@ def test_verdict_lists_the_most_severe_problem_first() -> None:
         ),
         (
             Reach(watch_ages_s={"inferencepools": 3.0, "pods": 190.0}),
-            "The Kubernetes API has not answered about pods for 3 minutes: this router uses the last received state.",
+            "The Kubernetes API has sent no data about pods for 3 minutes: this router uses the last received state.",
         ),
     ],
 )

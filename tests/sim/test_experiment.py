@@ -158,7 +158,7 @@ def test_oracle_runs_with_the_same_function_as_policies() -> None:
 
 
 def test_oracle_for_equal_engines_rejects_different_engines() -> None:
-    with pytest.raises(ValueError, match="the oracle limit requires equal engines"):
+    with pytest.raises(ValueError, match="the bound limit requires equal engines"):
         run_experiment(replace(SMALL, policy="limit", engines=(("qwen-0", SMALL.engine),)))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         callback=numbers(int, 0, 10_000_000),
         default="0",
         show_default=True,
-        help="Number of the first request of each window, separated by commas.",
+        help="Numbers of the windows' first requests, separated by commas.",
     ),
     click.option(
         "--seeds",

@@ -54,13 +54,13 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--sessions/--no-sessions",
         default=None,
-        help="Send session ids to the router. A trace has no session ids: a prompt that starts with an earlier prompt "
-        "gets the session id of the earlier prompt.  [default: on for a generated workload, off for a trace]",
+        help="Send session ids to the router. A trace has no session ids, so a prompt of a trace that begins with an "
+        "earlier prompt gets the earlier prompt's session id.  [default: on for a generated workload, off for a trace]",
     ),
     click.option(
         "--requests",
         type=click.IntRange(1, REQUESTS_MOST),
-        help="Number of requests to replay.  [default: 4000, or as many as the trace has]",
+        help="Number of requests to replay.  [default: 4000, or all requests of a shorter trace]",
     ),
     click.option(
         "--warmup",

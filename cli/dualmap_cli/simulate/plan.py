@@ -155,7 +155,7 @@ def _slow_ones(
             )
         if not _SLOWEST <= speed <= 1 / _SLOWEST:
             raise click.BadParameter(
-                f"{name}={speed:g} is not accepted; give a share of the speed from {_SLOWEST:g} to {1 / _SLOWEST:g}",
+                f"{name}={speed:g} is not accepted; give a factor from {_SLOWEST:g} to {1 / _SLOWEST:g}",
                 param_hint="--slow",
             )
     for policy in policies:
@@ -187,7 +187,7 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
     if needed > base.engine.kv_memory_tokens:
         raise click.BadParameter(
             f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
-            f"KV memory, give m={needed} or more, or a smaller cap (longest prompt)",
+            f"KV memory, give m={needed} or more, or a lower cap (maximum length of a prompt)",
             param_hint="--set",
         )
     return len(trace.requests)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         metavar="RATE[,RATE]",
         callback=numbers(float, 0.001, RATE_MOST),
         help="Mean request rates per second, separated by commas. The trace's arrival times are scaled to each rate.  "
-        "[default: the rate that fully loads the engines with half of the possible cache hits]",
+        "[default: the rate that fully loads the engines if half of the possible cache hits occur]",
     ),
 )
 def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:

@@ -150,7 +150,7 @@ def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static
     if switch and static:
         raise click.UsageError("--static-endpoints and --discover exclude each other; give one of them")
     if longest_wait_s is not None and not switch:
-        raise click.UsageError("--longest-wait requires --discover; give both or neither")
+        raise click.UsageError("--longest-wait requires --discover; add --discover or omit --longest-wait")
     if not switch:
         return None
     return Discover() if longest_wait_s is None else Discover(longest_wait_s=longest_wait_s)

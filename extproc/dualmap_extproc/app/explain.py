@@ -98,10 +98,10 @@ def explain(
     click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome))
 
 
-@click.command(short_help="List every routing policy with its source.")
+@click.command(short_help="List every routing policy with its paper or project.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def policies(as_json: bool) -> None:
-    """List every routing policy with its source, one per line.
+    """List every routing policy with its paper or project, one per line.
 
     \b
     Example:

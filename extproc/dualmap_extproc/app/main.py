@@ -88,7 +88,7 @@ def _kube_settings(
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if not kube and (namespace is not None or all_namespaces):
         option = "--all-namespaces" if namespace is None else "--namespace"
-        raise click.UsageError(f"{option} requires --kube; give both or neither")
+        raise click.UsageError(f"{option} requires --kube; add --kube or omit {option}")
     return KubeSettings(namespace=namespace) if kube else None
 
 
@@ -189,7 +189,7 @@ def router(
       dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
-    After SIGTERM, a ready router reports that it is not ready, completes open requests, and exits with status 0.
+    A ready router that receives SIGTERM fails its readiness checks, completes open requests, and exits with status 0.
     """
     # This variable must be set before gRPC is imported. By default, gRPC writes a line to standard error for every
     # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting
@@ -200,7 +200,7 @@ def router(
     watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
     if options["log_prompts"] and options["log_level"] != "debug":
-        raise click.UsageError("--log-prompts requires --log-level debug; give both or neither")
+        raise click.UsageError("--log-prompts requires --log-level debug; add --log-level debug or omit --log-prompts")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
     if hash_key is None:
         # Routers of one deployment need the same key. Without --redis and --kube, the router is the only one.

@@ -30,12 +30,12 @@ class StoreMetrics:
         )
         self._unreadable = Counter(
             "dualmap_store_unreadable_entries",
-            "Replication updates and session bindings in Redis that this version cannot read.",
+            "Replication updates and session bindings in Redis that this version of the router cannot read.",
             registry=registry,
         )
         self._dropped = Counter(
             "dualmap_store_dropped_news",
-            "Replication updates that this router dropped before the exchange.",
+            "Replication updates that this router dropped because the updates were too old or too many.",
             registry=registry,
         )
 

@@ -126,7 +126,7 @@ class Leadership:
             if await self._look(_RELEASE_S) and self._holder() == self._identity:
                 await self._replace(self._spec("", taking=False), timeout_s=_RELEASE_S)
         except ApiError as error:
-            self._log.warning("Releasing lease failed, waiting for its expiry", error=str(error))
+            self._log.warning("Releasing lease failed, lease remains until its expiry", error=str(error))
 
     async def _try_to_take(self) -> bool:
         began_s = self._clock()

@@ -215,7 +215,7 @@ class Reconciler:
             self.finished.set()
         if failures:
             self._log.warning(
-                "Applying a part of the plan failed",
+                "Applying some changes failed, retrying",
                 pool=self.pool_id,
                 errors=failures,
                 retry_after_s=self._pause_s,

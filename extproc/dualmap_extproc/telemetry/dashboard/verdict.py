@@ -156,7 +156,7 @@ def _unreachable(reach: Reach) -> Iterator[Problem]:
     if stale:
         yield Problem(
             level=Level.WARN,
-            text=f"The Kubernetes API has not answered about {' and '.join(sorted(stale))} for "
+            text=f"The Kubernetes API has sent no data about {' and '.join(sorted(stale))} for "
             f"{_lapse(max(stale.values()))}: this router uses the last received state.",
         )
     if lost_s := _redis_lost_s(reach):
@@ -185,7 +185,7 @@ def _capacity(pool: Pool, status: PoolSnapshot, wanted: float | None) -> Iterato
         yield Problem(
             level=Level.WARN,
             text=f"{_names(late)} {_have(late)} more pending prefill than the SLO of {pool.slo.ttft_s:g} s "
-            f"allows (up to {longest:.1f} s).",
+            f"allows (longest: {longest:.1f} s).",
         )
 
 

@@ -135,7 +135,7 @@ function showTiles(pool, endpoints) {
     ["In flight", count(sum("in_flight")), `on ${plural(endpoints.length, "instance")}`],
     ["Queued", count(pool.held), "requests in this router"],
     ["Pending prefill", short(sum("pending_tokens")), "prompt tokens not yet prefilled"],
-    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted, because the engines report no value" : `measured; predicted ${percent(hits.predicted)}`],
+    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted, because the engines report no cached tokens" : `measured; predicted ${percent(hits.predicted)}`],
     ["Instances", count(serving), all ? `desired: ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
     ["Routers", count(1 + pool.peers), together(pool.peers, all)],
   ];

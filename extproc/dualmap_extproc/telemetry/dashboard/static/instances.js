@@ -11,7 +11,7 @@ const COLUMNS = [
   ["id", "Instance", "Id of the instance", (each) => each.id],
   ["state", "State", "State of the instance: Joining, Active, Draining, or Suspended after failures", (each) => (each.state === "Joining" ? `Joining (${each.weight}%)` : each.state)],
   ["ring_1", "Share", "Share of the keys on ring 1 that map to the instance", (each) => percent(each.ring_1)],
-  ["in_flight", "In flight", "Number of requests in flight to the instance", (each) => count(each.in_flight)],
+  ["in_flight", "In flight", "Number of requests in flight at the instance", (each) => count(each.in_flight)],
   ["held", "Queued", "Number of requests that wait in this router for the instance", (each) => count(each.held)],
   ["backlog_s", "Pending prefill", "Estimated time to prefill the pending prompt tokens, and the number of tokens", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
   ["requests", "Requests", "Number of requests sent to the instance in the last 5 minutes", (each) => count(each.requests)],

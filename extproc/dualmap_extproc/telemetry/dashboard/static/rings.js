@@ -9,7 +9,7 @@ const LOAD_FROM = 125;
 const LOAD_AT_SLO = 30; // The length of a bar if the pending prefill takes as long as the SLO.
 const LOAD_MOST = 52;
 const LABELS = 14; // More labels would overlap.
-const NAME = 12; // The most characters of a label.
+const NAME = 12; // Maximum number of characters in a label.
 
 /** Return the angles of each instance on a ring by its share, in turns from the top: {id: [from, to]}. */
 export function layOut(endpoints, share) {

@@ -45,7 +45,7 @@ export function openStream(onSnapshot, onState) {
   }
 
   setInterval(() => {
-    // A network failure may cause no error event, so the script opens another connection.
+    // A network failure may cause no error event, so the script opens another connection after a long silence.
     const quiet = performance.now() - Math.max(heard ?? 0, opened);
     if (source.readyState !== EventSource.CLOSED && quiet > 3 * SILENCE_MS) open();
     tell();
