@@ -14,6 +14,7 @@ from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
+from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
 
 METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
@@ -209,7 +210,7 @@ class TestReading:
 
 class Counts:
     def __init__(self) -> None:
-        self.known = self.others = self.unreadable = 0
+        self.known = self.others = self.unreadable = self.foreign = 0
 
     def access_log_entries(self, *, known: int, others: int) -> None:
         self.known += known
@@ -218,17 +219,31 @@ class Counts:
     def access_log_unreadable(self) -> None:
         self.unreadable += 1
 
+    def access_log_foreign(self, count: int) -> None:
+        self.foreign += count
+
+
+class AnySender(RequestIds):
+    """Ids of which every client may report."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__("")
+        self.prefix = prefix
+
+    def is_from(self, request_id: str, peer: str) -> bool:
+        return bool(request_id)
+
 
 Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 
 
 @asynccontextmanager
 async def serving(
-    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
+    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, ids: RequestIds | None = None
 ) -> AsyncIterator[Callable[[], Stream]]:
     """A sink on its own port; yields a function that opens streams of raw bytes to it."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
+    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, ids=ids or AnySender("")).handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -268,7 +283,7 @@ class TestServing:
         received: list[str] = []
         counts = Counts()
         async with serving(
-            lambda some: received.extend(each.request_id for each in some), counts, id_prefix="b-1f"
+            lambda some: received.extend(each.request_id for each in some), counts, ids=AnySender("b-1f")
         ) as opened:
             stream = opened()
             await stream.write(batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0"), entry("b-1f-1")))
@@ -289,7 +304,7 @@ class TestServing:
             await stream
         assert received == ["r-1"]
         assert (counts.known, counts.unreadable) == (1, 2)
-        assert len(caplog.records) == 2
+        assert len(caplog.records) == 1
 
     async def test_sink_long_batch_is_passed_on_in_pieces(self) -> None:
         pieces: list[int] = []

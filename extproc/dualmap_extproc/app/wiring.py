@@ -75,7 +75,7 @@ async def serve(settings: Settings) -> None:
         if subscriber is not None:
             subscriber.subscribe(observations)
     # Access log entries contain request ids of all replicas and of earlier processes. The random suffix makes the ids
-    # of this process unique.
+    # of this process unique. ``request.ids`` makes the ids unguessable.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     trace_headers, close_tracing = _tracing(settings, observations)
     picker = Picker(
@@ -100,7 +100,7 @@ async def serve(settings: Settings) -> None:
     servers = GrpcServers(
         ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
-        access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
+        access_log=(AccessLogSink(take_entries, metrics, ids=picker.ids).handler(),),
         limits=settings.limits,
     )
     status = StatusServer(
