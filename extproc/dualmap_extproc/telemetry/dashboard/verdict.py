@@ -92,13 +92,8 @@ def judge(
         *_instances(pool, status, past),
         *_members(status),
     ]
-<<<<<<< HEAD
     if unknown and not _redis_lost_s(reach):  # An unreachable store is already reported.
-        problems.append(Problem(level=Level.WARN, text=f"The demand over all routers is unknown: {unknown}."))
-=======
-    if unknown and not _redis_lost_s(reach):  # The lost store is reported already.
         problems.append(Problem(level=Level.WARN, text=f"The total demand of all routers is unknown: {unknown}."))
->>>>>>> wB
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
