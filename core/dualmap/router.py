@@ -10,6 +10,7 @@ request there, or queues it while that member is saturated.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dualmap.chooser import Chooser
 from dualmap.dispatcher import Dispatcher
@@ -164,14 +165,12 @@ class PoolRouter:
         self._chooser.tree.merge(said_s, update.hotness)
         for placement in update.placements:
             self._fleet.on_placement(placement)
-        for binding in update.bindings:
-            self._chooser.sessions.adopt(said_s, binding, hinted=False)
+        self._adopt(said_s, update.bindings, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
         """Take session bindings from the store: those with a higher version, and those that this replica wanted."""
-        for binding in bindings:
-            self._chooser.sessions.adopt(now, binding, hinted=True)
+        self._adopt(now, bindings, hinted=True)
 
     def status(self) -> PoolSnapshot:
         """Return a snapshot of the pool as this router knows it."""
@@ -186,6 +185,12 @@ class PoolRouter:
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,
         )
+
+    def _adopt(self, now: float, bindings: Sequence[SharedBinding], *, hinted: bool) -> None:
+        longest = self._pool.engine.max_model_len
+        for binding in bindings:
+            plausible = binding if binding.tokens <= longest else replace(binding, tokens=longest)
+            self._chooser.sessions.adopt(now, plausible, hinted=hinted)
 
     def _on_failure(self, now: float, member: str, dispatched_s: float) -> tuple[Outcome, ...]:
         """Count a failure of a member; if it is suspended, place its queued requests again."""

@@ -12,6 +12,7 @@ OTHER_HOST = "127.0.0.2"
 async def relayed(port: int, host: str = OTHER_HOST) -> AsyncIterator[int]:
     """Yield a port that leads to ``port`` of 127.0.0.1; the target accepts its connections from ``host``."""
     tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -22,6 +23,7 @@ async def relayed(port: int, host: str = OTHER_HOST) -> AsyncIterator[int]:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+        writers.extend((writer, to_writer))
         for task in (copy(reader, to_writer), copy(to_reader, writer)):
             tasks.add(asyncio.create_task(task))
 
@@ -33,3 +35,7 @@ async def relayed(port: int, host: str = OTHER_HOST) -> AsyncIterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.transport.abort()
+        # The event loop closes the sockets in its next step.
+        await asyncio.sleep(0)

@@ -18,7 +18,6 @@ from dualmap_extproc.wire.peer import peer_of
 from extproc.envoy_messages import NO_WAIT, chat, metadata_of, request_body, request_headers
 from extproc.relays import relayed
 from extproc.router_processes import Router, running, stream, write_pool
-from waiting import until
 
 # gRPC shares a connection between channels to one address with equal options. Different numbers prevent this.
 _numbers = itertools.count()

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
@@ -18,6 +19,7 @@ from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
 
@@ -27,6 +29,8 @@ _OUTPUT_WEIGHT = 0.02
 # The room for outputs is this many times their mean, since a sum of outputs varies. Exploratory simulations, which are
 # not recorded, led to the value.
 _OUTPUT_MARGIN = 1.5
+# A request that has waited for this part of its SLO (or of the longest wait) may use this replica's share of a member.
+_SHARE_AFTER = 0.5
 # A window that opens by time alone opens at a sum of floats.
 _WINDOW_SLACK_S = 1e-6
 
@@ -42,6 +46,8 @@ class Fleet:
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
         self._pool = pool
+        self._limits = _load_limits(pool)
+        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         """A member takes requests while its backlog is within this dispatch window."""
@@ -91,16 +97,35 @@ class Fleet:
         load.end_overdue(now)
         return load.backlog_s(now, self._stall_s)
 
+    def is_open(self, now: float, member: str, *, waited_s: float) -> bool:
+        """Whether a member takes a request that has waited for ``waited_s``: its backlog is within the dispatch window.
+
+        A request that has waited for long may use this replica's share of the window, whatever other replicas report.
+        """
+        if self.backlog_s(now, member) <= self.window_s:
+            return True
+        load = self._ledger.loads[member]
+        return waited_s + _WINDOW_SLACK_S >= self._share_after_s and load.within_share(
+            now, self._stall_s, self.window_s
+        )
+
     def queue_s(self, now: float, member: str) -> float:
         """Return T_q of a member: the time until the prefill of a request placed there now would start."""
         return self._ledger.loads[member].queue_s(now, self._stall_s)
 
-    def has_room(self, member: str, prompt_tokens: int) -> bool:
-        """Whether a prompt fits into a member's KV memory now; true if the size of that memory is unknown."""
+    def has_room(self, member: str, prompt_tokens: int, *, waited_s: float) -> bool:
+        """Whether a prompt fits into a member's KV memory now; true if the size of that memory is unknown.
+
+        A request that has waited for long may use this replica's share of the memory, as in ``is_open``.
+        """
         kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
-        return kv_tokens is None or self._ledger.loads[member].has_room(
-            prompt_tokens, kv_tokens, output_tokens=output_tokens
-        )
+        if kv_tokens is None:
+            return True
+        load = self._ledger.loads[member]
+        if load.has_room(prompt_tokens, kv_tokens, output_tokens=output_tokens):
+            return True
+        in_share = waited_s + _WINDOW_SLACK_S >= self._share_after_s
+        return in_share and load.has_room_in_share(prompt_tokens, kv_tokens, output_tokens=output_tokens)
 
     def queue(self, member: str) -> MemberQueue:
         """Return the queue of a member."""
@@ -108,7 +133,8 @@ class Fleet:
 
     def next_dispatch_s(self, *, after_s: float) -> float | None:
         """Return when time alone lets a queued request be dispatched, after ``after_s``; None if it takes an event."""
-        return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
+        window_s = self._pool.routing.queue.dispatch_window_s
+        return self._ledger.dispatch_times.first_s(window_s, after_s=after_s, share_after_s=self._share_after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
         """Return when a rejected request has better chances, None if that is unknown.
@@ -245,6 +271,8 @@ class Fleet:
         """
         previous, instances = self._pool, self._instances
         self._pool = pool
+        self._limits = _load_limits(pool)
+        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self._membership = Membership(pool)
@@ -273,9 +301,14 @@ class Fleet:
         self._ledger.retain(set(self._membership.members))
 
     def on_loads(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad], *, age_s: float) -> None:
-        """Take another replica's load per member, as of ``said_s``; one that is too old is ignored."""
+        """Take another replica's load per member, as of ``said_s``; one that is too old is ignored.
+
+        A load above the limits is reduced to the limits. The pool may know a member later than the other replica.
+        """
         if age_s >= PEER_TTL_S:
             return
+        clamp = self._limits.clamp
+        loads = {member: clamp(load) for member, load in loads.items()}
         for member in self._membership.members.keys() & loads:
             # Only what it sent to the member: its queued requests disturb no prefill.
             if loads[member].backlog_s:
@@ -283,10 +316,11 @@ class Fleet:
         self._update_peers(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, placement: Placement) -> None:
-        """Record where another replica sent a prompt."""
+        """Record where another replica sent a prompt, of at most the longest prompt's blocks."""
         member = self._membership.at(placement.endpoint)
         if member is not None:
-            self._instances[member.id].index.add(placement.hashes)
+            longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
+            self._instances[member.id].index.add(placement.hashes[:longest])
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member, where it has any, for the other replicas."""
@@ -377,3 +411,14 @@ class Fleet:
 
 def _capacity_blocks(pool: Pool) -> int:
     return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+
+
+def _load_limits(pool: Pool) -> LoadLimits:
+    queue, tokens = pool.routing.queue, pool.engine.max_model_len
+    longest_s = PrefillModel(pool.engine.prefill_tokens_per_second).speed.compute_s(tokens, 0)
+    return LoadLimits(
+        backlog_s=queue.dispatch_window_s + longest_s,
+        held_s=queue.max_wait_s,
+        max_held=queue.max_held,
+        prompt_tokens=tokens,
+    )

@@ -65,6 +65,11 @@ class MemberQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self.requests.values())
 
+    @property
+    def oldest_arrived_s(self) -> float:
+        """When the oldest request arrived; the queue must not be empty."""
+        return next(iter(self.requests.values())).request.arrived_s
+
     def add(self, queued: QueuedRequest) -> None:
         """Insert a request by its arrival: one that was moved here may be older than the others."""
         last = next(reversed(self.requests.values()), None)

@@ -88,7 +88,8 @@ class AccessLogSink:
                 ids = [read_id(entry) for entry in some]
                 without = ids.count("")
                 self._observer.access_log_entries(known=len(ids) - without, others=without)
-                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(self._ids.prefix)]
+                prefix = self._ids.prefix
+                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(prefix)]
                 believed = [each for each in ours if self._ids.is_from(each[1], peer)]
                 if len(believed) < len(ours):
                     self._observer.access_log_foreign(len(ours) - len(believed))
