@@ -13,6 +13,7 @@ from dualmap.replicas.plausible import IN_FLIGHT_MAX, LoadLimits
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.requests import Decision, EndpointStatus, Outcome, Queued, Rejection
 from dualmap.router import PoolRouter
+from dualmap.scaling.reports import FIRST_TOKENS_MAX, REPLICAS_MAX, ROUTERS_MAX, Report, Share, limited
 
 NOTHING = HotnessCounts(requests=0, nodes={})
 ABSURD = SharedLoad(
@@ -180,3 +181,27 @@ def test_false_counts_cannot_outnumber_a_replicas_requests() -> None:
     counts = HotnessCounts(requests=3, nodes={3: 2**32 - 1})
     router.on_update(0.0, "forged", ReplicaUpdate(hotness=counts), 0.0)
     assert tree._nodes[3] == 3
+
+
+def test_false_demand_is_reduced_to_its_limits() -> None:
+    false = Share(
+        desired_replicas=1e6,
+        pending_prefill_tokens=2**48,
+        in_flight=2**32 - 1,
+        held=2**32 - 1,
+        first_tokens=2**32 - 1,
+        slo_met=2**32 - 1,
+    )
+    report = limited(Report(own=false, pool=false), victim())
+    requests = 3 * IN_FLIGHT_MAX + 1000
+    assert report.own == Share(
+        desired_replicas=REPLICAS_MAX,
+        pending_prefill_tokens=requests * 131_072,
+        in_flight=3 * IN_FLIGHT_MAX,
+        held=1000,
+        first_tokens=3 * FIRST_TOKENS_MAX,
+        slo_met=3 * FIRST_TOKENS_MAX,
+    )
+    assert (report.pool.held, report.pool.in_flight) == (ROUTERS_MAX * 1000, ROUTERS_MAX * 3 * IN_FLIGHT_MAX)
+    real = Share(desired_replicas=2.5, pending_prefill_tokens=5000, in_flight=4, held=2, first_tokens=9, slo_met=8)
+    assert limited(Report(own=real, pool=real), victim()) == Report(own=real, pool=real)
