@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -227,7 +228,7 @@ class AnySender(RequestIds):
     """Ids of which every client may report."""
 
     def __init__(self, prefix: str) -> None:
-        super().__init__("")
+        super().__init__("", b"")
         self.prefix = prefix
 
     def is_from(self, request_id: str, peer: str) -> bool:
@@ -239,11 +240,17 @@ Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 
 @asynccontextmanager
 async def serving(
-    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, ids: RequestIds | None = None
+    on_entries: Callable[[tuple[AccessLogEntry, ...]], None],
+    counts: Counts,
+    *,
+    ids: RequestIds | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """A sink on its own port; yields a function that opens streams of raw bytes to it."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, ids=ids or AnySender("")).handler(),))
+    server.add_generic_rpc_handlers(
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), clock=clock).handler(),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -305,6 +312,21 @@ class TestServing:
         assert received == ["r-1"]
         assert (counts.known, counts.unreadable) == (1, 2)
         assert len(caplog.records) == 1
+
+    async def test_sink_junk_batches_log_one_line_a_minute(self, caplog: pytest.LogCaptureFixture) -> None:
+        counts = Counts()
+        now = [1000.0]
+        async with serving(lambda _: None, counts, clock=lambda: now[0]) as opened:
+            for at_s in (1000.0, 1059.0, 1060.0):
+                now[0] = at_s
+                stream = opened()
+                for _ in range(50):
+                    await stream.write(b"\xff\xff\xff")
+                await stream.done_writing()
+                await stream
+        assert counts.unreadable == 150
+        logged = [record.__dict__["details"]["count"] for record in caplog.records]
+        assert logged == [1, 100]
 
     async def test_sink_long_batch_is_passed_on_in_pieces(self) -> None:
         pieces: list[int] = []

@@ -12,13 +12,14 @@ import pytest
 
 from certificates import Authority, write_pair
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, DUALMAP_NAMESPACE, REQUEST_ID_KEY
-from dualmap_extproc.request.ids import RequestIds
+from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as als
 from dualmap_extproc.wire.peer import peer_of
 from extproc.envoy_messages import NO_WAIT, chat, metadata_of, request_body, request_headers
 from extproc.relays import relayed
 from extproc.router_processes import Router, running, stream, write_pool
 
+KEY = b"secret"
 # gRPC shares a connection between channels to one address with equal options. Different numbers prevent this.
 _numbers = itertools.count()
 
@@ -170,19 +171,19 @@ def test_peer_with_certificate_is_its_names() -> None:
 
 class TestRequestIds:
     def test_id_is_accepted_from_its_peer_only(self) -> None:
-        ids = RequestIds("r")
+        ids = RequestIds("r", KEY)
         made = ids.new("10.0.0.1")
         assert made.startswith(ids.prefix)
         assert ids.is_from(made, "10.0.0.1")
         assert not ids.is_from(made, "10.0.0.2")
-        assert not RequestIds("r").is_from(made, "10.0.0.1")
+        assert not RequestIds("r", bytes(KEY_BYTES)).is_from(made, "10.0.0.1")
 
     @pytest.mark.parametrize("forged", ["", "r", "r-", "r-1", "r-1-", "r-1-0000000000000000", "r-1-é"])
     def test_id_that_was_not_made_is_rejected(self, forged: str) -> None:
-        assert not RequestIds("r").is_from(forged, "10.0.0.1")
+        assert not RequestIds("r", KEY).is_from(forged, "10.0.0.1")
 
     def test_ids_have_64_unpredictable_bits_each(self) -> None:
-        ids = RequestIds("r")
+        ids = RequestIds("r", KEY)
         seals = {ids.new("10.0.0.1").rpartition("-")[2] for _ in range(1000)}
         assert len(seals) == 1000
         assert {len(seal) for seal in seals} == {16}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final
 
-from dualmap.objects.pool_reader import GROUP
+from dualmap.objects.pool_reader import GROUP, is_pod_address
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
 """The readiness gate that keeps a pod unready in Kubernetes until the operator has put it on the rings."""
@@ -28,7 +28,7 @@ class PodFacts:
     requests. ``serving_since`` is the latest transition among the conditions that decide it (RFC 3339, as the API wrote
     it), empty without one. ``ready`` is the pod's Ready condition, which includes the in-ring gate. ``in_ring`` is that
     gate, None for a pod without it. ``incarnation`` differs between pods and after each restart of a container; empty
-    if unknown. ``address`` is empty until the pod has one.
+    if unknown. ``address`` is empty until the pod has one, and for an address that no pod may have.
     """
 
     name: str
@@ -126,9 +126,10 @@ def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
 
 def _address(status: Mapping[str, Any]) -> str:
     try:
-        return str(ip_address(text_in(status, "podIP")))
+        address = str(ip_address(text_in(status, "podIP")))
     except ValueError:
         return ""
+    return address if is_pod_address(address) else ""
 
 
 def _count(value: object) -> int:

@@ -27,6 +27,7 @@ from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import RedisSettings, Settings, TracingError
@@ -82,6 +83,7 @@ async def serve(settings: Settings) -> None:
         settings.limits,
         observations.report,
         id_prefix=incarnation,
+        id_key=secrets.token_bytes(KEY_BYTES),
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,

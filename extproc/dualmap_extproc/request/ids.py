@@ -4,22 +4,26 @@ Every Envoy reports ended requests to every router, and other programs may reach
 keyed hash of the Envoy's identity (``wire.peer``). The router accepts a report about an id only from the same identity.
 """
 
-import secrets
 from hashlib import blake2b
+from hmac import compare_digest
 from itertools import count
 from typing import Final
 
 SEAL_BYTES: Final = 8
 """The length of the keyed hash in an id: 64 bits, which no client can guess."""
-_KEY_BYTES: Final = 32
+KEY_BYTES: Final = 32
+"""The length of the secret key of the hashes."""
 
 
 class RequestIds:
-    """The request ids of this process. ``prefix`` makes the ids unique among replicas and restarts."""
+    """The request ids of this process.
 
-    def __init__(self, prefix: str) -> None:
+    ``prefix`` makes the ids unique among replicas and restarts. ``key`` is the secret that makes the ids unguessable.
+    """
+
+    def __init__(self, prefix: str, key: bytes) -> None:
         self.prefix = f"{prefix}-"
-        self._keyed = blake2b(digest_size=SEAL_BYTES, key=secrets.token_bytes(_KEY_BYTES))
+        self._keyed = blake2b(digest_size=SEAL_BYTES, key=key)
         self._sequence = count()
 
     def new(self, peer: str) -> str:
@@ -30,7 +34,7 @@ class RequestIds:
     def is_from(self, request_id: str, peer: str) -> bool:
         """Return whether this process made ``request_id`` for a request of ``peer``."""
         body, _, seal = request_id.rpartition("-")
-        return secrets.compare_digest(seal.encode(), self._seal(body, peer).encode())
+        return compare_digest(seal.encode(), self._seal(body, peer).encode())
 
     def _seal(self, body: str, peer: str) -> str:
         # A copy of the keyed state takes less time than a new one.

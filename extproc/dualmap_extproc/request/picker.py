@@ -25,7 +25,7 @@ from dualmap_extproc.names import cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body, session_of
 from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
-from dualmap_extproc.request.ids import RequestIds
+from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
@@ -65,8 +65,9 @@ class Picker:
     """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
-    access log entries may belong to other replicas or earlier processes. ``trace_headers`` are additional headers in
-    observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
+    access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request ids
+    (``ids``). ``trace_headers`` are additional headers in observations.
+    If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
     If ``log_prompts`` is true, debug lines quote prompts.
     """
 
@@ -76,13 +77,14 @@ class Picker:
         report: Report,
         *,
         id_prefix: str,
+        id_key: bytes = bytes(KEY_BYTES),
         trace_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
     ) -> None:
         self._limits = limits
         self._report = report
-        self.ids = RequestIds(id_prefix)
+        self.ids = RequestIds(id_prefix, id_key)
         """The ids of this picker's requests, by which the access log accepts entries."""
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
