@@ -215,7 +215,8 @@ class Exchange:
     def _known_only(self, pool: str, answer: Answer) -> Answer:
         """Return an answer without the updates of routers beyond the most that this router uses."""
         # A router that sends loads or reports is running. It therefore goes before the routers of older updates.
-        told = [each.peer for each in (*answer.loads, *answer.reports)] + [each.peer for each in answer.entries]
+        told = [each.peer for each in answer.loads] + [each.peer for each in answer.reports]
+        told += [each.peer for each in answer.entries]
         refused = self._known[pool].refused(self._clock(), told)
         if not refused:
             return answer
