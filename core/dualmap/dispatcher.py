@@ -206,9 +206,11 @@ class Dispatcher:
         return self._rejection(now, request.id, reason, member, limited=self._fleet.shares.has_rivals(request.client))
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:
-        if self._fleet.backlog_s(now, member) > self._fleet.window_s(now):
-            return False
-        return self._fleet.has_room(member, request.chain.tokens)
+        waited_s = now - request.arrived_s
+        tokens = request.chain.tokens
+        return self._fleet.is_open(now, member, waited_s=waited_s) and self._fleet.has_room(
+            member, tokens, waited_s=waited_s
+        )
 
     def _release(self, now: float, member: str, outcomes: list[Outcome]) -> None:
         """Dispatch queued requests while the member's backlog is within the window and they fit into its memory."""
@@ -216,15 +218,15 @@ class Dispatcher:
         if queue is None:
             return
         defers = self._chooser.defers
-        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s(now):
-            within_s = self._pool.slo.ttft_s - backlog_s if defers else None
+        while queue and self._fleet.is_open(now, member, waited_s=(waited_s := now - queue.oldest_arrived_s)):
+            within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member) if defers else None
             queued = queue.next(
                 now,
                 within_s=within_s,
                 max_overtaken=self._pool.routing.queue.max_overtaken,
                 counter=self._fleet.shares.counter,
             )
-            if not self._fleet.has_room(member, queued.request.chain.tokens):
+            if not self._fleet.has_room(member, queued.request.chain.tokens, waited_s=waited_s):
                 break
             self._queue.take(queued)
             outcomes.append(self._dispatch(now, queued))

@@ -11,6 +11,7 @@ The dispatcher sends the request to the chosen member, or queues the request whi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dualmap.chooser import Chooser
 from dualmap.dispatcher import Dispatcher
@@ -168,14 +169,12 @@ class PoolRouter:
         self._chooser.tree.merge(said_s, update.hotness)
         for placement in update.placements:
             self._fleet.on_placement(placement)
-        for binding in update.bindings:
-            self._chooser.sessions.adopt(said_s, binding, hinted=False)
+        self._adopt(said_s, update.bindings, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
         """Apply session bindings from the store if their version is higher or this replica requested them."""
-        for binding in bindings:
-            self._chooser.sessions.adopt(now, binding, hinted=True)
+        self._adopt(now, bindings, hinted=True)
 
     def status(self) -> PoolSnapshot:
         """Return a snapshot of the pool's state in this router."""
@@ -190,6 +189,12 @@ class PoolRouter:
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,
         )
+
+    def _adopt(self, now: float, bindings: Sequence[SharedBinding], *, hinted: bool) -> None:
+        longest = self._pool.engine.max_model_len
+        for binding in bindings:
+            plausible = binding if binding.tokens <= longest else replace(binding, tokens=longest)
+            self._chooser.sessions.adopt(now, plausible, hinted=hinted)
 
     def _on_failure(self, now: float, member: str, dispatched_s: float) -> tuple[Outcome, ...]:
         """Count a failure of a member; if the member is now suspended, choose new members for its queued requests."""

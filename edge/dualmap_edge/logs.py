@@ -11,7 +11,7 @@ a third of a second, so only ``configure`` imports it.
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ LogFormat = Literal["text", "json"]
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _OURS: Final = ("dualmap_edge", "dualmap_extproc", "dualmap_operator")
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
+_MINUTE_S: Final = 60.0
 
 
 class Logger:
@@ -49,6 +50,25 @@ class Logger:
     def error(self, sentence: str, **details: object) -> None:
         """Log a failure that needs attention."""
         self._logger.error(sentence, extra={"details": details})
+
+
+class OncePerMinute:
+    """A warning that is logged at most once a minute, with the number of its events since the last line."""
+
+    def __init__(self, logger: Logger, sentence: str, clock: Callable[[], float]) -> None:
+        self._logger = logger
+        self._sentence = sentence
+        self._clock = clock
+        self._events = 0
+        self._logged_s: float | None = None
+
+    def warn(self, events: int, **details: object) -> None:
+        """Count events; log the warning if a minute has passed. ``details`` describe the last of the events."""
+        now = self._clock()
+        self._events += events
+        if self._logged_s is None or now - self._logged_s >= _MINUTE_S:
+            self._logger.warning(self._sentence, count=self._events, **details)
+            self._logged_s, self._events = now, 0
 
 
 def get_logger(name: str) -> Logger:

@@ -7,6 +7,10 @@ from hypothesis import strategies as st
 
 from dualmap.objects.pods import IN_RING_GATE, pod_facts
 
+NO_POD_ADDRESSES = (
+    *("127.0.0.1", "127.8.9.10", "::1", "169.254.169.254", "fe80::1", "224.0.0.1", "ff02::1", "0.0.0.0", "::"),
+    *("::ffff:127.0.0.1", "::ffff:169.254.169.254"),
+)
 UID = "6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2"
 
 
@@ -130,6 +134,10 @@ class TestIdentity:
     )
     def test_pod_ip_is_parsed(self, written: object, read: str) -> None:
         assert pod_facts(pod(podIP=written)).address == read
+
+    @pytest.mark.parametrize("address", NO_POD_ADDRESSES)
+    def test_pod_address_that_no_pod_may_have_is_absent(self, address: str) -> None:
+        assert pod_facts(pod(podIP=address)).address == ""
 
 
 JSON = st.recursive(

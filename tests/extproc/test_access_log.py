@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
+from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
 
 METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
@@ -209,7 +211,7 @@ class TestReading:
 
 class Counts:
     def __init__(self) -> None:
-        self.known = self.others = self.unreadable = 0
+        self.known = self.others = self.unreadable = self.foreign = 0
 
     def access_log_entries(self, *, known: int, others: int) -> None:
         self.known += known
@@ -218,17 +220,37 @@ class Counts:
     def access_log_unreadable(self) -> None:
         self.unreadable += 1
 
+    def access_log_foreign(self, count: int) -> None:
+        self.foreign += count
+
+
+class AnySender(RequestIds):
+    """Ids of which every client may report."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__("", b"")
+        self.prefix = prefix
+
+    def is_from(self, request_id: str, peer: str) -> bool:
+        return bool(request_id)
+
 
 Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 
 
 @asynccontextmanager
 async def serving(
-    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
+    on_entries: Callable[[tuple[AccessLogEntry, ...]], None],
+    counts: Counts,
+    *,
+    ids: RequestIds | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
+    server.add_generic_rpc_handlers(
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), clock=clock).handler(),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -268,7 +290,7 @@ class TestServing:
         received: list[str] = []
         counts = Counts()
         async with serving(
-            lambda some: received.extend(each.request_id for each in some), counts, id_prefix="b-1f"
+            lambda some: received.extend(each.request_id for each in some), counts, ids=AnySender("b-1f")
         ) as opened:
             stream = opened()
             await stream.write(batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0"), entry("b-1f-1")))
@@ -289,7 +311,22 @@ class TestServing:
             await stream
         assert received == ["r-1"]
         assert (counts.known, counts.unreadable) == (1, 2)
-        assert len(caplog.records) == 2
+        assert len(caplog.records) == 1
+
+    async def test_sink_junk_batches_log_one_line_a_minute(self, caplog: pytest.LogCaptureFixture) -> None:
+        counts = Counts()
+        now = [1000.0]
+        async with serving(lambda _: None, counts, clock=lambda: now[0]) as opened:
+            for at_s in (1000.0, 1059.0, 1060.0):
+                now[0] = at_s
+                stream = opened()
+                for _ in range(50):
+                    await stream.write(b"\xff\xff\xff")
+                await stream.done_writing()
+                await stream
+        assert counts.unreadable == 150
+        logged = [record.__dict__["details"]["count"] for record in caplog.records]
+        assert logged == [1, 100]
 
     async def test_access_log_sink_passes_long_batch_in_parts(self) -> None:
         pieces: list[int] = []

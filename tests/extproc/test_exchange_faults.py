@@ -12,11 +12,12 @@ import redis
 
 from dualmap.replicas.update import HotnessCounts, Placement
 from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store.codec import PLACEMENT_HASHES_MAX
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.redis import RedisStore, loads_key, session_key, updates_key
 from dualmap_extproc.store.target import target_of
-from dualmap_extproc.store.unsent import HOTNESS_S, PLACEMENT_HASHES_MAX
+from dualmap_extproc.store.unsent import HOTNESS_S
 from extproc.exchanges import LOADS, POOL, QUIET, Clock, Joined, binding
 from redis_server import RedisServer, redis_server
 from waiting import until

@@ -2,6 +2,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,11 @@ class TestWithRedis:
         alone = json.loads(self.explained(pool_file).stdout)
         # With this load a router would queue the request; the explanation still shows the chosen member.
         busy = SharedLoad(pending_prefill_tokens=5000, backlog_s=60.0, in_flight=3)
-        loads = {f"qwen-{number}": busy for number in range(3)}
+        # The member outside of the pair has less backlog, so that no tie decides.
+        loads = {
+            each: busy if each in alone["pair"] else replace(busy, backlog_s=59.0)
+            for each in (f"qwen-{number}" for number in range(3))
+        }
         self.tell(server, ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))
 
         joined = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-word")

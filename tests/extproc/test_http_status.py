@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 import sys
 import threading
@@ -157,28 +158,123 @@ async def test_status_server_rejects_invalid_http_without_a_log_line(caplog: pyt
     assert caplog.records == []
 
 
-async def test_status_server_closes_connections_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+class IdleClient:
+    """Connections that send the beginning of a request."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, source: str = "127.0.0.1") -> None:
+        url = session._base_url
+        assert url is not None
+        self._server = (url.host, url.port)
+        self._source = source
+        self._sockets: list[socket.socket] = []
+
+    async def __aenter__(self) -> "IdleClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in self._sockets:
+            each.close()
+
+    async def open(self, count: int) -> None:
+        for _ in range(count):
+            each = socket.socket()
+            self._sockets.append(each)
+            each.setblocking(False)
+            each.bind((self._source, 0))
+            await asyncio.get_running_loop().sock_connect(each, self._server)
+            with contextlib.suppress(OSError):
+                each.send(b"GET / HT")
+
+    @property
+    def open_ones(self) -> list[bool]:
+        return [not self._closed(each) for each in self._sockets]
+
+    def _closed(self, connection: socket.socket) -> bool:
+        try:
+            return connection.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+
+async def test_status_connection_above_the_limit_closes_the_oldest_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 3)
+    async with (
+        serving(PoolRouter(builders.pool(1))) as session,
+        IdleClient(session, source="127.0.0.2") as first,
+        IdleClient(session, source="127.0.0.3") as second,
+        IdleClient(session, source="127.0.0.4") as third,
+    ):
+        for client in (first, second, third):
+            await client.open(1)
+        async with session.get("/pools") as response:
+            assert response.status == 200
+        assert (first.open_ones, second.open_ones, third.open_ones) == ([False], [True], [True])
+
+
+async def test_status_idle_connections_of_one_client_stop_no_scrape() -> None:
+    async with serving(PoolRouter(builders.pool(1))) as session, IdleClient(session) as client:
+        await client.open(300)
+        for _ in range(40):
+            await client.open(5)
+            async with aiohttp.request("GET", f"{session._base_url}/metrics") as response:
+                assert response.status == 200
+        assert sum(client.open_ones) <= http_status.CONNECTIONS_OF_SOURCE_MAX
+
+
+async def test_status_connections_of_one_source_close_no_other_sources() -> None:
+    async with (
+        serving(PoolRouter(builders.pool(1))) as session,
+        IdleClient(session, source="127.0.0.2") as other,
+        IdleClient(session) as client,
+    ):
+        await other.open(1)
+        await client.open(http_status.CONNECTIONS_MAX + 20)
+        await until(lambda: sum(client.open_ones) == http_status.CONNECTIONS_OF_SOURCE_MAX)
+        assert other.open_ones == [True]
+
+
+async def test_status_busy_connections_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_status, "CONNECTIONS_OF_SOURCE_MAX", 2)
+    metrics = Held()
+    async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
+        pages = [asyncio.create_task(session.get("/metrics")) for _ in range(2)]
+        assert await asyncio.to_thread(metrics.begun.wait, 30)
+        async with IdleClient(session) as client:
+
+            async def refused() -> bool:
+                await client.open(1)
+                await asyncio.sleep(0.01)
+                return not client.open_ones[-1]
+
+            await until(refused)
+        metrics.may_end.set()
+        for page in pages:
+            async with await page as response:
+                assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /none HTTP/1.1", b"404"),
+        (b"GET /pools/llm/none HTTP/1.1", b"404"),
+        (b"POST /pools HTTP/1.1", b"405"),
+        (b"GET / HT TP/1.1", b"400"),
+    ],
+)
+async def test_status_errors_end_with_a_newline(request_line: bytes, status: bytes) -> None:
     async with serving(PoolRouter(builders.pool(1))) as session:
         url = session._base_url
         assert url is not None
-        silent = [await asyncio.open_connection(url.host, url.port) for _ in range(3)]
-        for _, writer in silent:
-            writer.write(b"GET / HT")
-        reader, one_too_many = await asyncio.open_connection(url.host, url.port)
-        assert await reader.read() == b""
-        one_too_many.close()
-        for _, writer in silent:
-            writer.close()
-
-        async def served() -> bool:
-            try:
-                async with session.get("/pools") as response:
-                    return response.status == 200
-            except aiohttp.ClientError:
-                return False
-
-        await until(served)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(request_line + b"\r\nHost: r\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        assert answer.split()[1] == status
+        assert answer.endswith(b"\n")
+        assert not answer.endswith(b"\r\n\r\n")
+        writer.close()
 
 
 WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"

@@ -28,9 +28,10 @@ def test_pick_has_destination_cluster_id_and_receipt():
     assert picked == Picked(
         destination=decision.destination,
         cluster="llm/qwen",
-        request_id="r1-0",
+        request_id=decision.request_id,
         receipt=decision.receipt.header(),
     )
+    assert picked.request_id.startswith("r1-0-")
 
 
 def test_pick_ids_are_never_repeated():

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from core.test_pods import NO_POD_ADDRESSES
+from dualmap.objects.pool_reader import API_VERSION
 from dualmap_extproc.pools.kube import PODS, POOLS
+from dualmap_extproc.pools.objects import PoolObjects
 from extproc.kube_watching import (
     kube_api_server,  # noqa: F401  # pytest finds fixtures by import
     pods_are_watched,
@@ -13,6 +16,8 @@ from extproc.kube_watching import (
 )
 from kube_api import KubeApi, pod_body, pool_body
 from waiting import until
+
+API = {"apiVersion": API_VERSION, "kind": "InferencePool"}
 
 
 class TestPools:
@@ -83,6 +88,17 @@ class TestRefusals:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
             assert watched.sample("dualmap_kube_pools_refused") == 0
             assert said(caplog, "Pool is valid again") == [{"pool": "llm/qwen"}]
+
+    @pytest.mark.parametrize("address", NO_POD_ADDRESSES)
+    def test_kube_pool_with_an_address_that_no_pod_may_have_is_refused(self, address: str) -> None:
+        objects = PoolObjects()
+        objects.put(API | pool_body("qwen"))
+        body = pool_body("qwen", version=2)
+        body["status"]["ring"]["members"][0]["address"] = address
+        objects.put(API | body)
+        assert [pool.ring_version for pool in objects.pools] == [1]
+        (invalid,) = objects.invalid
+        assert (invalid.pool, invalid.field) == ("llm/qwen", "status.ring.members.address")
 
     async def test_kube_invalid_pool_is_logged_once(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
         bad = pool_body("qwen", spec={"slo": {"ttft": "soon"}})

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import PeerShares, Report, Share
 from dualmap_extproc.store.codec import (
+    BINDINGS_MAX,
+    LOADS_MAX,
     NODES_MAX,
+    PLACEMENT_HASHES_MAX,
     UnreadableUpdate,
     decode_report,
     decode_update,
@@ -50,6 +53,36 @@ SHARES = st.builds(
 )
 REPORTS = st.builds(Report, own=SHARES, pool=SHARES)
 EMPTY = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+
+
+BINDING = SharedBinding(session=1, host="m-0", tokens=1, version=1, moved_ago_s=0.0)
+HALF = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(PLACEMENT_HASHES_MAX // 2)))
+LONG_PROMPT = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2 * PLACEMENT_HASHES_MAX)))
+MOST = {
+    "loads": {f"m-{n}": SharedLoad() for n in range(LOADS_MAX)},
+    "placements": (HALF, HALF),
+    "bindings": (BINDING,) * BINDINGS_MAX,
+    "hotness": HotnessCounts(requests=0, nodes={}, split=tuple(range(NODES_MAX))),
+}
+TOO_MANY = {
+    "loads": MOST["loads"] | {"m": SharedLoad()},
+    "placements": (HALF, HALF, Placement(endpoint="10.0.0.1:8000", hashes=(1,))),
+    "bindings": (BINDING,) * (BINDINGS_MAX + 1),
+    "hotness": HotnessCounts(requests=0, nodes={}, split=tuple(range(NODES_MAX + 1))),
+}
+
+
+@pytest.mark.parametrize("part", MOST)
+def test_update_with_more_items_than_a_router_sends_is_unreadable(part: str) -> None:
+    full = replace(EMPTY, **{part: MOST[part]})
+    assert decode_update(encode_update(full)) == full
+    with pytest.raises(UnreadableUpdate):
+        decode_update(encode_update(replace(EMPTY, **{part: TOO_MANY[part]})))
+
+
+def test_update_with_one_long_prompt_is_readable() -> None:
+    update = replace(EMPTY, placements=(LONG_PROMPT,))
+    assert decode_update(encode_update(update)) == update
 
 
 @given(NEWS)

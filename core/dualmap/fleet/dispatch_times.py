@@ -24,13 +24,14 @@ class DispatchTimes:
         self._latest: dict[MemberLoad, int] = {}
         self._numbers = count()
 
-    def first_s(self, window_s: float, *, after_s: float) -> float | None:
+    def first_s(self, window_s: float, *, after_s: float, share_after_s: float) -> float | None:
         """Return the first time after ``after_s``, the time of the last check; None if only an event allows a dispatch.
 
         A member with an earlier time is stalled and still saturated.
+        After ``share_after_s``, a queued request may use this replica's share of its member.
         """
         for load in self.changed:
-            self._compute(load, window_s, after_s)
+            self._compute(load, window_s, after_s, share_after_s)
         self.changed.clear()
         if len(self._heap) > 2 * len(self._latest) + _INVALID:
             self._heap = [each for each in self._heap if self._latest.get(each[2]) == each[1]]
@@ -43,12 +44,14 @@ class DispatchTimes:
                 return opens_s
             else:
                 heappop(self._heap)
-                self._compute(load, window_s, after_s)
+                self._compute(load, window_s, after_s, share_after_s)
         return None
 
-    def _compute(self, load: MemberLoad, window_s: float, after_s: float) -> None:
+    def _compute(self, load: MemberLoad, window_s: float, after_s: float, share_after_s: float) -> None:
         self._latest.pop(load, None)
-        opens_s = load.dispatches_s(window_s, after_s=after_s) if load.queue else None
+        opens_s = None
+        if load.queue:
+            opens_s = load.dispatches_s(window_s, after_s=after_s, share_after_s=share_after_s)
         if opens_s is not None:
             self._latest[load] = number = next(self._numbers)
             heappush(self._heap, (opens_s, number, load))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
@@ -19,6 +20,7 @@ from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
 
@@ -31,6 +33,8 @@ _OUTPUT_MARGIN = 1.5
 # The part of the dispatch window in use while clients contest their shares. Exploratory simulations, which are not
 # recorded, led to the value: a smaller part would leave engines idle between requests.
 _CONTESTED_WINDOW = 0.25
+# A request that has waited for this part of its SLO (or of the longest wait) may use this replica's share of a member.
+_SHARE_AFTER = 0.5
 # A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
 _WINDOW_SLACK_S = 1e-6
 
@@ -48,6 +52,8 @@ class Fleet:
         self.shares = FairShares(_credit_tokens(pool))
         """How much each client received, which decides whose queued request is next."""
         self._pool = pool
+        self._limits = _load_limits(pool)
+        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
@@ -96,16 +102,35 @@ class Fleet:
         load.end_overdue(now)
         return load.backlog_s(now, self._stall_s)
 
+    def is_open(self, now: float, member: str, *, waited_s: float) -> bool:
+        """Whether a member takes a request that has waited for ``waited_s``: its backlog is within the dispatch window.
+
+        A request that has waited for long may use this replica's share of the window, whatever other replicas report.
+        """
+        if self.backlog_s(now, member) <= self.window_s(now):
+            return True
+        load = self._ledger.loads[member]
+        return waited_s + _WINDOW_SLACK_S >= self._share_after_s and load.within_share(
+            now, self._stall_s, self.window_s(now)
+        )
+
     def queue_s(self, now: float, member: str) -> float:
         """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there."""
         return self._ledger.loads[member].queue_s(now, self._stall_s)
 
-    def has_room(self, member: str, prompt_tokens: int) -> bool:
-        """Return whether a prompt fits into a member's KV memory now; True if the memory's size is unknown."""
+    def has_room(self, member: str, prompt_tokens: int, *, waited_s: float) -> bool:
+        """Return whether a prompt fits into a member's KV memory now; True if the memory's size is unknown.
+
+        A request that has waited for long may use this replica's share of the memory, as in ``is_open``.
+        """
         kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
-        return kv_tokens is None or self._ledger.loads[member].has_room(
-            prompt_tokens, kv_tokens, output_tokens=output_tokens
-        )
+        if kv_tokens is None:
+            return True
+        load = self._ledger.loads[member]
+        if load.has_room(prompt_tokens, kv_tokens, output_tokens=output_tokens):
+            return True
+        in_share = waited_s + _WINDOW_SLACK_S >= self._share_after_s
+        return in_share and load.has_room_in_share(prompt_tokens, kv_tokens, output_tokens=output_tokens)
 
     def queue(self, member: str) -> MemberQueue:
         """Return the queue of a member."""
@@ -117,7 +142,8 @@ class Fleet:
 
     def next_dispatch_s(self, *, after_s: float) -> float | None:
         """Return the first dispatch time after ``after_s`` without an event; None if a dispatch needs an event."""
-        return self._ledger.dispatch_times.first_s(self._dispatch_window_s(after_s), after_s=after_s)
+        window_s = self._dispatch_window_s(after_s)
+        return self._ledger.dispatch_times.first_s(window_s, after_s=after_s, share_after_s=self._share_after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
         """Return the recommended time before a retry of a rejected request; None if unknown.
@@ -255,6 +281,8 @@ class Fleet:
         """
         previous, instances = self._pool, self._instances
         self._pool = pool
+        self._limits = _load_limits(pool)
+        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.shares.credit_tokens = _credit_tokens(pool)
         self._membership = Membership(pool)
@@ -283,9 +311,14 @@ class Fleet:
         self._ledger.retain(set(self._membership.members))
 
     def on_loads(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad], *, age_s: float) -> None:
-        """Store another replica's load per member, reported at ``said_s``; ignore a report that is too old."""
+        """Store another replica's load per member, reported at ``said_s``; ignore a report that is too old.
+
+        A load above the limits is reduced to the limits. The pool may know a member later than the other replica.
+        """
         if age_s >= PEER_TTL_S:
             return
+        clamp = self._limits.clamp
+        loads = {member: clamp(load) for member, load in loads.items()}
         for member in self._membership.members.keys() & loads:
             # Only requests in flight delay other prefills at the member; queued requests do not.
             if loads[member].backlog_s:
@@ -293,10 +326,11 @@ class Fleet:
         self._update_peers(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, placement: Placement) -> None:
-        """Record the endpoint to which another replica sent a prompt."""
+        """Record the endpoint to which another replica sent a prompt, up to the blocks of the longest prompt."""
         member = self._membership.at(placement.endpoint)
         if member is not None:
-            self._instances[member.id].index.add(placement.hashes)
+            longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
+            self._instances[member.id].index.add(placement.hashes[:longest])
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""
@@ -399,3 +433,14 @@ def _credit_tokens(pool: Pool) -> int:
 
 def _capacity_blocks(pool: Pool) -> int:
     return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+
+
+def _load_limits(pool: Pool) -> LoadLimits:
+    queue, tokens = pool.routing.queue, pool.engine.max_model_len
+    longest_s = PrefillModel(pool.engine.prefill_tokens_per_second).speed.compute_s(tokens, 0)
+    return LoadLimits(
+        backlog_s=queue.dispatch_window_s + longest_s,
+        held_s=queue.max_wait_s,
+        max_held=queue.max_held,
+        prompt_tokens=tokens,
+    )

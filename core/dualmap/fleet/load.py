@@ -17,8 +17,7 @@ from dualmap.fleet.prefills import PrefillAccount
 from dualmap.fleet.samples import Agreement
 from dualmap.fleet.suspension import Suspension
 from dualmap.queue.request_queue import MemberQueue
-from dualmap.replicas.peers import NO_LOAD
-from dualmap.replicas.update import SharedLoad
+from dualmap.replicas.peers import NO_LOAD, OthersLoad
 
 
 @dataclass(slots=True)
@@ -53,20 +52,27 @@ class ReplicasLoad:
     def __init__(self) -> None:
         self.busy_s = -inf
         """The last time at which another replica reported prefills at the member."""
-        self._load = NO_LOAD
+        self._load: OthersLoad = NO_LOAD
         # Reports arrive far more often than the sum is read, so the sum is computed on demand.
-        self._sum: Callable[[], SharedLoad] | None = None
+        self._sum: Callable[[], OthersLoad] | None = None
 
     @property
-    def load(self) -> SharedLoad:
+    def load(self) -> OthersLoad:
         """The sum of the other replicas' loads."""
         if self._sum is not None:
             self._load, self._sum = self._sum(), None
         return self._load
 
-    def changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
+    def changed(self, sum_loads: Callable[[], OthersLoad]) -> None:
         """Record that the sum changed; ``sum_loads`` computes the new sum."""
         self._sum = sum_loads
+
+    def share(self, whole: float) -> float:
+        """Return this replica's equal share of what all replicas use of the member together.
+
+        A replica may always use its share, so that false reports of another replica cannot close the member.
+        """
+        return whole / (self.load.replicas + 1)
 
     def busy(self, at_s: float) -> None:
         """Record that another replica had prefills at the member at ``at_s``."""
@@ -117,7 +123,7 @@ class MemberLoad:
         self.speed = LearntSpeed(tokens_per_second, agreement)
         self._changed()
 
-    def others_changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
+    def others_changed(self, sum_loads: Callable[[], OthersLoad]) -> None:
         """Record that the other replicas' load changed; ``sum_loads`` computes the new load."""
         self.others.changed(sum_loads)
         self._changed()
@@ -220,20 +226,24 @@ class MemberLoad:
         """Return the seconds of prefill that all replicas have sent and that have no observed end."""
         return self.prefills.backlog_s(now, decode_stall_s) + self.others.load.backlog_s
 
+    def within_share(self, now: float, decode_stall_s: float, window_s: float) -> bool:
+        """Return whether the backlog of this replica alone is within its share of the dispatch window."""
+        return self.prefills.backlog_s(now, decode_stall_s) <= self.others.share(window_s)
+
     def queue_s(self, now: float, decode_stall_s: float) -> float:
         """Return T_q (paper eq. 7): the seconds until a new request's prefill would start at this member."""
         return self.backlog_s(now, decode_stall_s) + self.queue.compute_s + self.others.load.held_s
 
-    def dispatches_s(self, window_s: float, *, after_s: float) -> float | None:
+    def dispatches_s(self, window_s: float, *, after_s: float, share_after_s: float) -> float | None:
         """Return the next time at which a queued request may be dispatched without an event; None if it needs an event.
 
-        The returned time is the first time after ``after_s`` at which the backlog reaches ``window_s`` or a report is
-        overdue.
+        The returned time is the first time after ``after_s`` at which the backlog reaches ``window_s``, a report is
+        overdue, or the oldest queued request may use this replica's share.
         """
         if self._opens_window_s != window_s:
             self._opens_s = self.prefills.reaches_s(window_s - self.others.load.backlog_s)
             self._opens_window_s = window_s
-        times_s = (self._opens_s, self._next_overdue_s())
+        times_s = (self._opens_s, self._next_overdue_s(), self._share_opens_s(window_s, share_after_s))
         return min((each for each in times_s if after_s < each < inf), default=None)
 
     def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
@@ -245,6 +255,18 @@ class MemberLoad:
         requests = self.working + others.in_flight
         prompts = self.kv.tokens + others.active_kv_tokens + prompt_tokens
         return requests == 0 or prompts + (requests + 1) * output_tokens <= kv_tokens
+
+    def has_room_in_share(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
+        """Whether a prompt fits into this replica's share of the member's KV memory beside this replica's requests."""
+        tokens = self.kv.tokens + prompt_tokens + (self.working + 1) * output_tokens
+        return self.working == 0 or tokens <= self.others.share(kv_tokens)
+
+    def _share_opens_s(self, window_s: float, share_after_s: float) -> float:
+        """Return when the oldest queued request may use this replica's share of the member; infinity if never."""
+        if not self.others.load.replicas:
+            return inf
+        waited_s, prefills = self.queue.oldest_arrived_s + share_after_s, self.prefills
+        return waited_s if prefills.head is None else max(waited_s, prefills.reaches_s(self.others.share(window_s)))
 
     def _changed(self) -> None:
         self.summary.until_s = -inf

@@ -28,6 +28,8 @@ from dualmap.replicas.update import HotnessCounts
 BUCKETS = 12
 LONGEST_BUCKET_S = 5.0
 MAX_NODES = 65_536
+# The most requests that one update may count: ten seconds of a very busy replica. Other updates are not plausible.
+MERGED_REQUESTS_MAX = 100_000
 # The smallest number of requests for an estimate of a prefix's share.
 MIN_SPLIT_REQUESTS = 32
 
@@ -109,10 +111,12 @@ class HotnessTree:
         if said_s <= newest.began_s - self._window_s:
             return
         bucket = newest if said_s >= newest.began_s else self._bucket_before(newest, said_s)
-        bucket.requests += counts.requests
-        self._requests += counts.requests
+        total = min(counts.requests, MERGED_REQUESTS_MAX)
+        bucket.requests += total
+        self._requests += total
         for node, requests in counts.nodes.items():
-            self._add(bucket, node, requests)
+            # A prefix has at most all requests.
+            self._add(bucket, node, min(requests, total))
         # If one of these nodes is no longer hot, the next request with its prefix merges it.
         self._split.update(node for node in counts.split if node in self._nodes)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final
 
-from dualmap.objects.pool_reader import GROUP
+from dualmap.objects.pool_reader import GROUP, is_pod_address
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
 """The readiness gate that keeps a pod unready in Kubernetes until the operator adds the pod to the rings."""
@@ -29,7 +29,7 @@ class PodFacts:
     3339 text from the API; empty if there is no transition. ``ready`` is the pod's Ready condition, which includes the
     in-ring gate. ``in_ring`` is the condition of the in-ring gate, None for a pod without this gate. ``incarnation``
     differs between pods and after each restart of a container; empty if unknown. ``address`` is empty until the pod has
-    an IP address.
+    an IP address, and for an address that no pod may have.
     """
 
     name: str
@@ -128,9 +128,10 @@ def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
 
 def _address(status: Mapping[str, Any]) -> str:
     try:
-        return str(ip_address(text_in(status, "podIP")))
+        address = str(ip_address(text_in(status, "podIP")))
     except ValueError:
         return ""
+    return address if is_pod_address(address) else ""
 
 
 def _count(value: object) -> int:

@@ -7,7 +7,7 @@ other fields of ``status`` may have any content, so that the output of ``kubectl
 
 import re
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from math import inf
 from typing import Final
 
@@ -61,6 +61,24 @@ def read_pools(document: object) -> tuple[Pool, ...]:
         pools = (_read_pool(root),)
     check_distinct(pools)
     return pools
+
+
+def is_pod_address(address: str) -> bool:
+    """Return whether a pod may have an IP address: not loopback, link-local, multicast or unspecified."""
+    parsed = ip_address(address)
+    ip = (parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None) or parsed
+    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
+
+
+def check_addresses(pool: Pool) -> None:
+    """Raise PoolError when a member of a pool from the Kubernetes API has an address that no pod may have.
+
+    Such an address could lead Envoy to its own ports, or to the metadata service of the cloud. A pool file may have it.
+    """
+    for member in pool.members:
+        if not is_pod_address(member.address):
+            accepted = "an address that is not loopback, link-local, multicast or unspecified"
+            raise PoolError("status.ring.members.address", member.address, accepted)
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:

@@ -125,8 +125,13 @@ class MemberQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self.requests.values())
 
+    @property
+    def oldest_arrived_s(self) -> float:
+        """The arrival time of the oldest request; the queue must not be empty."""
+        return next(iter(self.requests.values())).request.arrived_s
+
     def add(self, queued: QueuedRequest) -> None:
-        """Insert a request by its arrival: one that was moved here may be older than the others."""
+        """Insert a request in order of arrival: a moved request may be older than the requests in this queue."""
         is_last = not self.requests or queued.request.arrived_s >= _newest(self.requests).request.arrived_s
         self.requests[queued.request.id] = queued
         if not is_last:

@@ -4,12 +4,22 @@ A report is valid for PEER_TTL_S. After that time, the replica counts as stopped
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from dualmap.replicas.update import SharedLoad
 
 # Replicas report at least once a second. After three missing reports a replica counts as stopped or disconnected.
 PEER_TTL_S = 3.0
-NO_LOAD = SharedLoad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OthersLoad(SharedLoad):
+    """The sum of the loads that the other replicas put on a member; ``replicas`` of them put load on the member."""
+
+    replicas: int = 0
+
+
+NO_LOAD = OthersLoad()
 
 
 class Peers:
@@ -42,15 +52,13 @@ class Peers:
         """Return the time at which the oldest report expires, or None without reports."""
         return min(self._heard_s.values()) + PEER_TTL_S if self._heard_s else None
 
-    def load(self, member: str) -> SharedLoad:
+    def load(self, member: str) -> OthersLoad:
         """Return the sum of the loads that the other replicas put on a member."""
         shares = [loads[member] for loads in self._loads.values() if member in loads]
-        if len(shares) == 1:
-            return shares[0]
         return _sum(shares) if shares else NO_LOAD
 
 
-def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
+def _sum(shares: Sequence[SharedLoad]) -> OthersLoad:
     # One loop instead of five sums, for speed: the function runs for each member that is read after a report.
     pending_prefill_tokens, backlog_s, held_s, in_flight, active_kv_tokens = 0, 0.0, 0.0, 0, 0
     for share in shares:
@@ -59,7 +67,8 @@ def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
         held_s += share.held_s
         in_flight += share.in_flight
         active_kv_tokens += share.active_kv_tokens
-    return SharedLoad(
+    return OthersLoad(
+        replicas=len(shares),
         pending_prefill_tokens=pending_prefill_tokens,
         backlog_s=backlog_s,
         held_s=held_s,

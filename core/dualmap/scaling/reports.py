@@ -7,7 +7,9 @@ Each router computes its own share (``dualmap.scaling.scaling``) and reports it 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dualmap.pools.pool import Pool
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.plausible import IN_FLIGHT_MAX
 from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import WINDOW_S, FirstTokens, OtherRouter, Scaling, waiting_tokens
 
@@ -16,6 +18,13 @@ REMEMBERED_S = WINDOW_S
 
 After this time, the other routers have measured the silent router's traffic, which moved to them.
 """
+
+ROUTERS_MAX = 64
+"""The most routers of a pool that count in a report's sum."""
+REPLICAS_MAX = 10_000.0
+"""The most desired replicas: the maximum of spec.replicas."""
+FIRST_TOKENS_MAX = 100_000
+"""The most first tokens of a member within WINDOW_S."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,29 @@ class Report:
 
     own: Share
     pool: Share
+
+
+def limited(report: Report, pool: Pool) -> Report:
+    """Return another router's report with every value at most the largest that a router of the pool can report.
+
+    Anything with access to the store may have written the report.
+    """
+    return Report(own=_limited(report.own, pool, routers=1), pool=_limited(report.pool, pool, routers=ROUTERS_MAX))
+
+
+def _limited(share: Share, pool: Pool, *, routers: int) -> Share:
+    members = routers * max(1, len(pool.members))
+    in_flight = min(share.in_flight, members * IN_FLIGHT_MAX)
+    held = min(share.held, routers * pool.routing.queue.max_held)
+    first_tokens = min(share.first_tokens, members * FIRST_TOKENS_MAX)
+    return Share(
+        desired_replicas=min(share.desired_replicas, REPLICAS_MAX),
+        pending_prefill_tokens=min(share.pending_prefill_tokens, (in_flight + held) * pool.engine.max_model_len),
+        in_flight=in_flight,
+        held=held,
+        first_tokens=first_tokens,
+        slo_met=min(share.slo_met, first_tokens),
+    )
 
 
 class PeerShares:

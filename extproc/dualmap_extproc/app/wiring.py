@@ -29,6 +29,7 @@ from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import RedisSettings, Settings, TracingError
@@ -79,7 +80,7 @@ async def serve(settings: Settings) -> None:
         if subscriber is not None:
             subscriber.subscribe(observations)
     # Access log entries contain request ids of all replicas and of earlier processes. The random suffix makes the ids
-    # of this process unique.
+    # of this process unique. ``request.ids`` makes the ids unguessable.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     trace_headers, close_tracing = _tracing(settings, observations)
     picker = Picker(
@@ -87,6 +88,7 @@ async def serve(settings: Settings) -> None:
         observations.report,
         id_prefix=incarnation,
         hash_key=settings.hash_key,
+        id_key=secrets.token_bytes(KEY_BYTES),
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
@@ -106,7 +108,7 @@ async def serve(settings: Settings) -> None:
     servers = GrpcServers(
         ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
-        access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
+        access_log=(AccessLogSink(take_entries, metrics, ids=picker.ids).handler(),),
         limits=settings.limits,
     )
     status = StatusServer(

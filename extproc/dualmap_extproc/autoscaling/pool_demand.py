@@ -107,7 +107,7 @@ class PoolDemand:
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
         """Apply another router's report, which is ``age_s`` seconds old."""
-        self._peers_of(pool).add_report(self._clock() - age_s, peer, report)
+        self._peers_of(pool).add_report(self._clock() - age_s, peer, self._demand.limited(pool, report))
         if report.own.active:
             self._on_change(pool)
 

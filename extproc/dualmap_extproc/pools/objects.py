@@ -11,7 +11,7 @@ from typing import Any
 
 from dualmap.errors import PoolError
 from dualmap.objects.pods import mapping_in, text_in
-from dualmap.objects.pool_reader import read_pools
+from dualmap.objects.pool_reader import check_addresses, read_pools
 from dualmap.pools.claims import Claimant, lost_claims, seniority
 from dualmap.pools.pool import Pool
 
@@ -52,7 +52,9 @@ class PoolObjects:
         good = before.pool if before is not None and before.uid == uid else None
         invalid = None
         try:
-            (good,) = read_pools(body)
+            (pool,) = read_pools(body)
+            check_addresses(pool)
+            good = pool
         except PoolError as error:
             invalid = InvalidPool(pool=key, field=error.field, value=_shown(error.value), accepted=error.accepted)
         self._known[key] = _Known(

@@ -12,7 +12,6 @@ request. The event's outcomes then include the request, and the picker resumes t
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
@@ -28,6 +27,7 @@ from dualmap_extproc.request.body import quoted_of, read_body, session_of
 from dualmap_extproc.request.client import client_of
 from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
@@ -68,7 +68,8 @@ class Picker:
     """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
-    access log entries may belong to other replicas or earlier processes. ``hash_key`` is the key of the hashes of
+    access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request
+    ids (``ids``). ``hash_key`` is the key of the hashes of
     prompts and sessions, which all replicas must share. ``trace_headers`` are additional headers in
     observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
     If ``log_prompts`` is true, debug lines quote prompts. ``client_key`` keys the hashes of clients' names.
@@ -81,6 +82,7 @@ class Picker:
         *,
         id_prefix: str,
         hash_key: bytes = PUBLIC_KEY,
+        id_key: bytes = bytes(KEY_BYTES),
         trace_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
@@ -88,12 +90,12 @@ class Picker:
     ) -> None:
         self._limits = limits
         self._report = report
-        self._id_prefix = id_prefix
-        self._hash_key = hash_key
+        self.ids = RequestIds(id_prefix, id_key)
+        """The ids of this picker's requests, by which the access log accepts entries."""
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
+        self._hash_key = hash_key
         self._client_key = client_key
-        self._sequence = count()
         self._served = ServedPools(replicated=replicated)
         # The router of every request that is queued or in flight, by request id.
         self._owners: dict[str, PoolRouter] = {}
@@ -155,12 +157,13 @@ class Picker:
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
         api: Api = Api.UNKNOWN,
+        peer: str = "",
     ) -> Picked | Refused | AnswerLater:
         """Pick the member for a request that arrived at ``arrived_s``, and assign an id to the request.
 
         ``headers`` contains the request's headers that are in ``kept_headers``. If the request is queued, a later call
         of any method of the picker calls ``resume`` once with the answer. If ``aborted`` ends the request before, the
-        picker does not call ``resume``.
+        picker does not call ``resume``. ``peer`` is the identity of the Envoy that sent the request (``wire.peer``).
         """
         arrival = Arrival(at_s=arrived_s, headers=headers)
         prompt = read_body(body, api)
@@ -173,7 +176,7 @@ class Picker:
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt, key=self._hash_key)
         request = Request(
-            id=f"{self._id_prefix}-{next(self._sequence)}",
+            id=self.ids.new(peer),
             chain=chain_blocks(
                 prompt.text,
                 root=root,

@@ -81,17 +81,19 @@ class Stream:
     ``receive`` never raises an error, for any messages in any order. The transport calls ``on_deadline`` at
     ``deadline_s`` if no message arrives before, and ``close`` after the stream's end. The stream passes answers without
     a preceding message to ``deliver``, during a call of the picker. If ``ended`` is true, the transport must end the
-    stream. ``decided`` is true after the stream has called ``Picker.pick`` with a body.
+    stream. ``decided`` is true after the stream has called ``Picker.pick`` with a body. ``peer`` is the identity of the
+    Envoy that opened the stream.
     """
 
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
-        *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_picker", "_response"),
-        *("_retries", "_unanswered", "deadline_s", "decided", "phase"),
+        *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_peer", "_picker"),
+        *("_response", "_retries", "_unanswered", "deadline_s", "decided", "phase"),
     )
 
-    def __init__(self, picker: Picker, limits: Limits, deliver: Callable[[_Answers], None]) -> None:
+    def __init__(self, picker: Picker, limits: Limits, deliver: Callable[[_Answers], None], *, peer: str = "") -> None:
         self._picker = picker
+        self._peer = peer
         self._limits = limits
         self._deliver = deliver
         self._modes = DEFAULT_MODES
@@ -289,6 +291,7 @@ class Stream:
             headers=self._head.kept,
             resume=self._resume,
             api=self._head.api,
+            peer=self._peer,
         )
 
     def _resume(self, outcome: Picked | Refused) -> None:

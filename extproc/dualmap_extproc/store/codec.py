@@ -16,6 +16,12 @@ from dualmap.scaling.reports import Report, Share
 
 NODES_MAX: Final = 4096
 """The most prefixes with counts in one entry, so that one entry cannot fill a router's bounded tree of prefixes."""
+LOADS_MAX: Final = 10_000
+"""The most members with loads in one entry: as many as a pool may have."""
+PLACEMENT_HASHES_MAX: Final = 8192
+"""The most block hashes in one entry (64 KiB), enough for ten million prompt tokens per second (128 per block)."""
+BINDINGS_MAX: Final = 1024
+"""The most session bindings in one entry."""
 _VERSION: Final = 1
 _VERSION_AND_REQUESTS: Final = struct.Struct("<BI")
 _COUNT: Final = struct.Struct("<I")
@@ -83,13 +89,17 @@ def decode_update(data: bytes) -> ReplicaUpdate:
         split = reader.hashes()
         update = ReplicaUpdate(
             hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True)), split=split),
-            loads=dict(reader.load() for _ in range(reader.count())),
-            placements=tuple(reader.placement() for _ in range(reader.count())),
-            bindings=tuple(reader.binding() for _ in range(reader.count())),
+            loads=dict(reader.load() for _ in range(reader.count_to(LOADS_MAX))),
+            placements=tuple(reader.placement() for _ in range(reader.count_to(PLACEMENT_HASHES_MAX))),
+            bindings=tuple(reader.binding() for _ in range(reader.count_to(BINDINGS_MAX))),
         )
     except (struct.error, UnicodeDecodeError) as error:
         raise UnreadableUpdate(str(error)) from None
     reader.must_be_at_its_end()
+    placed = sum(len(placement.hashes) for placement in update.placements)
+    # A single prompt may have more blocks.
+    if len(split) > NODES_MAX or (placed > PLACEMENT_HASHES_MAX and len(update.placements) > 1):
+        raise UnreadableUpdate(f"{len(split)} split prefixes, {placed} blocks in {len(update.placements)} placements")
     return update
 
 
@@ -161,6 +171,12 @@ class _Reader:
 
     def count(self) -> int:
         count: int = self.unpack(_COUNT)[0]
+        return count
+
+    def count_to(self, most: int) -> int:
+        count = self.count()
+        if count > most:
+            raise UnreadableUpdate(f"{count} items where at most {most} are possible")
         return count
 
     def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:

@@ -9,13 +9,15 @@ recovers.
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from dualmap.pools.pool import Pool
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
 from dualmap.scaling.reports import Report
-from dualmap_edge.logs import get_logger
+from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
+from dualmap_extproc.store.peers import PEERS_MAX, KnownPeers
 from dualmap_extproc.store.unsent import Unsent
 
 INTERVAL_S: Final = 0.1
@@ -111,6 +113,8 @@ class Exchange:
         self._shown = shown
         self._unsent: dict[str, Unsent] = {}
         self._cursors: dict[str, str] = {}
+        self._known: dict[str, KnownPeers] = {}
+        self._refused = OncePerMinute(_log, "Ignoring updates of further routers", clock)
         self._deliveries: dict[str, AnswerDelivery] = {}
         # The time since which the store is unreachable; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
@@ -173,9 +177,11 @@ class Exchange:
         for gone in self._unsent.keys() - pools.keys():
             del self._unsent[gone]
             del self._deliveries[gone]
+            del self._known[gone]
             self._cursors.pop(gone, None)
         for pool in pools.keys() - self._unsent.keys():
             self._unsent[pool] = Unsent()
+            self._known[pool] = KnownPeers()
             self._deliveries[pool] = AnswerDelivery(self._picker, self._clock, pool)
         for pool, update in self._picker.take_update(now):
             self._unsent[pool].add(now, update)
@@ -201,9 +207,26 @@ class Exchange:
             self._cursors[question.pool] = answer.cursor
             self._unsent[question.pool].answered()
             self._observer.unreadable(answer.unreadable)
-            self._report_peers(question.pool, answer)
-            await self._deliveries[question.pool].deliver(answer)
+            known = self._known_only(question.pool, answer)
+            self._report_peers(question.pool, known)
+            await self._deliveries[question.pool].deliver(known)
         return any(answer.more for answer in answers)
+
+    def _known_only(self, pool: str, answer: Answer) -> Answer:
+        """Return an answer without the updates of routers beyond the most that this router uses."""
+        # A router that sends loads or reports is running. It therefore goes before the routers of older updates.
+        told = [each.peer for each in answer.loads] + [each.peer for each in answer.reports]
+        told += [each.peer for each in answer.entries]
+        refused = self._known[pool].refused(self._clock(), told)
+        if not refused:
+            return answer
+        self._refused.warn(len(refused), pool=pool, most=PEERS_MAX)
+        return replace(
+            answer,
+            loads=tuple(each for each in answer.loads if each.peer not in refused),
+            reports=tuple(each for each in answer.reports if each.peer not in refused),
+            entries=tuple(each for each in answer.entries if each.peer not in refused),
+        )
 
     def _report_peers(self, pool: str, answer: Answer) -> None:
         for said in answer.loads:

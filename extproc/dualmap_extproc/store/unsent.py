@@ -13,13 +13,10 @@ from math import inf
 from typing import Final, TypeVar
 
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap_extproc.store.codec import NODES_MAX
+from dualmap_extproc.store.codec import BINDINGS_MAX, NODES_MAX, PLACEMENT_HASHES_MAX
 
 HOTNESS_S: Final = 10.0
 """The greatest age of counts. Receivers would count older requests as current traffic."""
-PLACEMENT_HASHES_MAX: Final = 8192
-"""The most block hashes per entry (64 KiB), enough for ten million prompt tokens per second (128 per block)."""
-BINDINGS_MAX: Final = 1024
 LOADS_INTERVAL_S: Final = 0.25
 """The shortest interval of messages with loads. Loads are most of the bytes (bench/results/replicas.md)."""
 HEARTBEAT_S: Final = 1.0

@@ -8,22 +8,27 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Final, TypeAlias
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
+from dualmap_edge.connections import Connections
 from dualmap_edge.ports import IDLE_TIMEOUT_S
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
 
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 CONNECTIONS_MAX: Final = 256
 """The most open connections. More connections could use up the file descriptors that routing needs."""
+CONNECTIONS_OF_SOURCE_MAX: Final = 16
+"""The most open connections of one source address."""
 STALLED_TIMEOUT_S: Final = 30.0
 """The server disconnects a client that does not read an answer for this time."""
 
@@ -57,7 +62,7 @@ class StatusServer:
         # The lock allows one page at a time, because several threads would leave the event loop little time of the
         # interpreter.
         self._writing = asyncio.Lock()
-        application = web.Application()
+        application = web.Application(middlewares=[self._answer])
         application.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
@@ -69,16 +74,16 @@ class StatusServer:
             application.add_routes(dashboard.routes())
         # aiohttp's keepalive timeout starts when a connection opens and after each answer, and pauses during a request.
         # The shutdown timeout replaces aiohttp's default, which waits a minute for open connections.
-        self._runner = web.AppRunner(
-            application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
-        )
+        self._runner = web.AppRunner(application, shutdown_timeout=1.0)
+        self._idle_timeout_s = idle_timeout_s
+        self._connections = Connections(self._protocol, most=CONNECTIONS_MAX, most_of_source=CONNECTIONS_OF_SOURCE_MAX)
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError if the bind fails."""
         await self._runner.setup()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._admit, host, port)
+            self._listener = await asyncio.get_running_loop().create_server(self._connections.accept, host, port)
         except OSError:
             await self._runner.cleanup()
             raise
@@ -91,11 +96,32 @@ class StatusServer:
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
-    def _admit(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection; above the limit, a protocol that closes the connection."""
+    def _protocol(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None
-        return server() if len(server.connections) < CONNECTIONS_MAX else _Closed()
+        loop = asyncio.get_running_loop()
+        # aiohttp accepts None and then logs no requests.
+        return _Protocol(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            logger=_logger(),
+            keepalive_timeout=self._idle_timeout_s,
+        )
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request on a connection that is busy meanwhile. The text of an error ends with a newline."""
+        transport = request.transport
+        assert transport is not None
+        self._connections.begin(transport)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            _end_line(error)
+            raise
+        finally:
+            self._connections.end(transport)
 
     async def close(self) -> None:
         """Stop listening and close open connections."""
@@ -123,17 +149,33 @@ class StatusServer:
         for status in self._statuses():
             if status.pool == pool:
                 return web.json_response(pool_document(self._router, status, self._metrics.traffic(pool)))
-        return web.json_response(
-            {"router": self._router, "error": f"this router serves no pool {pool}; GET /pools lists those it does"},
-            status=404,
-        )
+        error = f"this router serves no pool {pool}; GET /pools lists those it does"
+        response = web.json_response({"router": self._router, "error": error}, status=404)
+        _end_line(response)
+        return response
 
 
-class _Closed(asyncio.Protocol):
-    """A protocol that closes its connection immediately."""
+class _Protocol(web.RequestHandler):
+    """The protocol of one connection. The text of an error about invalid HTTP ends with a newline."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the answer to a request that cannot be read or that failed."""
+        response = super().handle_error(request, status, exc, message)
+        if isinstance(response, web.Response):
+            _end_line(response)
+        return response
+
+
+def _end_line(response: web.Response) -> None:
+    response.text = f"{response.text or ''}\n"
 
 
 def _logger() -> logging.Logger:

@@ -138,6 +138,10 @@ class Metrics:
         self._unreadable = counter(
             "dualmap_access_log_unreadable_batches", "Access log batches dropped because the router cannot decode them."
         )
+        self._foreign = counter(
+            "dualmap_access_log_foreign_entries",
+            "Access log entries ignored because another Envoy sent the request, or because the id is forged.",
+        )
         self._slo_ttft_s = Gauge(
             "dualmap_pool_slo_ttft_seconds", "SLO for the time to first token, in seconds.", _POOL, registry=registry
         )
@@ -202,6 +206,10 @@ class Metrics:
     def access_log_unreadable(self) -> None:
         """Count a dropped access log batch (AccessLogObserver)."""
         self._unreadable.inc()
+
+    def access_log_foreign(self, count: int) -> None:
+        """Count ignored access log entries about another sender's requests (AccessLogObserver)."""
+        self._foreign.inc(count)
 
     def pools_refused(self) -> None:
         """Count a rejected change of pools; the last valid pools stay in use."""

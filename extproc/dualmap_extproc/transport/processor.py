@@ -13,6 +13,7 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
+from dualmap_extproc.wire.peer import peer_of
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
 Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
@@ -61,7 +62,7 @@ class ExternalProcessor:
         """Serve one stream, and close its state machine after any end of the stream."""
         clock = asyncio.get_running_loop().time
         writer = _UnpromptedWriter(context)
-        stream = Stream(self._picker, self._limits, writer.write)
+        stream = Stream(self._picker, self._limits, writer.write, peer=peer_of(context))
         cancelled = True
         self._streams += 1
         self._idle.clear()

@@ -1,21 +1,25 @@
 """The gRPC access log service (ALS): receives an entry about the end of each request from every Envoy.
 
 Every Envoy sends every entry to every router, in batches. ``app.wiring`` passes this router's entries to the picker.
-The sink counts and drops a batch that cannot be parsed.
+The sink counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
+another client of the router sent, because any program that reaches the port could otherwise end requests.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from dualmap_edge.logs import get_logger
+from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
+from dualmap_extproc.wire.peer import peer_of
 
 # The most entries that the sink reads without a pause. An entry takes 10 to 40 us, so a batch from Envoy takes
 # milliseconds.
@@ -34,12 +38,16 @@ class AccessLogObserver(Protocol):
     def access_log_unreadable(self) -> None:
         """Count a batch that cannot be parsed; its entries are lost."""
 
+    def access_log_foreign(self, count: int) -> None:
+        """Count entries about requests of this router that another client sent, or with forged ids."""
+
 
 class AccessLogSink:
     """The access log service: passes the entries of each batch to ``on_entries``, on the event loop.
 
-    Every router receives the entries of all routers. The service skips entries with an id that does not begin with
-    ``id_prefix``. The check of an entry's id costs 1 us; reading the entry would cost 10 us.
+    Every router receives the entries of all routers. The service skips entries with an id that does not begin with the
+    prefix of ``ids``. The check of an entry's prefix costs 1 us; reading the entry would cost 10 us. Of the entries of
+    this router, the service passes on those that ``ids`` made for requests of the same client (``wire.peer``).
     """
 
     def __init__(
@@ -47,11 +55,14 @@ class AccessLogSink:
         on_entries: Callable[[tuple[AccessLogEntry, ...]], None],
         observer: AccessLogObserver,
         *,
-        id_prefix: str = "",
+        ids: RequestIds,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
         self._observer = observer
-        self._id_prefix = id_prefix
+        self._ids = ids
+        self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
+        self._foreign = OncePerMinute(_log, "Ignoring access log entries about another client's requests", clock)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """Return the service's handler, for registration in grpc.aio."""
@@ -61,14 +72,15 @@ class AccessLogSink:
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
-    async def _receive(self, batches: AsyncIterator[bytes], _context: _Context) -> wire.StreamAccessLogsResponse:
+    async def _receive(self, batches: AsyncIterator[bytes], context: _Context) -> wire.StreamAccessLogsResponse:
         """Read the batches of one Envoy worker until the worker closes its stream."""
+        peer = peer_of(context)
         async for data in batches:
             try:
                 batch = wire.StreamAccessLogsMessage.FromString(data)
             except DecodeError as error:
                 self._observer.access_log_unreadable()
-                _log.warning("Dropping unreadable access log batch", size=len(data), reason=str(error))
+                self._unreadable.warn(1, peer=peer, size=len(data), reason=str(error))
                 continue
             entries = batch.http_logs.log_entry
             for start in range(0, len(entries), ENTRIES_AT_ONCE):
@@ -76,8 +88,13 @@ class AccessLogSink:
                 ids = [read_id(entry) for entry in some]
                 without = ids.count("")
                 self._observer.access_log_entries(known=len(ids) - without, others=without)
-                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(self._id_prefix)]
-                self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in ours))
+                prefix = self._ids.prefix
+                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(prefix)]
+                believed = [each for each in ours if self._ids.is_from(each[1], peer)]
+                if len(believed) < len(ours):
+                    self._observer.access_log_foreign(len(ours) - len(believed))
+                    self._foreign.warn(len(ours) - len(believed), peer=peer)
+                self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
                 # The pause lets the event loop serve requests that wait for their pick.
                 await asyncio.sleep(0)
         return wire.StreamAccessLogsResponse()
