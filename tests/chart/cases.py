@@ -56,6 +56,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "nowhere in particular": {"router": {"topologySpread": {"topologyKeys": []}}},
     "one of each": {"operator": {"replicas": 1}, "router": {"replicas": 1}, "gateway": {"bundled": {"replicas": 1}}},
+    "generated mutual tls": {"router": {"tls": {"mode": "generated"}}},
+    "tls off": {"router": {"tls": {"mode": "none"}}},
     "tls from a secret": {"router": {"tls": {"mode": "secret", "secretName": "routers"}}},
     "mutual tls from secrets": {"router": {"tls": SECRET_TLS}},
     "tls by cert-manager": {"router": {"tls": {"mode": "certManager", "issuerRef": ISSUER}}},
@@ -86,6 +88,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "router": {"tls": {"mode": "secret", "secretName": "routers"}},
         "networkPolicy": {"enabled": False},
     },
+    "gaie with generated certificates": {
+        "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
+        "router": {"tls": {"mode": "generated"}},
+        "networkPolicy": {"gatewayFrom": GATEWAYS},
+    },
     "no gateway": {"gateway": {"mode": "none"}, "test": {"url": "http://envoy.llm:8080"}},
     "no redis": {"redis": {"mode": "none"}},
     "redis elsewhere": {"redis": {"mode": "external", "external": {"url": "redis://redis.cache:6379/0"}}},
@@ -113,6 +120,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "hpa": {"autoscaling": {"hpa": POOLS}},
     "keda": {"autoscaling": {"keda": POOLS}},
+    "keda elsewhere, by its own authentication too": {
+        "autoscaling": {"keda": [*POOLS, {**POOLS[0], "pool": "other", "authentication": "ours"}], "kedaNamespace": "k"}
+    },
     "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "secret", "secretName": "routers"}}},
     "keda over mutual tls": {
         "autoscaling": {"keda": [{**POOLS[0], "authentication": "dualmap"}]},

@@ -95,7 +95,9 @@ def test_security_page_lists_every_chart_port() -> None:
 
 
 class TestTls:
-    @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
+    @pytest.mark.parametrize(
+        "case", [case for case in CASES if "tls" in case and "keda" not in case and "off" not in case]
+    )
     def test_tls_enabled_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
         mutual = "mutual" in case
@@ -128,8 +130,9 @@ class TestTls:
     def test_tls_self_signed_certificates_share_a_ca(self) -> None:
         objects = render(CASES["self-signed tls"])
         secrets = {
-            name: {key: base64.b64decode(value) for key, value in only(objects, "Secret", name)["data"].items()}
-            for name in named(objects, "Secret")
+            each["metadata"]["name"]: {key: base64.b64decode(value) for key, value in each["data"].items()}
+            for each in objects
+            if each["kind"] == "Secret" and "data" in each
         }
         assert set(secrets) == {"dualmap-router-tls", "dualmap-gateway-tls"}
         authority = x509.load_pem_x509_certificate(secrets["dualmap-router-tls"]["ca.crt"])
@@ -142,14 +145,60 @@ class TestTls:
         names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
 
+    @pytest.mark.parametrize("values", [{}, CASES["generated mutual tls"]])
+    def test_tls_is_mutual_by_default_with_generated_secrets(self, values: Mapping[str, Any]) -> None:
+        objects = render(values)
+        assert named(objects, "Secret") == [
+            "dualmap-authority",
+            "dualmap-gateway-mtls",
+            "dualmap-redis-password",
+            "dualmap-router-mtls",
+        ]
+        assert "--tls-client-ca=/etc/dualmap/tls/ca.crt" in container(objects, "router", "router")["args"]
+        assert "--tls-cert=/etc/dualmap/tls/tls.crt" in container(objects, "gateway", "bootstrap")["args"]
+        files = [{"key": key, "path": key} for key in ("ca.crt", "tls.crt", "tls.key")]
+        for component in ("router", "gateway"):
+            spec = workload(objects, component)["spec"]["template"]["spec"]
+            # Named files: the pod waits until the operator has generated them.
+            assert {"name": "tls", "secret": {"secretName": f"dualmap-{component}-mtls", "items": files}} in (
+                spec["volumes"]
+            )
+
+    @pytest.mark.parametrize("case", ["gaie", "no gateway"])
+    def test_tls_with_another_gateway_is_plain_text_by_default(self, case: str) -> None:
+        objects = render(CASES[case], apis=APIS)
+        assert named(objects, "Secret") == ["dualmap-redis-password"]
+        assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
+
+    def test_tls_generated_for_a_gateway_api_gateway_asks_no_certificate(self) -> None:
+        objects = render(CASES["gaie with generated certificates"], apis=APIS)
+        assert named(objects, "Secret") == ["dualmap-authority", "dualmap-redis-password", "dualmap-router-mtls"]
+        args = container(objects, "router", "router")["args"]
+        assert [arg for arg in args if "tls" in arg] == ["--tls=/etc/dualmap/tls"]
+
     def test_tls_disabled_uses_plain_text(self) -> None:
-        objects = render()
-        assert not named(objects, "Secret")
+        objects = render(CASES["tls off"])
+        assert named(objects, "Secret") == ["dualmap-redis-password"]
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
         assert not [arg for arg in container(objects, "gateway", "bootstrap")["args"] if "tls" in arg]
 
 
 class TestRedis:
+    def test_redis_bundled_requires_the_generated_password(self) -> None:
+        objects = render()
+        redis = workload(objects, "redis")["spec"]["template"]["spec"]
+        (server,) = redis["containers"]
+        assert server["args"][0] == "/etc/dualmap/redis/redis.conf"
+        assert "--protected-mode" not in server["args"]
+        assert redis["volumes"][0]["secret"] == {
+            "secretName": "dualmap-redis-password",
+            "items": [{"key": "redis.conf", "path": "redis.conf"}],
+        }
+        router = workload(objects, "router")["spec"]["template"]["spec"]
+        assert "--redis-password-file=/etc/dualmap/redis/password" in router["containers"][0]["args"]
+        secret = {"secretName": "dualmap-redis-password", "items": [{"key": "password", "path": "password"}]}
+        assert {"name": "redis", "secret": secret} in router["volumes"]
+
     def test_redis_external_credentials_come_from_a_secret(self) -> None:
         objects = render(CASES["redis elsewhere, with everything"])
         router = container(objects, "router", "router")
@@ -277,6 +326,28 @@ class TestAutoscalers:
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
+    def test_keda_gets_a_certificate_in_its_own_namespace(self) -> None:
+        objects = render(CASES["keda elsewhere, by its own authentication too"], apis=APIS)
+        name = "dualmap-system-dualmap"
+        (trigger,) = only(objects, "ScaledObject", "qwen")["spec"]["triggers"]
+        assert trigger["authenticationRef"] == {"name": name, "kind": "ClusterTriggerAuthentication"}
+        assert not {"enableTLS", "unsafeSsl"} & set(trigger["metadata"])
+        assert only(objects, "ScaledObject", "other")["spec"]["triggers"][0]["authenticationRef"] == {"name": "ours"}
+        wanted = {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
+        references = only(objects, "ClusterTriggerAuthentication", name)["spec"]["secretTargetRef"]
+        assert {each["parameter"]: each["key"] for each in references} == wanted
+        assert {each["name"] for each in references} == {f"{name}-mtls"}
+        for kind in ("Secret", "Role", "RoleBinding"):
+            assert only(objects, kind, f"{name}-mtls")["metadata"]["namespace"] == "k"
+        args = container(objects, "operator", "operator")["args"]
+        assert f"--generate=client=k/{name}-mtls" in args
+
+    @pytest.mark.parametrize("case", ["keda over tls", "keda over mutual tls", "tls off"])
+    def test_keda_without_generated_certificates_gets_none(self, case: str) -> None:
+        objects = render({**CASES["keda"], **CASES[case]}, apis=APIS)
+        assert not named(objects, "ClusterTriggerAuthentication")
+        assert "dualmap-system-dualmap-mtls" not in named(objects, "Secret")
+
     def test_rendered_hpa_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
@@ -322,6 +393,7 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
         ),
         ({}, "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router"),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
+        ({"gateway": {"mode": "none"}}, "WARNING: the routers accept plain-text connections from every pod"),
         (
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
             "alerts about the operator need",

@@ -137,7 +137,11 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
             "set router.tls.secretName to the Secret with ca.crt, tls.crt and tls.key",
         ),
         ({"router": {"tls": {"mode": "certManager"}}}, "set router.tls.issuerRef.name to the issuer"),
-        ({"router": {"tls": {"mutual": True}}}, "router.tls.mutual: requires TLS"),
+        ({"router": {"tls": {"mode": "none", "mutual": True}}}, "router.tls.mutual: requires TLS"),
+        (
+            {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-mtls"}}},
+            "use Secrets with other names",
+        ),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "a", "mutual": True}}},
             "set router.tls.gatewaySecretName to the Secret with Envoy's certificate",
