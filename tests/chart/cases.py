@@ -120,9 +120,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "hpa": {"autoscaling": {"hpa": POOLS}},
     "keda": {"autoscaling": {"keda": POOLS}},
-    "keda elsewhere, by its own authentication too": {
-        "autoscaling": {"keda": [*POOLS, {**POOLS[0], "pool": "other", "authentication": "ours"}], "kedaNamespace": "k"}
-    },
     "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "secret", "secretName": "routers"}}},
     "keda over mutual tls": {
         "autoscaling": {"keda": [{**POOLS[0], "authentication": "dualmap"}]},

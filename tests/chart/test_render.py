@@ -26,11 +26,10 @@ ELSEWHERE = {
     "PrometheusRule": "monitoring.coreos.com/v1",
     "Certificate": "cert-manager.io/v1",
     "ScaledObject": "keda.sh/v1alpha1",
-    "ClusterTriggerAuthentication": "keda.sh/v1alpha1",
     "InferencePool": "inference.networking.k8s.io/v1",
     "DestinationRule": "networking.istio.io/v1",
 }
-CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "ClusterTriggerAuthentication"}
+CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
 # Not created by the chart: named in the values, or created by cert-manager.
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 

@@ -69,6 +69,7 @@ def test_network_policy_allows_only_required_peers() -> None:
         ("grpc", "gateway"),
         ("als", "gateway"),
         ("grpc", "keda"),
+        ("health", "keda"),
         ("metrics", "operator"),
         ("metrics", "monitoring"),
     }
@@ -326,27 +327,19 @@ class TestAutoscalers:
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
-    def test_keda_gets_a_certificate_in_its_own_namespace(self) -> None:
-        objects = render(CASES["keda elsewhere, by its own authentication too"], apis=APIS)
-        name = "dualmap-system-dualmap"
-        (trigger,) = only(objects, "ScaledObject", "qwen")["spec"]["triggers"]
-        assert trigger["authenticationRef"] == {"name": name, "kind": "ClusterTriggerAuthentication"}
-        assert not {"enableTLS", "unsafeSsl"} & set(trigger["metadata"])
-        assert only(objects, "ScaledObject", "other")["spec"]["triggers"][0]["authenticationRef"] == {"name": "ours"}
-        wanted = {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
-        references = only(objects, "ClusterTriggerAuthentication", name)["spec"]["secretTargetRef"]
-        assert {each["parameter"]: each["key"] for each in references} == wanted
-        assert {each["name"] for each in references} == {f"{name}-mtls"}
-        for kind in ("Secret", "Role", "RoleBinding"):
-            assert only(objects, kind, f"{name}-mtls")["metadata"]["namespace"] == "k"
-        args = container(objects, "operator", "operator")["args"]
-        assert f"--generate=client=k/{name}-mtls" in args
-
-    @pytest.mark.parametrize("case", ["keda over tls", "keda over mutual tls", "tls off"])
-    def test_keda_without_generated_certificates_gets_none(self, case: str) -> None:
-        objects = render({**CASES["keda"], **CASES[case]}, apis=APIS)
-        assert not named(objects, "ClusterTriggerAuthentication")
-        assert "dualmap-system-dualmap-mtls" not in named(objects, "Secret")
+    @pytest.mark.parametrize(
+        ("case", "port", "encrypted"),
+        [
+            ("keda", 9003, False),  # routers require a client certificate on 9002, which KEDA does not have
+            ("keda over tls", 9002, True),
+            ("keda over mutual tls", 9002, False),  # by its TriggerAuthentication
+        ],
+    )
+    def test_keda_uses_a_port_that_needs_no_further_certificate(self, case: str, port: int, encrypted: bool) -> None:
+        (trigger,) = only(render(CASES[case], apis=APIS), "ScaledObject", "qwen")["spec"]["triggers"]
+        assert trigger["metadata"]["scalerAddress"] == f"dualmap-router.dualmap-system:{port}"
+        assert ("enableTLS" in trigger["metadata"]) is encrypted
+        assert trigger.get("authenticationRef") == ({"name": "dualmap"} if "mutual" in case else None)
 
     def test_rendered_hpa_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())

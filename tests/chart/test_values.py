@@ -238,10 +238,6 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
             {"autoscaling": {"keda": POOLS}, "redis": {"mode": "none"}},
             "set redis.mode to bundled or external, or router.replicas to 1",
         ),
-        (
-            {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned", "mutual": True}}},
-            "Set `authentication` to a TriggerAuthentication",
-        ),
     ],
 )
 def test_conflicting_values_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:

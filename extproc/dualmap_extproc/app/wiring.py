@@ -100,6 +100,7 @@ async def serve(settings: Settings) -> None:
     servers = GrpcServers(
         ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
+        plain=(scaler.handler(),),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
     )

@@ -191,20 +191,6 @@ items:
 {{- join "," $made }}
 {{- end -}}
 
-{{/* The ClusterTriggerAuthentication for KEDA's certificate; "" if the chart has none for KEDA. */}}
-{{- define "dualmap.kedaAuthentication" -}}
-{{- if and (eq (include "dualmap.tlsMode" .) "generated") (include "dualmap.mutual" .) -}}
-{{- range .Values.autoscaling.keda }}
-{{- if not .authentication }}{{ $.Release.Namespace }}-{{ include "dualmap.fullname" $ }}{{ break }}{{ end }}
-{{- end }}
-{{- end -}}
-{{- end -}}
-
-{{/* KEDA's Secret, in KEDA's own namespace: users of pools cannot read it there. */}}
-{{- define "dualmap.kedaSecret" -}}
-{{- with include "dualmap.kedaAuthentication" . }}{{ . }}-mtls{{ end -}}
-{{- end -}}
-
 {{/* Fails if the cluster does not serve an API that a value needs. Arguments: (list $ "group/version/Kind" "the.value" "what to install"). */}}
 {{- define "dualmap.require" -}}
 {{- $root := index . 0 -}}
