@@ -82,10 +82,30 @@ async def test_default_rejects_strangers_and_keeps_its_secrets(site: Site, kubel
         assert await contents(site) == secrets
     assert set(outcomes) == {"decided"}
 
+    await replace_authority(site, secrets)
+
     # A pool's deletion drains it, for which the operator asks routers.
     await site.delete_pool()
     assert site.refused() == []
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
+
+
+async def replace_authority(site: Site, before: Mapping[str, Mapping[str, str]]) -> None:
+    """Replace the authority as after a leak; the former certificates are rejected, and Envoy has new ones."""
+    leaked = {key: base64.b64decode(value) for key, value in before["gateway-mtls"].items()}
+    await site.kubectl("patch", f"secret/{RELEASE}-authority", "--type=merge", "--patch", '{"data": null}')
+
+    async def replaced() -> bool:
+        routers = await addresses(site, "router")
+        return [await endpoints_read(router, site.namespace, leaked) for router in routers] == [None, None]
+
+    await until_so(replaced, "routers reject the former certificate")
+    now = await contents(site)
+    assert {name for name in SECRETS if now[name] == before[name]} == {"redis-password"}
+    await site.until_answered()
+    async with site.requests() as outcomes:
+        await asyncio.sleep(_STEADY_S)
+    assert set(outcomes) == {"decided"}
 
 
 async def contents(site: Site) -> dict[str, dict[str, str]]:
