@@ -1,4 +1,4 @@
-"""Long-running commands keep their exit status in any state of stderr."""
+"""Tests that long-running commands keep their exit status in any state of stderr."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from redis_server import free_port
 
-# With it Python does not buffer stderr, which would hide the fault.
+# With this variable Python does not buffer stderr; the buffer would hide the fault.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1

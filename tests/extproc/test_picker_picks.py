@@ -1,4 +1,4 @@
-"""The picker's choices: destinations for bodies, pools for models, names of sessions, and rejections."""
+"""Tests of the picker's choices: destinations for bodies, pools for models, session names, and rejections."""
 
 import json
 
@@ -259,7 +259,7 @@ def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, whe
     [
         (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
         (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
-        # The parser accepts this, but it is too deep to be serialised again.
+        # The parser accepts this body, but its nesting is too deep for the serializer.
         (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
     ],
     ids=["unclosed", "parser", "spelling"],
