@@ -37,9 +37,15 @@ def chain(text: str, *, block_tokens: int = 128, salt: str = "") -> BlockChain:
 
 
 def request(
-    id: str, text: str, *, now: float = 0.0, block_tokens: int = 128, subset: frozenset[str] | None = None
+    id: str,
+    text: str,
+    *,
+    now: float = 0.0,
+    block_tokens: int = 128,
+    subset: frozenset[str] | None = None,
+    client: int = 0,
 ) -> Request:
-    return Request(id=id, chain=chain(text, block_tokens=block_tokens), arrived_s=now, subset=subset)
+    return Request(id=id, chain=chain(text, block_tokens=block_tokens), arrived_s=now, subset=subset, client=client)
 
 
 def text_of(tokens: int, seed: str) -> str:

@@ -236,9 +236,12 @@ def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ..
     """Return a router's command line as in production, with free ports."""
     ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
     shared = ("--redis", redis) if redis else ()
+    # With one key, a prompt has the same pair in every run.
+    hash_key = pool.with_name("hash-key")
+    hash_key.write_text("the hash key of the benchmarks")
     return (
         *_module("dualmap_cli", "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
-        *(*ports, *shared),
+        *("--hash-key-file", str(hash_key), *ports, *shared),
     )
 
 

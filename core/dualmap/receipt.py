@@ -9,6 +9,7 @@ dataclass.
 from typing import NamedTuple
 
 from dualmap.policies.situation import Candidate, Rule
+from dualmap.pools.pool import ReceiptFields
 
 
 class Key(NamedTuple):
@@ -46,11 +47,18 @@ class Receipt(NamedTuple):
     predicted_ttft_s: float
     candidates: tuple[CandidateReceipt, ...]
 
-    def header(self) -> str:
-        """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``."""
+    def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
+        """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
+
+        With ``ReceiptFields.CHOSEN``, the chosen member is the only value that depends on other clients' requests.
+        Hotness determines the key's length and therefore the pair, and the rule shows which members cache the prompt.
+        """
+        chosen = _sf_string(self.chosen)
+        if fields is ReceiptFields.CHOSEN:
+            return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
         pair = " ".join(_sf_string(member) for member in self.pair)
         return (
-            f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={_sf_string(self.chosen)}, "
+            f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}"
         )
 

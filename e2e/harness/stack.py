@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness import movable_clocks
 from harness.processes import Child, dualmap_argv, python_argv
 
+HASH_KEY = b"the hash key of the end-to-end tests"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMember:
@@ -57,7 +59,8 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 class Router(Child):
     """A ``dualmap router`` on free ports of 127.0.0.1, or on the given ones after a restart.
 
-    With ``with_movable_clocks`` a test can move the router's clocks.
+    All routers have the same hash key, so that a prompt has the same pair in every run. With ``with_movable_clocks`` a
+    test can move the router's clocks.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Router(Child):
         with_movable_clocks: bool = False,
     ) -> None:
         fixed = ports or {}
-        argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
+        self._hash_key = directory / f"{name}.key"
+        argv = ["router", "--host", "127.0.0.1", "--replica-id", name, "--hash-key-file", str(self._hash_key)]
+        argv += arguments
         argv += [part for pool in pools for part in ("--pool", str(pool))]
         for port in ("grpc", "health", "metrics", "als"):
             argv += [f"--{port}-port", str(fixed.get(port, 0))]
@@ -87,6 +92,7 @@ class Router(Child):
 
     async def start(self) -> None:
         """Start the router and wait for its ready line, which has the ports."""
+        self._hash_key.write_bytes(HASH_KEY)
         before = len(self.output())
         await super().start()
         line = await self.wait_for_line(r"dualmap router ready (.*)", after=before)

@@ -64,6 +64,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "mutual tls by cert-manager": {"router": {"tls": {"mode": "certManager", "mutual": True, "issuerRef": ISSUER}}},
     "self-signed tls": {"router": {"tls": {"mode": "selfSigned"}}},
     "mutual self-signed tls": {"router": {"tls": {"mode": "selfSigned", "mutual": True}}},
+    "hash key from a secret": {"router": {"hashKey": {"secretName": "hashes"}}},
     "routers' switches": {
         "router": {
             "dashboard": False,

@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
 # The chart does not create these Secrets: the values contain the names, or cert-manager creates the Secrets.
-SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
+SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
 @pytest.fixture(name="objects", params=CASES)

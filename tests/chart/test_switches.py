@@ -247,6 +247,17 @@ def test_envoy_probe_grace_period_is_10_s_and_pod_name_is_set() -> None:
     assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
 
 
+def test_hash_key_secret_is_mounted_and_given_to_the_routers() -> None:
+    objects = render(CASES["hash key from a secret"])
+    router = container(objects, "router", "router")
+    assert "--hash-key-file=/etc/dualmap/hash-key/key" in router["args"]
+    assert {"name": "hash-key", "mountPath": "/etc/dualmap/hash-key", "readOnly": True} in router["volumeMounts"]
+    volumes = workload(objects, "router")["spec"]["template"]["spec"]["volumes"]
+    secret = {"secretName": "hashes", "items": [{"key": "key", "path": "key"}]}
+    assert volumes == [{"name": "hash-key", "secret": secret}]
+    assert not [arg for arg in container(render({}), "router", "router")["args"] if "hash-key" in arg]
+
+
 def test_router_env_has_extra_and_redis_variables() -> None:
     assert container(render(CASES["routers' switches"]), "router", "router")["env"] == [HEADERS]
     both = {**CASES["redis elsewhere, with everything"], "router": {"extraEnv": [HEADERS]}}

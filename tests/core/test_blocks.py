@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
 
 ROOT = chain_root(model="m")
 
@@ -35,6 +35,8 @@ def test_chain_root_differs_by_model_lora_and_salt(a: str, b: str, c: str, d: st
 
 def test_chain_hashes_are_the_same_in_every_version() -> None:
     # With another hash, old and new replicas would compute different keys during an upgrade.
-    assert chain_root(model="Qwen/Qwen2.5-7B-Instruct", cache_salt="tenant") == 0xD4F36F891687BFE1
+    names = {"model": "Qwen/Qwen2.5-7B-Instruct", "cache_salt": "tenant"}
+    assert chain_root(**names) == chain_root(**names, key=PUBLIC_KEY) == 0xF03635D01D386413
+    assert chain_root(**names, key=b"a secret of 16 b") == 0xBE6B51B6897925F8
     hashes = chain_blocks(b"x" * 40, root=1, block_tokens=4).hashes
     assert hashes == (0x560B0484508EE37, 0x8A61E12B475CA1BA, 0xA0C8A56E500BDA39)

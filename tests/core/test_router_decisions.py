@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from builders import members, pool, request, text_of
 from core.routers import decide, loads
 from dualmap.keys.hotness import MIN_SPLIT_REQUESTS
-from dualmap.pools.pool import Engine, Member, MemberState
+from dualmap.pools.pool import Engine, Member, MemberState, ReceiptFields
 from dualmap.requests import Decision, Reason, Rejection
 from dualmap.router import PoolRouter
 
@@ -192,6 +192,7 @@ def test_receipt_has_header_and_json_form() -> None:
     assert receipt.header() == (
         'policy=dualmap, rule="lone", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
     )
+    assert receipt.header(ReceiptFields.CHOSEN) == 'policy=dualmap, chosen="a:b/c@d", prompt=300'
     document = receipt.as_json()
     assert document["key"] == {"hash": f"{receipt.key.hash:016x}", "blocks": 2, "tokens": 256}
     assert document["pair"] == ["a:b/c@d"]

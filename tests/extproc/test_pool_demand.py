@@ -226,9 +226,12 @@ class TestStoreUnavailable:
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
     async def test_demand_does_not_grow_while_the_store_is_unavailable(self, clock, store, away_s, trouble):
+        calm = Clock()
+        undisturbed = await self.late(calm, Shelf(calm), "ab", away_s=0.0)
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
         assert 4.0 <= wishes[119] < 4.2
-        assert max(wishes[120:]) <= wishes[119] * 1.02
+        # The learnt speed still changes the wish a little.
+        assert max(wishes[120:]) <= max(undisturbed[120:]) * 1.02
 
     async def test_demand_of_new_router_adds_nothing_without_the_store(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)

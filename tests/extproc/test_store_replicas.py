@@ -168,13 +168,13 @@ async def test_starting_replica_reads_old_placements_but_not_old_loads(server):
 
 async def test_replica_reads_session_bindings_of_other_replicas(server):
     async with routers(server, "one", "other") as (one, other):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         await until(lambda: other.sessions == 1)
 
 
 async def test_joining_replica_looks_up_an_earlier_session(server):
     async with routers(server, "one") as (one,):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         with server.admin as admin:
             await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(updates_key(POOL.id)) >= 1)
             (key,) = admin.keys("*session*")
@@ -185,10 +185,10 @@ async def test_joining_replica_looks_up_an_earlier_session(server):
         # session.
         admin.set(key, f"1 2 0 5000 {host}", ex=60)
         async with routers(server, "late", pool=STICKY) as (late,):
-            late.pick("turn two", session_id="s")
+            late.pick("turn two", session_id="u")
 
             def goes_to_its_host() -> bool:
-                late.pick("turn three", session_id="s")
+                late.pick("turn three", session_id="u")
                 assert late.observer.receipt is not None
                 return late.observer.receipt.chosen == host
 

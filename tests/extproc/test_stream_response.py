@@ -2,6 +2,7 @@
 
 import pytest
 
+from dualmap.pools.pool import Prefix, ReceiptFields
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.observations import FirstTokenSeen, Routed
 from dualmap_extproc.wire import ext_proc_pb2 as wire
@@ -53,6 +54,24 @@ def test_receipt_is_sent_with_every_status(status):
     (answer,) = picked().send(response_headers(status))
 
     assert "x-dualmap-decision" in headers_set(answer)
+
+
+@every_mode
+def test_receipt_chosen_hides_cached_and_hot_prefixes(config):
+    talk = Conversation(pool(members=8, prefix=Prefix(window_s=3600.0), receipt_fields=ReceiptFields.CHOSEN))
+    headers = []
+    for _ in range(50):
+        talk.again()
+        talk.send(request_headers(config), request_body(chat("x" * 4096)))
+        (answer,) = talk.send(response_headers(end=True))
+        talk.close()
+        headers.append(headers_set(answer)["x-dualmap-decision"])
+
+    receipts = [each.decision.receipt for each in talk.observer.of(Routed)]
+    assert receipts[0].matched_tokens == 0 < receipts[-1].matched_tokens
+    assert receipts[0].key.blocks < receipts[-1].key.blocks
+    assert headers == [f'policy=dualmap, chosen="{each.chosen}", prompt={each.prompt_tokens}' for each in receipts]
+    assert len({each.prompt_tokens for each in receipts}) == 1
 
 
 def test_receipt_is_omitted_if_disabled_or_without_decision():

@@ -1,16 +1,21 @@
 """Converts prompt text into chained block hashes, which routers compare to find equal prefixes.
 
 Each block's hash includes the block and all earlier blocks (DualMap paper, sections 3.2 and A.1.1). The common prefix
-of two prompts is therefore the common beginning of their chains. The chain's root is a hash of model, LoRA adapter and
-``cache_salt``, so tenants with different salts never have equal hashes. A token is estimated as four bytes of canonical
-prompt text. For prompts of token ids, each id is encoded as four bytes, so the count is exact.
+of two prompts is therefore the common beginning of their chains. The chain's root is a keyed hash of model, LoRA
+adapter and ``cache_salt``. A client that does not know the key therefore cannot craft a prompt whose hashes equal those
+of another tenant's prompt (docs/adr/0015-keyed-hashes.md). A token is estimated as four bytes of canonical prompt text.
+For prompts of token ids, each id is encoded as four bytes, so the count is exact.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 BYTES_PER_TOKEN = 4
+PUBLIC_KEY: Final = b"the public key of dualmap"
+"""The default key of roots, for simulations and for routers without a secret key. Clients can know this key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +40,24 @@ class BlockChain:
         return min(blocks * self.block_tokens, self.tokens)
 
 
-def chain_root(*, model: str, lora: str = "", cache_salt: str = "") -> int:
-    """Return the root of a chain. Length prefixes ensure that different arguments have different encodings."""
+def chain_root(*, model: str, lora: str = "", cache_salt: str = "", key: bytes = PUBLIC_KEY) -> int:
+    """Return the root of a chain, hashed with ``key`` (at most 64 bytes).
+
+    Length prefixes ensure that different arguments have different encodings.
+    """
     parts = [part.encode("utf-8", "surrogatepass") for part in (model, lora, cache_salt)]
-    return xxh3_64_intdigest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+    encoded = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return int.from_bytes(blake2b(encoded, digest_size=8, key=key).digest(), "little")
 
 
-def chain_blocks(text: bytes, *, root: int, block_tokens: int) -> BlockChain:
-    """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks."""
+def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:
+    """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
+
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts.
+    """
     size = block_tokens * BYTES_PER_TOKEN
+    if max_tokens is not None:
+        text = text[: max_tokens * BYTES_PER_TOKEN]
     view = memoryview(text)
     link = root
     hashes = []

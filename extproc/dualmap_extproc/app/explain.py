@@ -12,6 +12,8 @@ import click
 
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
+from dualmap.prompts.blocks import PUBLIC_KEY
+from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 
@@ -52,6 +54,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     help="Header of the request, such as the session header. Repeat the option for several headers.",
 )
 @redis_options
+@hash_key_option(default="the public key")
 @click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON instead of text.")
 def explain(
     pool_files: tuple[Path, ...],
@@ -61,11 +64,13 @@ def explain(
     redis_password: str | None,
     redis_password_file: Path | None,
     redis_ca: Path | None,
+    hash_key: bytes | None,
     as_json: bool,
 ) -> None:
     """Print which instance a newly started router chooses for a request, and why.
 
-    With --redis, the command first reads the state that running routers share in Redis.
+    With --redis, the command first reads the state that running routers share in Redis. A running router
+    selects the same pair only if both have the same hash key.
 
     \b
     Example:
@@ -79,7 +84,8 @@ def explain(
     from dualmap_extproc.store.contract import StoreError
 
     try:
-        outcome = decide(load_pool_files(pool_files), request_file.read(), headers=headers, redis=shared)
+        pools, body = load_pool_files(pool_files), request_file.read()
+        outcome = decide(pools, body, headers=headers, hash_key=hash_key or PUBLIC_KEY, redis=shared)
     except PoolError as error:
         click.echo(f"dualmap explain: {error}", err=True)
         sys.exit(2)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import socket
 import sys
 from importlib.util import find_spec
@@ -11,8 +12,10 @@ from urllib.parse import urlsplit
 
 import click
 
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration
+from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
@@ -143,6 +146,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
 )
 @redis_options
+@hash_key_option(default="random; a public key with --redis or --kube")
 @click.option(
     "--replica-id",
     default=socket.gethostname,
@@ -174,6 +178,7 @@ def router(
     redis_password: str | None,
     redis_password_file: Path | None,
     redis_ca: Path | None,
+    hash_key: bytes | None,
     **options: Any,
 ) -> None:
     """Run the endpoint picker that chooses an instance for each of Envoy's requests.
@@ -197,6 +202,11 @@ def router(
     if options["log_prompts"] and options["log_level"] != "debug":
         raise click.UsageError("--log-prompts requires --log-level debug; give both or neither")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
-    settings = Settings(pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, **options)
+    if hash_key is None:
+        # Routers of one deployment need the same key. Without --redis and --kube, the router is the only one.
+        hash_key = PUBLIC_KEY if shared or watched else secrets.token_bytes(32)
+    settings = Settings(
+        pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, hash_key=hash_key, **options
+    )
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

@@ -15,7 +15,9 @@ from typing import Any
 
 import click
 
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
+from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
@@ -43,6 +45,8 @@ from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.transport.tls import TlsError, server_credentials
+
+_log = get_logger(__name__)
 
 
 def run(settings: Settings) -> int:
@@ -82,6 +86,7 @@ async def serve(settings: Settings) -> None:
         settings.limits,
         observations.report,
         id_prefix=incarnation,
+        hash_key=settings.hash_key,
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
@@ -128,6 +133,7 @@ async def serve(settings: Settings) -> None:
         if not done:
             await servers.ready()
             click.echo(ready_line, err=True)
+            _warn_of_public_key(settings)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
         await servers.drain(settings.drain_timeout_s)
@@ -145,6 +151,15 @@ async def serve(settings: Settings) -> None:
         await status.close()
         await source.close()
         await asyncio.to_thread(close_tracing)
+
+
+def _warn_of_public_key(settings: Settings) -> None:
+    """Log a warning if clients can compute the hashes of prompts."""
+    if settings.hash_key == PUBLIC_KEY:
+        _log.warning(
+            "The hash key is public, so a client can craft prompts that match another tenant's; "
+            "give all routers the same secret with --hash-key-file"
+        )
 
 
 def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], Callable[[], None]]:

@@ -16,7 +16,7 @@ from itertools import count
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
-from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
@@ -65,7 +65,8 @@ class Picker:
     """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
-    access log entries may belong to other replicas or earlier processes. ``trace_headers`` are additional headers in
+    access log entries may belong to other replicas or earlier processes. ``hash_key`` is the key of the hashes of
+    prompts and sessions, which all replicas must share. ``trace_headers`` are additional headers in
     observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
     If ``log_prompts`` is true, debug lines quote prompts.
     """
@@ -76,6 +77,7 @@ class Picker:
         report: Report,
         *,
         id_prefix: str,
+        hash_key: bytes = PUBLIC_KEY,
         trace_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
@@ -83,6 +85,7 @@ class Picker:
         self._limits = limits
         self._report = report
         self._id_prefix = id_prefix
+        self._hash_key = hash_key
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._sequence = count()
@@ -163,10 +166,15 @@ class Picker:
             return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
-        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
+        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt, key=self._hash_key)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
-            chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),
+            chain=chain_blocks(
+                prompt.text,
+                root=root,
+                block_tokens=pool.routing.prefix.block_tokens,
+                max_tokens=pool.engine.max_model_len,
+            ),
             arrived_s=arrived_s,
             subset=subset,
             streamed=prompt.streamed,
@@ -257,7 +265,10 @@ class Picker:
                 self.rejected(now, entry.request_id)
             case Ending.ABORTED | Ending.FAILED:
                 end = self.failed if entry.ending is Ending.FAILED else self.aborted
+                router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
+                if router is not None and entry.usage is not None:
+                    router.on_usage(entry.request_id, entry.usage)
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
@@ -324,7 +335,7 @@ class Picker:
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
             request_id=outcome.request_id,
-            receipt=outcome.receipt.header() if pool.routing.receipt_header else None,
+            receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             decision=outcome,
         )
 
@@ -417,5 +428,11 @@ class Picker:
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Report the engine's measurement for a request that ended before its usage was known."""
         measured = self._ended.measure(request_id, usage)
-        if measured is not None:
-            self._report(Measured(now=now, pool=measured[0], completion=measured[1]))
+        if usage is None or measured is None:
+            return
+        pool, completion = measured
+        router = self._served.router(pool)
+        if router is not None:
+            router.on_usage(request_id, usage)
+        if completion.measured_cached_tokens is not None:
+            self._report(Measured(now=now, pool=pool, completion=completion))
