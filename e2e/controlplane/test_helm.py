@@ -4,7 +4,7 @@ Pods run under the Pod Security Standard `restricted`.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,31 @@ _TEST_S = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A variant of the installation: helm version, permissions, and TLS between Envoy and the routers."""
+    """A variant of the installation: helm version, permissions, and TLS between Envoy and the routers.
+
+    ``secrets`` are the Secrets with generated values, by the end of their names.
+    """
 
     helm: int
     namespaced: bool
-    tls: bool
+    tls: Mapping[str, Any]
+    secrets: tuple[str, ...]
 
     def values(self, namespace: str) -> dict[str, Any]:
         """Return the chart's values for this variant."""
-        tls = {"mode": "selfSigned", "mutual": True} if self.tls else {"mode": "none"}
-        return {"watchNamespace": namespace if self.namespaced else "", "router": {"tls": tls}}
+        return {"watchNamespace": namespace if self.namespaced else "", "router": {"tls": self.tls}}
+
+
+SELF_SIGNED = {"mode": "selfSigned", "mutual": True}
+GENERATED = ("authority", "router-mtls", "gateway-mtls", "redis-password")
 
 
 FORMS = [
-    pytest.param(Form(helm=3, namespaced=True, tls=True), id="helm-3-namespaced-tls"),
-    pytest.param(Form(helm=4, namespaced=False, tls=False), id="helm-4-cluster"),
+    pytest.param(
+        Form(helm=3, namespaced=True, tls=SELF_SIGNED, secrets=("router-tls", "gateway-tls", "redis-password")),
+        id="helm-3-namespaced-tls",
+    ),
+    pytest.param(Form(helm=4, namespaced=False, tls={}, secrets=GENERATED), id="helm-4-cluster"),
 ]
 
 
@@ -100,8 +110,6 @@ async def test_release_installs_serves_upgrades_rolls_back_uninstalls(
 
 
 async def keys(site: Site, form: Form) -> list[dict[str, str]]:
-    """Return the certificates and keys of routers and Envoy."""
-    if not form.tls:
-        return []
-    names = (f"{RELEASE}-router-tls", f"{RELEASE}-gateway-tls")
+    """Return the generated values: certificates and keys of routers and Envoy, and Redis's password."""
+    names = [f"{RELEASE}-{name}" for name in form.secrets]
     return [secret["data"] for secret in await asyncio.gather(*(site.get("secret", name) for name in names))]

@@ -55,7 +55,7 @@ async def test_pool_scales_with_load_and_release_uninstalls(site: Site) -> None:
     await site.until_answered()
     scaled = await site.get("scaledobject", POOL)
     (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["metadata"]["scalerAddress"] == f"{RELEASE}-router.{site.namespace}:9002"
+    assert trigger["metadata"]["scalerAddress"] == f"{RELEASE}-router.{site.namespace}:9003"
     await make_impatient(site)
 
     exchanges = await ride(site)

@@ -4,6 +4,7 @@ permissions.
 test_examples.py tests the examples. test_rights.py tests that all permissions are necessary and sufficient.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,25 @@ def test_manifests_pass_strict_validation(installed: Cluster) -> None:
         text = file.read_text().replace("namespace: llm", f"namespace: {namespace}")
         confined = ("-n", namespace) if file.name == "namespaced.yaml" else ()
         installed.kubectl("apply", "--dry-run=server", "--validate=strict", *confined, "-f", "-", input=text)
+
+
+@pytest.mark.parametrize("options", [(), ("--server-side",)], ids=["client-side", "server-side"])
+def test_repeated_apply_keeps_generated_content(installed: Cluster, options: tuple[str, ...]) -> None:
+    """The operator writes the content of a Secret whose manifest has none."""
+    namespace = installed.namespace()
+    secret: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "generated", "labels": {"version": "1"}},
+    }
+    installed.kubectl("apply", *options, "-n", namespace, "-f", "-", input=json.dumps(secret))
+    content = {"data": {"password": "c2VjcmV0"}}
+    installed.kubectl("patch", "secret/generated", "-n", namespace, "--type=merge", "-p", json.dumps(content))
+    secret["metadata"]["labels"]["version"] = "2"
+    installed.kubectl("apply", *options, "-n", namespace, "-f", "-", input=json.dumps(secret))
+    found = json.loads(installed.kubectl("get", "secret/generated", "-n", namespace, "-o", "json"))
+    assert found["data"] == content["data"]
+    assert found["metadata"]["labels"]["version"] == "2"
 
 
 @pytest.mark.parametrize("form", ["cluster", "namespaced"])

@@ -12,6 +12,12 @@ from controlplane.product import SYSTEM, Product, pool_manifest
 from emulated_cluster.control_plane.cluster import Cluster
 
 ACCOUNTS = ("dualmap-operator", "dualmap-router")
+GENERATED = {
+    "authority": "dualmap-authority",
+    "server": "dualmap-router-mtls",
+    "client": "dualmap-gateway-mtls",
+    "redis": "dualmap-redis-password",
+}
 Right = tuple[str, str, str]
 """API group, resource with its subresource, verb."""
 
@@ -21,9 +27,11 @@ async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, clu
     # Remove the Lease of earlier tests, because the creation of a Lease needs its own permission.
     await product.kubectl("delete", "lease/dualmap-operator", "-n", SYSTEM, "--ignore-not-found")
     # A complete life cycle: create, grow, roll out, shrink, delete; leader election, router discovery by Service, a
-    # deleted child.
+    # deleted child; the generated Secrets.
     await product.publish_routers()
-    operator = await product.operator("operator-rights", "--leader-election", finds_routers=True)
+    await empty_secrets(product)
+    generating = [f"--generate={kind}={name}" for kind, name in GENERATED.items()]
+    operator = await product.operator("operator-rights", "--leader-election", *generating, finds_routers=True)
     manifest = pool_manifest("qwen", product.namespace, replicas=1)
     await product.apply(manifest)
     await product.until_active(1)
@@ -39,6 +47,7 @@ async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, clu
     await product.until_active(1)
     await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
     assert await operator.stop() == 0
+    await product.kubectl("delete", "secret", *GENERATED.values(), "-n", SYSTEM)
 
     used: dict[str, set[Right]] = {account: set() for account in ACCOUNTS}
     refused = []
@@ -60,6 +69,14 @@ async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, clu
         granted = _granted(cluster, account, product.namespace)
         assert granted - used[account] == set(), f"{account} never uses"
         assert used[account] - granted == set(), f"{account} does what its roles do not say"
+
+
+async def empty_secrets(product: Product) -> None:
+    """Create the Secrets that the operator generates, as the installation has them: without content."""
+    await product.kubectl("delete", "secret", *GENERATED.values(), "-n", SYSTEM, "--ignore-not-found")
+    for name in GENERATED.values():
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": SYSTEM}}
+        await product.apply(secret, SYSTEM)
 
 
 def _right(reference: dict[str, Any], verb: str) -> Right:

@@ -30,6 +30,7 @@ _PLURALS: Final[Mapping[str, str]] = {
     "Pod": "pods",
     "EndpointSlice": "endpointslices",
     "InferencePool": PLURAL,
+    "Secret": "secrets",
 }
 
 

@@ -11,10 +11,11 @@ import click
 
 from dualmap_edge import logs
 from dualmap_edge.options import PORT
-from dualmap_operator.settings import Settings
+from dualmap_operator.settings import GeneratedSecret, SecretKind, Settings
 
 _DEFAULT_NAMESPACE: Final = "dualmap-system"
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SECRET_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 class _DnsLabel(click.ParamType[str]):
@@ -46,6 +47,23 @@ class _Address(click.ParamType[tuple[str, int]]):
         return host, int(port)
 
 
+class _Generated(click.ParamType[GeneratedSecret]):
+    """Parses ``KIND=[NAMESPACE/]NAME``."""
+
+    name = "KIND=[NAMESPACE/]NAME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> GeneratedSecret:
+        if isinstance(value, GeneratedSecret):
+            return value
+        kind, _, path = str(value).partition("=")
+        namespace, slash, name = path.rpartition("/")
+        located = _DNS_LABEL.fullmatch(namespace) or not slash
+        if not (kind in set(SecretKind) and located and _SECRET_NAME.fullmatch(name)):
+            kinds = ", ".join(SecretKind)
+            self.fail(f"{value!r} is not accepted; give KIND=[NAMESPACE/]NAME, KIND is one of {kinds}", param, ctx)
+        return GeneratedSecret(kind=SecretKind(kind), name=name, namespace=namespace or None)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--namespace", type=_DnsLabel(), help="Reconcile the pools of this namespace only.")
 @click.option("--all-namespaces", is_flag=True, help="Reconcile the pools of all namespaces (the default).")
@@ -72,6 +90,15 @@ class _Address(click.ParamType[tuple[str, int]]):
     metavar="HOST:METRICSPORT",
     help="Address of a router, for an operator outside the cluster. Replaces --router-service. Repeatable.",
 )
+@click.option(
+    "--generate",
+    "generated",
+    multiple=True,
+    type=_Generated(),
+    help="Generate the content of this existing Secret, and renew its certificate in time. KIND is authority (signs "
+    "the others), server (of the routers), client (of Envoy), or redis (a password). Default namespace: "
+    "POD_NAMESPACE. Repeatable.",
+)
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))
 def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> None:
@@ -92,6 +119,9 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if options["health_port"] and options["health_port"] == options["metrics_port"]:
         raise click.UsageError("--health-port and --metrics-port are the same; give two different ports")
+    kinds = [each.kind for each in options["generated"]]
+    if {SecretKind.SERVER, SecretKind.CLIENT} & set(kinds) and kinds.count(SecretKind.AUTHORITY) != 1:
+        raise click.UsageError("--generate: server and client need exactly one authority=NAME, which signs them")
     # Only this function of the operator reads the environment.
     pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
     if not _DNS_LABEL.fullmatch(pod_namespace):

@@ -1,6 +1,7 @@
 """The settings of ``dualmap operator``: ``main`` parses them once, ``wiring`` constructs the operator from them."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dualmap_edge.logs import LogFormat
 
@@ -20,6 +21,24 @@ class LeaseSettings:
     retry_s: float = 3.0
 
 
+class SecretKind(StrEnum):
+    """What the operator generates into a Secret."""
+
+    AUTHORITY = "authority"
+    SERVER = "server"
+    CLIENT = "client"
+    REDIS = "redis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedSecret:
+    """An existing Secret whose content the operator generates. ``namespace`` None is the operator's own."""
+
+    kind: SecretKind
+    name: str
+    namespace: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The operator's command line and environment.
@@ -27,6 +46,7 @@ class Settings:
     ``namespace`` is the namespace of the pools to reconcile; None means all namespaces. ``pod_namespace`` is the
     operator's own namespace; it contains the Lease and the routers' Service. ``routers`` are the addresses of the
     routers' metrics ports; if empty, the operator reads them from the Service.
+    ``generated`` are the Secrets whose content the operator generates.
     """
 
     namespace: str | None
@@ -38,6 +58,7 @@ class Settings:
     health_port: int = 9092
     router_service: str = "dualmap-router"
     routers: tuple[tuple[str, int], ...] = ()
+    generated: tuple[GeneratedSecret, ...] = ()
     log_level: str = "info"
     log_format: LogFormat = "text"
     lease: LeaseSettings = field(default_factory=LeaseSettings)

@@ -6,6 +6,7 @@ second and would delay ``--help``.
 
 import asyncio
 import time
+from datetime import UTC, datetime
 from typing import Final
 
 from dualmap_edge.kube.client import KubeClient
@@ -19,6 +20,7 @@ from dualmap_operator.observe.routers import FixedRouters, ServiceRouters
 from dualmap_operator.observe.status_clients import EngineClient, RouterClient
 from dualmap_operator.observe.watches import Watches
 from dualmap_operator.run.control import ControlLoops
+from dualmap_operator.run.generated_secrets import GeneratedSecrets
 from dualmap_operator.run.health import HttpServer
 from dualmap_operator.run.leader import Leadership
 from dualmap_operator.run.metrics import Metrics
@@ -100,5 +102,17 @@ def _process(
         metrics=metrics,
         clock=clock,
     )
-    server = HttpServer(problems=control.problems, metrics=metrics)
-    return Process(server=server, leadership=leadership, control=control, metrics=metrics)
+    generated = GeneratedSecrets(
+        api,
+        settings.generated,
+        namespace=settings.pod_namespace,
+        server=settings.router_service,
+        now=lambda: datetime.now(UTC),
+    )
+    return Process(
+        server=HttpServer(problems=control.problems, metrics=metrics),
+        leadership=leadership,
+        control=control,
+        metrics=metrics,
+        secrets=generated if settings.generated else None,
+    )

@@ -49,6 +49,13 @@ def render(
     return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release, namespace))
 
 
+def text(values: Mapping[str, Any], *, apis: Sequence[str] = ()) -> str:
+    """Render the chart with these values, and return helm's output."""
+    done = _run(CHART, json.dumps(values), tuple(apis), KUBE_VERSION)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
     """Return helm's error for these values, which helm must reject."""
     done = _run(CHART, json.dumps(values), tuple(apis), kube_version)

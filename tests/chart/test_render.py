@@ -12,7 +12,7 @@ import pytest
 
 from chart.cases import APIS, CASES, GATEWAYS, SECRET_TLS
 from chart.objects import complaints, containers, pods, ports, selected
-from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render
+from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render, text
 from dualmap_extproc.app.envoy_config import envoy_config
 from dualmap_extproc.app.main import router
 from dualmap_operator.main import operator
@@ -252,11 +252,43 @@ def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
     """The tests of manifests/rbac check the default permissions."""
 
     def granted(of: Sequence[Object]) -> set[str]:
-        return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}
+        rules = (rule for each in of if each["kind"].endswith("Role") for rule in each["rules"])
+        return {str(rule) for rule in rules if "secrets" not in rule["resources"]}
 
     (more,) = granted(render(CASES["openshift"])) - granted(render())
     assert "inferencepools/finalizers" in more
     assert granted(render()) <= granted(objects) <= granted(render()) | {more}
+
+
+def test_rbac_on_secrets_names_the_generated_ones(objects: Sequence[Object]) -> None:
+    """No other Secret can be read, and none can be created, listed or deleted."""
+    generated = {
+        (each["metadata"]["namespace"], each["metadata"]["name"])
+        for each in objects
+        if each["kind"] == "Secret" and "data" not in each
+    }
+    granted = set()
+    for each in objects:
+        for rule in each.get("rules", ()):
+            if "secrets" in rule["resources"]:
+                assert rule["verbs"] == ["get", "patch"]
+                granted |= {(each["metadata"]["namespace"], name) for name in rule["resourceNames"]}
+    assert granted == generated
+    (given,) = [args for command, args in arguments(objects) if command == "operator"]
+    asked = {arg.rpartition("=")[2] for arg in given if arg.startswith("--generate=")}
+    assert asked == {name if namespace == NAMESPACE else f"{namespace}/{name}" for namespace, name in generated}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "self-signed" not in case])
+def test_render_has_no_secret_values(case: str) -> None:
+    objects = render(CASES[case], apis=APIS)
+    assert not [each for each in objects if each["kind"] == "Secret" and {"data", "stringData"} & set(each)]
+
+
+@pytest.mark.parametrize("case", ["defaults", "gaie", "keda"])
+def test_render_is_repeatable(case: str) -> None:
+    """Tools that render the templates for each comparison find no difference."""
+    assert text(CASES[case], apis=APIS) == text(CASES[case], apis=APIS)
 
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])

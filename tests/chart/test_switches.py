@@ -69,6 +69,7 @@ def test_network_policy_allows_only_required_peers() -> None:
         ("grpc", "gateway"),
         ("als", "gateway"),
         ("grpc", "keda"),
+        ("health", "keda"),
         ("metrics", "operator"),
         ("metrics", "monitoring"),
     }
@@ -95,7 +96,9 @@ def test_security_page_lists_every_chart_port() -> None:
 
 
 class TestTls:
-    @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
+    @pytest.mark.parametrize(
+        "case", [case for case in CASES if "tls" in case and "keda" not in case and "off" not in case]
+    )
     def test_tls_enabled_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
         mutual = "mutual" in case
@@ -128,8 +131,9 @@ class TestTls:
     def test_tls_self_signed_certificates_share_a_ca(self) -> None:
         objects = render(CASES["self-signed tls"])
         secrets = {
-            name: {key: base64.b64decode(value) for key, value in only(objects, "Secret", name)["data"].items()}
-            for name in named(objects, "Secret")
+            each["metadata"]["name"]: {key: base64.b64decode(value) for key, value in each["data"].items()}
+            for each in objects
+            if each["kind"] == "Secret" and "data" in each
         }
         assert set(secrets) == {"dualmap-router-tls", "dualmap-gateway-tls"}
         authority = x509.load_pem_x509_certificate(secrets["dualmap-router-tls"]["ca.crt"])
@@ -142,14 +146,60 @@ class TestTls:
         names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
 
+    @pytest.mark.parametrize("values", [{}, CASES["generated mutual tls"]])
+    def test_tls_is_mutual_by_default_with_generated_secrets(self, values: Mapping[str, Any]) -> None:
+        objects = render(values)
+        assert named(objects, "Secret") == [
+            "dualmap-authority",
+            "dualmap-gateway-mtls",
+            "dualmap-redis-password",
+            "dualmap-router-mtls",
+        ]
+        assert "--tls-client-ca=/etc/dualmap/tls/ca.crt" in container(objects, "router", "router")["args"]
+        assert "--tls-cert=/etc/dualmap/tls/tls.crt" in container(objects, "gateway", "bootstrap")["args"]
+        files = [{"key": key, "path": key} for key in ("ca.crt", "tls.crt", "tls.key")]
+        for component in ("router", "gateway"):
+            spec = workload(objects, component)["spec"]["template"]["spec"]
+            # Named files: the pod waits until the operator has generated them.
+            assert {"name": "tls", "secret": {"secretName": f"dualmap-{component}-mtls", "items": files}} in (
+                spec["volumes"]
+            )
+
+    @pytest.mark.parametrize("case", ["gaie", "no gateway"])
+    def test_tls_with_another_gateway_is_plain_text_by_default(self, case: str) -> None:
+        objects = render(CASES[case], apis=APIS)
+        assert named(objects, "Secret") == ["dualmap-redis-password"]
+        assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
+
+    def test_tls_generated_for_a_gateway_api_gateway_asks_no_certificate(self) -> None:
+        objects = render(CASES["gaie with generated certificates"], apis=APIS)
+        assert named(objects, "Secret") == ["dualmap-authority", "dualmap-redis-password", "dualmap-router-mtls"]
+        args = container(objects, "router", "router")["args"]
+        assert [arg for arg in args if "tls" in arg] == ["--tls=/etc/dualmap/tls"]
+
     def test_tls_disabled_uses_plain_text(self) -> None:
-        objects = render()
-        assert not named(objects, "Secret")
+        objects = render(CASES["tls off"])
+        assert named(objects, "Secret") == ["dualmap-redis-password"]
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
         assert not [arg for arg in container(objects, "gateway", "bootstrap")["args"] if "tls" in arg]
 
 
 class TestRedis:
+    def test_redis_bundled_requires_the_generated_password(self) -> None:
+        objects = render()
+        redis = workload(objects, "redis")["spec"]["template"]["spec"]
+        (server,) = redis["containers"]
+        assert server["args"][0] == "/etc/dualmap/redis/redis.conf"
+        assert "--protected-mode" not in server["args"]
+        assert redis["volumes"][0]["secret"] == {
+            "secretName": "dualmap-redis-password",
+            "items": [{"key": "redis.conf", "path": "redis.conf"}],
+        }
+        router = workload(objects, "router")["spec"]["template"]["spec"]
+        assert "--redis-password-file=/etc/dualmap/redis/password" in router["containers"][0]["args"]
+        secret = {"secretName": "dualmap-redis-password", "items": [{"key": "password", "path": "password"}]}
+        assert {"name": "redis", "secret": secret} in router["volumes"]
+
     def test_redis_external_credentials_come_from_a_secret(self) -> None:
         objects = render(CASES["redis elsewhere, with everything"])
         router = container(objects, "router", "router")
@@ -204,7 +254,7 @@ def test_hash_key_secret_is_mounted_and_given_to_the_routers() -> None:
     assert {"name": "hash-key", "mountPath": "/etc/dualmap/hash-key", "readOnly": True} in router["volumeMounts"]
     volumes = workload(objects, "router")["spec"]["template"]["spec"]["volumes"]
     secret = {"secretName": "hashes", "items": [{"key": "key", "path": "key"}]}
-    assert volumes == [{"name": "hash-key", "secret": secret}]
+    assert {"name": "hash-key", "secret": secret} in volumes
     assert not [arg for arg in container(render({}), "router", "router")["args"] if "hash-key" in arg]
 
 
@@ -288,6 +338,20 @@ class TestAutoscalers:
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
+    @pytest.mark.parametrize(
+        ("case", "port", "encrypted"),
+        [
+            ("keda", 9003, False),  # routers require a client certificate on 9002, which KEDA does not have
+            ("keda over tls", 9002, True),
+            ("keda over mutual tls", 9002, False),  # by its TriggerAuthentication
+        ],
+    )
+    def test_keda_uses_a_port_that_needs_no_further_certificate(self, case: str, port: int, encrypted: bool) -> None:
+        (trigger,) = only(render(CASES[case], apis=APIS), "ScaledObject", "qwen")["spec"]["triggers"]
+        assert trigger["metadata"]["scalerAddress"] == f"dualmap-router.dualmap-system:{port}"
+        assert ("enableTLS" in trigger["metadata"]) is encrypted
+        assert trigger.get("authenticationRef") == ({"name": "dualmap"} if "mutual" in case else None)
+
     def test_rendered_hpa_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
@@ -333,6 +397,7 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
         ),
         ({}, "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router"),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
+        ({"gateway": {"mode": "none"}}, "WARNING: the routers accept plain-text connections from every pod"),
         (
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
             "alerts about the operator need",

@@ -139,7 +139,11 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
             "set router.tls.secretName to the Secret with ca.crt, tls.crt and tls.key",
         ),
         ({"router": {"tls": {"mode": "certManager"}}}, "set router.tls.issuerRef.name to the issuer"),
-        ({"router": {"tls": {"mutual": True}}}, "router.tls.mutual: requires TLS"),
+        ({"router": {"tls": {"mode": "none", "mutual": True}}}, "router.tls.mutual: requires TLS"),
+        (
+            {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-mtls"}}},
+            "use Secrets with other names",
+        ),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "a", "mutual": True}}},
             "set router.tls.gatewaySecretName to the Secret with Envoy's certificate",
@@ -235,10 +239,6 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         (
             {"autoscaling": {"keda": POOLS}, "redis": {"mode": "none"}},
             "set redis.mode to bundled or external, or router.replicas to 1",
-        ),
-        (
-            {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned", "mutual": True}}},
-            "Set `authentication` to a TriggerAuthentication",
         ),
     ],
 )

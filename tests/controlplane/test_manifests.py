@@ -105,7 +105,10 @@ class TestRights:
         for _, rule in rules(file):
             granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
             assert not [each for each in granted if "*" in each]
-            assert granted.isdisjoint({"secrets", "configmaps", "pods/exec", "deletecollection", "impersonate"})
+            assert granted.isdisjoint({"configmaps", "pods/exec", "deletecollection", "impersonate"})
+            if "secrets" in granted:
+                assert granted == {"", "secrets", "get", "patch"}
+                assert rule["resourceNames"]
 
     def test_rbac_rights_are_equal_in_role_and_cluster_role(self) -> None:
         forms = [
@@ -135,8 +138,17 @@ class TestRights:
         }
         assert verbs == {"list", "watch"}
 
+    def test_rbac_rights_on_secrets_name_the_generated_ones(self) -> None:
+        (named,) = [rule["resourceNames"] for _, rule in rules("rbac/system.yaml") if "secrets" in rule["resources"]]
+        generated = [each["metadata"]["name"] for each in documents("install.yaml") if each["kind"] == "Secret"]
+        assert sorted(named) == sorted(generated)
+
     def test_rbac_rights_cover_the_operators_lease(self) -> None:
-        named = [rule for _, rule in rules("rbac/system.yaml") if "resourceNames" in rule]
+        named = [
+            rule
+            for _, rule in rules("rbac/system.yaml")
+            if "resourceNames" in rule and "secrets" not in rule["resources"]
+        ]
         assert [rule["resourceNames"] for rule in named] == [[LeaseSettings().name]]
         assert [rule["verbs"] for rule in named] == [["get", "update"]]
 
@@ -231,9 +243,9 @@ class TestRouter:
         listened = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
         assert {each["targetPort"]: each["port"] for each in service["spec"]["ports"]} == listened
         assert {each["name"]: each["appProtocol"] for each in service["spec"]["ports"]} == {
-            "grpc": "kubernetes.io/h2c",
+            "grpc": "http2",
             "health": "kubernetes.io/h2c",
-            "als": "kubernetes.io/h2c",
+            "als": "http2",
             "metrics": "http",
         }
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from dualmap_edge import logs
 from dualmap_operator import wiring
 from dualmap_operator.main import operator
-from dualmap_operator.settings import Settings
+from dualmap_operator.settings import GeneratedSecret, SecretKind, Settings
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def test_operator_options_have_documented_defaults(told: list[Settings]) -> None
 def test_operator_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
     result = invoke(
         "--namespace", "llm", "--leader-election", "--router", "10.0.0.1:9090", "--router", "[fd00::1]:9091",
+        "--generate", "authority=a", "--generate", "client=keda/b.c",
         POD_NAMESPACE="serving",
     )  # fmt: skip
 
@@ -50,6 +51,10 @@ def test_operator_options_are_read_from_flags_and_environment(told: list[Setting
     assert settings.pod_namespace == "serving"
     assert settings.leader_election
     assert settings.routers == (("10.0.0.1", 9090), ("fd00::1", 9091))
+    assert settings.generated == (
+        GeneratedSecret(kind=SecretKind.AUTHORITY, name="a"),
+        GeneratedSecret(kind=SecretKind.CLIENT, name="b.c", namespace="keda"),
+    )
 
 
 def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) -> None:
@@ -69,6 +74,11 @@ def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) ->
         (["--router", "router:0"], "give HOST:PORT"),
         (["--health-port", "9000", "--metrics-port", "9000"], "give two different ports"),
         (["--health-port", "70000"], "70000 is not in the range"),
+        (["--generate", "key=a"], "KIND is one of authority, server, client, redis"),
+        (["--generate", "redis=A"], "give KIND=[NAMESPACE/]NAME"),
+        (["--generate", "redis=/a"], "give KIND=[NAMESPACE/]NAME"),
+        (["--generate", "redis=a/b/c"], "give KIND=[NAMESPACE/]NAME"),
+        (["--generate", "server=a"], "server and client need exactly one authority=NAME"),
     ],
 )
 def test_invalid_operator_option_error_lists_accepted_values(

@@ -85,7 +85,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*pools: Pool, shares: bool = False, repeat_s: float = 600.0) -> AsyncIterator[Running]:
+async def running(
+    *pools: Pool, shares: bool = False, repeat_s: float = 600.0, port: str = "grpc"
+) -> AsyncIterator[Running]:
     now = [1000.0]
     demand = Demand(lambda: now[0])
     demand.set_pools(pools)
@@ -96,9 +98,10 @@ async def running(*pools: Pool, shares: bool = False, repeat_s: float = 600.0) -
     pool_demand = PoolDemand(demand, picker.statuses, replicated=shares, clock=lambda: now[0])
     scaler = Scaler(pool_demand, repeat_s=repeat_s)
     processor = ExternalProcessor(picker, observations.report, Limits())
-    servers = GrpcServers(processor, services=(scaler.handler(),), access_log=(), limits=Limits())
+    handlers = (scaler.handler(),)
+    servers = GrpcServers(processor, services=handlers, plain=handlers, access_log=(), limits=Limits())
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{getattr(ports, port)}") as channel:
         try:
             yield Running(channel, servers, scaler, picker, pool_demand, now)
         finally:
@@ -161,6 +164,11 @@ class TestMetadata:
 
 
 class TestCalls:
+    async def test_scaler_answers_on_the_health_port_too(self):
+        """With mutual TLS, KEDA has no certificate for the gRPC port."""
+        async with running(POOL, EMPTY, port="health") as router:
+            assert (await router.spec(reference())).target_size_float == 1.0
+
     async def test_scaler_pool_has_a_default_target(self, router):
         spec = await router.spec(reference())
         assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("desired_replicas", 1, 1.0)

@@ -123,7 +123,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     "--grpc-port", default=9002, type=PORT, help="gRPC port for ext_proc, xDS, access log and health. 0: any free port."
 )
 @click.option(
-    "--health-port", default=9003, type=PORT, help="gRPC port for health checks without TLS. 0: any free port."
+    "--health-port", default=9003, type=PORT, help="gRPC port without TLS: health, KEDA's scaler. 0: any free port."
 )
 @click.option(
     "--metrics-port",

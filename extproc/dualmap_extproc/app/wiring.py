@@ -108,6 +108,7 @@ async def serve(settings: Settings) -> None:
     servers = GrpcServers(
         ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
+        plain=(scaler.handler(),),
         access_log=(AccessLogSink(take_entries, metrics, ids=picker.ids).handler(),),
         limits=settings.limits,
     )

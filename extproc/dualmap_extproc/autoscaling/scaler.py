@@ -1,8 +1,8 @@
 """KEDA's external-push scaler: reports to KEDA whether a pool is active and how many replicas its traffic needs.
 
-The scaler implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes
-the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata. ``Scaler`` is the gRPC service. ``pool_demand``
-provides the numbers.
+The scaler implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port and health port;
+docs/autoscaling.md describes the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata. ``Scaler`` is the gRPC
+service. ``pool_demand`` provides the numbers.
 """
 
 import asyncio

@@ -45,8 +45,8 @@ class Ports:
 class GrpcServers:
     """The router's three gRPC servers: all services for Envoy, health without TLS, and the access log.
 
-    The main server offers ext_proc, health, ``services`` and ``access_log``. The access log server offers
-    ``access_log``.
+    The main server offers ext_proc, health, ``services`` and ``access_log``. The server without TLS offers health and
+    ``plain``, which change nothing. The access log server offers ``access_log``.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class GrpcServers:
         processor: ExternalProcessor,
         *,
         services: Sequence[Handler],
+        plain: Sequence[Handler] = (),
         access_log: Sequence[Handler],
         limits: Limits,
     ) -> None:
@@ -77,6 +78,7 @@ class GrpcServers:
         ]
         self._main, self._plain_health, self._als = (grpc.aio.server(options=options) for _ in range(3))
         self._main.add_generic_rpc_handlers((processor.handler(), *services, *access_log))
+        self._plain_health.add_generic_rpc_handlers(tuple(plain))
         self._als.add_generic_rpc_handlers(tuple(access_log))
         for server in (self._main, self._plain_health):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

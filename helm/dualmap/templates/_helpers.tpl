@@ -137,18 +137,58 @@ priorityClassName: {{ . | toYaml }}
 {{- join "," $addresses }}
 {{- end -}}
 
+{{/* The mode of router.tls, with `auto` resolved: what the Envoys in front of the routers are able to do. */}}
+{{- define "dualmap.tlsMode" -}}
+{{- $mode := .Values.router.tls.mode -}}
+{{- if eq $mode "auto" }}{{ ternary "generated" "none" (eq .Values.gateway.mode "bundled") }}{{ else }}{{ $mode }}{{ end -}}
+{{- end -}}
+
+{{/* "true" if the routers require a client certificate, else "". Gateway API gateways present none. */}}
+{{- define "dualmap.mutual" -}}
+{{- $mode := include "dualmap.tlsMode" . -}}
+{{- if or (and (eq $mode "generated") (ne .Values.gateway.mode "gaie")) (and .Values.router.tls.mutual (ne $mode "none")) }}true{{ end -}}
+{{- end -}}
+
 {{/* Name of the Secret with the routers' certificate, or an empty string without TLS. */}}
 {{- define "dualmap.routerSecret" -}}
-{{- $tls := .Values.router.tls -}}
-{{- if eq $tls.mode "secret" }}{{ $tls.secretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-router-tls{{ end -}}
+{{- $mode := include "dualmap.tlsMode" . -}}
+{{- $name := include "dualmap.fullname" . -}}
+{{- if eq $mode "secret" }}{{ .Values.router.tls.secretName }}{{ else if eq $mode "generated" }}{{ $name }}-router-mtls{{ else if ne $mode "none" }}{{ $name }}-router-tls{{ end -}}
 {{- end -}}
 
 {{/* Name of the Secret with Envoy's client certificate, or an empty string without mutual TLS. */}}
 {{- define "dualmap.gatewaySecret" -}}
-{{- $tls := .Values.router.tls -}}
-{{- if $tls.mutual -}}
-{{- if eq $tls.mode "secret" }}{{ $tls.gatewaySecretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-gateway-tls{{ end -}}
+{{- $mode := include "dualmap.tlsMode" . -}}
+{{- $name := include "dualmap.fullname" . -}}
+{{- if include "dualmap.mutual" . -}}
+{{- if eq $mode "secret" }}{{ .Values.router.tls.gatewaySecretName }}{{ else if eq $mode "generated" }}{{ $name }}-gateway-mtls{{ else }}{{ $name }}-gateway-tls{{ end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* What a pod mounts of a Secret with a certificate. The operator may not have generated it yet: the pod waits. */}}
+{{- define "dualmap.certificateItems" -}}
+{{- if eq (include "dualmap.tlsMode" .) "generated" -}}
+items:
+{{- range list "ca.crt" "tls.crt" "tls.key" }}
+- {key: {{ . }}, path: {{ . }}}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secrets of the release's namespace that the operator generates: kind=name, separated by commas. */}}
+{{- define "dualmap.generated" -}}
+{{- $name := include "dualmap.fullname" . }}
+{{- $made := list }}
+{{- if eq (include "dualmap.tlsMode" .) "generated" }}
+{{- $made = list (printf "authority=%s-authority" $name) (printf "server=%s-router-mtls" $name) }}
+{{- if include "dualmap.mutual" . }}
+{{- $made = append $made (printf "client=%s-gateway-mtls" $name) }}
+{{- end }}
+{{- end }}
+{{- if eq .Values.redis.mode "bundled" }}
+{{- $made = append $made (printf "redis=%s-redis-password" $name) }}
+{{- end }}
+{{- join "," $made }}
 {{- end -}}
 
 {{/* Fails if the cluster does not serve an API that a value needs. Arguments: (list $ "group/version/Kind" "the.value" "what to install"). */}}

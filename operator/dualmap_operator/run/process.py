@@ -15,6 +15,7 @@ import click
 from dualmap_edge.kube.client import KubeConfigError
 from dualmap_edge.ports import AddressError, address
 from dualmap_operator.run.control import ControlError, ControlLoops
+from dualmap_operator.run.generated_secrets import GeneratedSecrets
 from dualmap_operator.run.health import HttpServer
 from dualmap_operator.run.leader import Leadership, LeadershipLostError
 from dualmap_operator.run.metrics import Metrics
@@ -27,12 +28,16 @@ _CANCEL_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """The components of one operator process; ``leadership`` is None without leader election."""
+    """The components of one operator process; ``leadership`` is None without leader election.
+
+    ``secrets`` is None if the operator generates no content of Secrets.
+    """
 
     server: HttpServer
     leadership: Leadership | None
     control: ControlLoops
     metrics: Metrics
+    secrets: GeneratedSecrets | None = None
 
     async def run(self, settings: Settings, stop: asyncio.Event) -> None:
         """Run until ``stop`` is set.
@@ -66,7 +71,9 @@ class Process:
         ]
         if self.leadership is not None:
             tasks.append(asyncio.create_task(_renew_or_exit(self.leadership)))
-        _, controlling, *renewing = tasks
+        if self.secrets is not None:
+            tasks.append(asyncio.create_task(self.secrets.run()))
+        _, controlling, *others = tasks
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # At its end, kopf waits for every task that was started after kopf, such as open HTTP connections.
@@ -74,7 +81,7 @@ class Process:
             # The renewal of the lease continues until the last write is complete.
             self.control.stop()
             await asyncio.wait([controlling], timeout=_KOPF_EXIT_S)
-            for task in (*renewing, controlling):
+            for task in (*others, controlling):
                 if task.done():
                     task.result()
         finally:
