@@ -34,14 +34,14 @@ PATHS: Final = {
 }
 """The API by the end of its path; of two ends that fit, the longer one counts."""
 _LONGEST_FIRST: Final = sorted(PATHS, key=len, reverse=True)
-# vLLM renders a prompt without computing it at the API's own path and this.
-_RENDER: Final = "/render"
+RENDER: Final = "/render"
+"""The suffix of an API's path at which vLLM renders a prompt without computing it."""
 _SCORE_FIELDS: Final = frozenset({"queries", "text_1", "data_1", "items", "text_2", "data_2"})
 
 
 def api_of(path: str) -> Api:
     """Return the API that a decoded path names; a prefix before it, such as a gateway's, is accepted."""
-    route = path.partition("?")[0].rstrip("/").removesuffix(_RENDER)
+    route = path.partition("?")[0].rstrip("/").removesuffix(RENDER)
     return next((PATHS[end] for end in _LONGEST_FIRST if route.endswith(end)), Api.UNKNOWN)
 
 

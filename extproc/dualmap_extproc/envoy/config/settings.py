@@ -1,15 +1,21 @@
 """The inputs of the generated Envoy configuration; ``app.envoy_config`` reads them from the command line."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from dualmap.errors import DualMapError
 from dualmap.pools.pool import Pool
 
 PORT_MAX = 65535
+ANY_PATH: Final = "*"
+"""The member of ``EnvoySettings.allow_paths`` that allows every path."""
+MEMORY_BYTES: Final = 1 << 30
+"""The memory of an Envoy whose environment does not tell it: the chart's default."""
+_PATH: Final = re.compile(r"/[^?#\s]*")
 
 
 class EnvoySettingsError(DualMapError):
@@ -126,7 +132,8 @@ class EnvoySettings:
     The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
     applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
     statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
-    members. Raises EnvoySettingsError for a combination that Envoy would reject.
+    members. Envoy sends the inference paths and ``allow_paths`` to engines (``http.paths``). ``memory_bytes`` is the memory
+    that Envoy's container may use. Raises EnvoySettingsError for a value or a combination that Envoy cannot use.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -139,8 +146,13 @@ class EnvoySettings:
     mode: Mode = Mode.STREAMED
     tls: Tls | None = None
     static_endpoints: bool = False
+    allow_paths: tuple[str, ...] = ()
+    memory_bytes: int = MEMORY_BYTES
 
     def __post_init__(self) -> None:
+        for path in self.allow_paths:
+            if path != ANY_PATH and not _PATH.fullmatch(path):
+                raise EnvoySettingsError("--allow-path", path, "a path such as /v1/detokenize, without a query, or '*'")
         if not self.pools and self.discover is None:
             raise EnvoySettingsError("pools", "none", "at least one pool")
         if self.pools and self.discover is not None:
