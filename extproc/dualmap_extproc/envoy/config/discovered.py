@@ -1,7 +1,7 @@
 """Makes the serialized clusters that a router serves to Envoy by discovery.
 
-The function that makes the clusters of the bootstrap also makes these clusters. Envoy therefore gets the same configuration from the
-bootstrap and from discovery.
+The function that makes the clusters of the bootstrap also makes these clusters. Envoy therefore gets the same
+configuration from the bootstrap and from discovery.
 """
 
 from collections.abc import Iterable

@@ -13,8 +13,15 @@ from dualmap.pools.pool import Pool
 PORT_MAX = 65535
 ANY_PATH: Final = "*"
 """The member of ``EnvoySettings.allow_paths`` that allows every path."""
+BODY_BYTES: Final = 16 * 1024 * 1024
+"""The default of ``spec.routing.maxBodyBytes``."""
 MEMORY_BYTES: Final = 1 << 30
 """The memory of an Envoy whose environment does not tell it: the chart's default."""
+_MEMORY_MIN: Final = 64 << 20
+_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    f"{letter}i": 1 << 10 * power for power, letter in enumerate("KMGT", start=1)
+}
+_QUANTITY: Final = re.compile(rf"(?P<number>\d{{1,15}}(\.\d{{1,9}})?(e\+?\d{{1,2}})?)(?P<unit>{'|'.join(_UNITS)})")
 _PATH: Final = re.compile(r"/[^?#\s]*")
 
 
@@ -24,6 +31,15 @@ class EnvoySettingsError(DualMapError):
     def __init__(self, field: str, value: str, accepted: str) -> None:
         self.field = field
         super().__init__(f"{field}: {value!r} is not accepted; give {accepted}")
+
+
+def read_memory(text: str, *, field: str) -> int:
+    """Read an amount of memory, spelled as in a container's limits. Raises EnvoySettingsError."""
+    found = _QUANTITY.fullmatch(text)
+    size = int(float(found["number"]) * _UNITS[found["unit"]]) if found is not None else 0
+    if size < _MEMORY_MIN:
+        raise EnvoySettingsError(field, text, "an amount of at least 64Mi, such as 1Gi or 1073741824")
+    return size
 
 
 class Mode(StrEnum):
@@ -132,8 +148,8 @@ class EnvoySettings:
     The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
     applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
     statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
-    members. Envoy sends the inference paths and ``allow_paths`` to engines (``http.paths``). ``memory_bytes`` is the memory
-    that Envoy's container may use. Raises EnvoySettingsError for a value or a combination that Envoy cannot use.
+    members. Envoy sends the inference paths and ``allow_paths`` to engines (``http.paths``). ``memory_bytes`` is the
+    memory limit of Envoy's container. Raises EnvoySettingsError for a value or a combination that Envoy cannot use.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -167,6 +183,14 @@ class EnvoySettings:
             raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
         if self.status is not None and not self.admin.port:
             raise EnvoySettingsError("admin", "port 0", "a fixed port, since the status listener connects to it")
+
+    @property
+    def body_bytes(self) -> int:
+        """The longest request body that Envoy buffers until a router has picked a member, and for a retry.
+
+        Envoy answers 413 to a longer body. A discovered pool can only lower this limit.
+        """
+        return max([BODY_BYTES, *(pool.routing.max_body_bytes for pool in self.pools)])
 
     @property
     def longest_wait_s(self) -> float:

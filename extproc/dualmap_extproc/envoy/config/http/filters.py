@@ -33,8 +33,8 @@ EXT_PROC = "envoy.filters.http.ext_proc"
 def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
     """Return the filter chain; responses pass the filters in reverse order.
 
-    The chain disables ext_proc, and each route to a pool enables it (``ext_proc_enabled``). With ext_proc enabled in the
-    chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
+    The chain disables ext_proc, and each route to a pool enables it (``ext_proc_enabled``). With ext_proc enabled in
+    the chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
     router that has not received the request. If the connection closed meanwhile, the client would not get the error. In
     tests, requests with an invalid head got no 400, and CONNECT requests hung.
     """
@@ -50,9 +50,14 @@ def ext_proc_enabled() -> dict[str, Any]:
     return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
 
 
+def answer_timeout(settings: EnvoySettings) -> timedelta:
+    """Return the longest time that Envoy waits for a router's answer."""
+    return timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
+
+
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
     """Return the filter that calls the router. Envoy drops metadata namespaces that metadata_options does not list."""
-    timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
+    timeout = answer_timeout(settings)
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
     no_wait = settings.mode is Mode.STREAMED

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, Http2ProtocolOptions, HttpProtocolOptions
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -30,9 +30,9 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
-from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, extension, packed, socket_address
+from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
-from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
+from dualmap_extproc.envoy.config.http.filters import answer_timeout, ext_proc_enabled, http_filters
 from dualmap_extproc.envoy.config.http.paths import allowed_paths
 from dualmap_extproc.envoy.config.http.replies import PATH_NOT_FOUND, direct, local_replies
 from dualmap_extproc.envoy.config.settings import EnvoySettings
@@ -41,6 +41,19 @@ from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RE
 # The longest time without any byte in a request or its response. A long response that is not streamed sends no byte
 # until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
+
+# The longest time without a request on a connection, and for the headers of a request.
+_CONNECTION_IDLE_TIMEOUT = timedelta(minutes=15)
+_HEADERS_TIMEOUT = timedelta(seconds=10)
+# The time for the upload of a body. Envoy's request timeout also covers the time for which the router queues a request.
+UPLOAD_TIMEOUT = timedelta(seconds=30)
+
+# The most data that Envoy reads from a connection at once. ``overload`` can stop a client only between two reads. With
+# 16 MiB, 40 clients exceeded a limit of 256 MiB by 160 MiB. With this size, they stayed 80 MiB below the limit.
+_CONNECTION_BUFFER_BYTES = 256 * 1024
+_STREAMS_PER_CONNECTION = 100
+_STREAM_WINDOW_BYTES = 64 * 1024
+_CONNECTION_WINDOW_BYTES = 1024 * 1024
 
 _UNAVAILABLE = 503
 _ROUTES = "pools"
@@ -54,7 +67,7 @@ def listener(settings: EnvoySettings) -> Listener:
     return Listener(
         name="requests",
         address=socket_address(settings.listen),
-        per_connection_buffer_limit_bytes=BUFFER_BYTES,
+        per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
         filter_chains=[FilterChain(filters=[manager])],
     )
 
@@ -72,15 +85,23 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         http_protocol_options=Http1ProtocolOptions(
             enable_trailers=False, accept_http_10=True, default_host_for_http_10="dualmap"
         ),
+        http2_protocol_options=Http2ProtocolOptions(
+            max_concurrent_streams=_STREAMS_PER_CONNECTION,
+            initial_stream_window_size=_STREAM_WINDOW_BYTES,
+            initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
+        ),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=_CONNECTION_IDLE_TIMEOUT),
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         stream_idle_timeout=IDLE_TIMEOUT,
+        request_headers_timeout=_HEADERS_TIMEOUT,
+        request_timeout=answer_timeout(settings) + UPLOAD_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
-        local_reply_config=local_replies(),
+        local_reply_config=local_replies(settings),
         route_config=routes(settings),
     )
 
@@ -130,6 +151,7 @@ def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteA
     action.idle_timeout = IDLE_TIMEOUT
     return Route(
         match=match,
+        request_body_buffer_limit=settings.body_bytes,
         request_headers_to_remove=[CLUSTER_HEADER, NO_RETRY_HEADER],
         route=action,
         typed_per_filter_config=ext_proc_enabled(),

@@ -12,7 +12,8 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     ResponseMapper,
 )
 
-from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, packed
+from dualmap_extproc.envoy.config.extensions import packed
+from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.errors import Refused, body_too_large, invalid_body
 from dualmap_extproc.names import ONLY_POOL
 
@@ -44,19 +45,25 @@ ENGINE_UNREACHABLE = Refused(
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_PICK = f'response.code_details == "no_healthy_upstream" && xds.cluster_name == "{ONLY_POOL}"'
+_BAD_PATH = 'response.code_details == "path_normalization_failed"'
+_TOO_SLOW = "response.code == 408"
+_OVERLOAD = 'response.code_details.contains("overload")'
 _UNAVAILABLE = (
     "response.code == 503 && "
     '!(response.code_details.startsWith("dualmap_") || response.code_details == "direct_response")'
 )
 
 
-def local_replies() -> LocalReplyConfig:
+def local_replies(settings: EnvoySettings) -> LocalReplyConfig:
     """Return the bodies of Envoy's own errors: for example for a body above the limit."""
     return LocalReplyConfig(
         mappers=[
-            _mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)),
+            _mapper(_TOO_LARGE, body_too_large(settings.body_bytes)),
             _mapper(_NO_CLUSTER, POOL_NOT_CONFIGURED),
             _mapper(_NO_PICK, ROUTER_UNREACHABLE),
+            _mapper(_BAD_PATH, PATH_INVALID),
+            _mapper(_TOO_SLOW, REQUEST_TIMEOUT),
+            _mapper(_OVERLOAD, OVERLOADED),
             _mapper(_UNAVAILABLE, ENGINE_UNREACHABLE),
         ]
     )
