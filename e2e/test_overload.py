@@ -94,10 +94,14 @@ async def test_large_bodies_stay_below_envoys_memory_limit(
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
 async def test_body_that_ends_too_late_gets_408(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
-    async with Picker(choose=always(engine.endpoint, CLUSTER)) as picker:
+    async def pick_later(seen: Seen) -> Pick:
+        await asyncio.sleep(2.0)
+        return Pick(destination=engine.endpoint, cluster=CLUSTER)
+
+    async with Picker(choose=pick_later) as picker:
         generated = to_yaml(bootstrap(settings_for([pool_of([engine])], [picker], mode=mode)))
-        assert "request_timeout: 75s" in generated
-        async with Envoy(generated.replace("request_timeout: 75s", "request_timeout: 1s"), directory=tmp_path) as envoy:
+        assert "request_timeout: 60s" in generated
+        async with Envoy(generated.replace("request_timeout: 60s", "request_timeout: 1s"), directory=tmp_path) as envoy:
             reader, writer = await asyncio.open_connection("127.0.0.1", envoy.port)
             writer.write(b"POST / HTTP/1.1\r\nhost: e\r\ncontent-length: 1000\r\n\r\n")
             answer = asyncio.create_task(reader.readuntil(b"}}"))
@@ -107,7 +111,9 @@ async def test_body_that_ends_too_late_gets_408(mode: Mode, engine: Upstream, tm
             writer.close()
             assert (await answer).startswith(b"HTTP/1.1 408")
             assert b'"code":"request_timeout"' in await answer
-    assert not engine.received
+            assert not engine.received
+            queued = await http1(envoy.url, body=b"{}")
+            assert queued.status == 200, "the time in the queue does not count"
 
 
 async def test_connections_above_the_limit_are_closed(engine: Upstream, tmp_path: Path) -> None:

@@ -50,14 +50,9 @@ def ext_proc_enabled() -> dict[str, Any]:
     return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
 
 
-def answer_timeout(settings: EnvoySettings) -> timedelta:
-    """Return the longest time that Envoy waits for a router's answer."""
-    return timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
-
-
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
     """Return the filter that calls the router. Envoy drops metadata namespaces that metadata_options does not list."""
-    timeout = answer_timeout(settings)
+    timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
     no_wait = settings.mode is Mode.STREAMED

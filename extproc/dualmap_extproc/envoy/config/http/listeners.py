@@ -32,7 +32,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
-from dualmap_extproc.envoy.config.http.filters import answer_timeout, ext_proc_enabled, http_filters
+from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
 from dualmap_extproc.envoy.config.http.paths import allowed_paths
 from dualmap_extproc.envoy.config.http.replies import PATH_NOT_FOUND, direct, local_replies
 from dualmap_extproc.envoy.config.settings import EnvoySettings
@@ -42,11 +42,11 @@ from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RE
 # until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
 
-# The longest time without a request on a connection, and for the headers of a request.
+# The longest time without a request on a connection, for the headers of a request, and for a whole request with its
+# body. The request timeout ends with the body, so queued requests and long answers do not count.
 _CONNECTION_IDLE_TIMEOUT = timedelta(minutes=15)
 _HEADERS_TIMEOUT = timedelta(seconds=10)
-# The time for the upload of a body. Envoy's request timeout also covers the time for which the router queues a request.
-UPLOAD_TIMEOUT = timedelta(seconds=30)
+_REQUEST_TIMEOUT = timedelta(minutes=1)
 
 # The most data that Envoy reads from a connection at once. ``overload`` can stop a client only between two reads. With
 # 16 MiB, 40 clients exceeded a limit of 256 MiB by 160 MiB. With this size, they stayed 80 MiB below the limit.
@@ -97,7 +97,7 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         stream_idle_timeout=IDLE_TIMEOUT,
         request_headers_timeout=_HEADERS_TIMEOUT,
-        request_timeout=answer_timeout(settings) + UPLOAD_TIMEOUT,
+        request_timeout=_REQUEST_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
