@@ -42,7 +42,7 @@ _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_PICK = f'response.code_details == "no_healthy_upstream" && xds.cluster_name == "{ONLY_POOL}"'
 _BAD_PATH = 'response.code_details == "path_normalization_failed"'
-_TOO_SLOW = "response.code == 408"
+_TOO_SLOW = 'response.code_details in ["request_header_timeout", "request_overall_timeout"]'
 _OVERLOAD = 'response.code_details.contains("overload")'
 _UNAVAILABLE = (
     "response.code == 503 && "
