@@ -95,6 +95,11 @@ class Gateway:
         """POST a chat completion for a pool's model."""
         return await http1(self.envoy.url + CHAT, body=json.dumps(chat(pool)).encode())
 
+    async def not_found(self, path: str) -> bool:
+        """Return whether Envoy itself rejects a GET of this path."""
+        reply = await http1(self.envoy.url + path)
+        return reply.status == 404 and error_of(reply)["code"] == "path_not_found"
+
     async def asked(self) -> None:
         """Wait until both Envoy workers use a router again."""
         in_a_row = 0
@@ -195,8 +200,10 @@ async def test_envoy_without_router_serves_only_a_single_pool(engines: list[Upst
     first, second = of("first", a), of("second", b)
     async with gateway.running(first):
         await gateway.served("first", a)
+        assert await gateway.not_found("/metrics")
         await gateway.routers[0].kill()
         await gateway.served("first", a)
+        assert await gateway.not_found("/metrics"), "Envoy keeps its list of paths while it fails open"
         assert await gateway.clusters() == {"llm/first"}
 
         gateway.write(first, second)

@@ -18,6 +18,7 @@ from harness.upstream import ENGINE_HEADER, Received, Upstream
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 DESTINATION = "x-gateway-destination-endpoint"
+MODEL = "/v1/models/scripted-model"
 
 
 async def test_next_turn_reuses_cached_prefix_at_same_engine(engines: SharedEngines, deployment: Deployment) -> None:
@@ -97,14 +98,25 @@ async def test_client_destination_headers_are_ignored(engines: SharedEngines, de
 async def test_bodiless_request_gets_any_member_and_no_receipt(engines: SharedEngines, deployment: Deployment) -> None:
     served = []
     for _ in range(4):
-        reply = await http1(deployment.envoy.url + "/v1/models")
+        reply = await http1(deployment.envoy.url + MODEL)
         assert reply.status == 200
         assert "x-dualmap-decision" not in reply.headers
         served.append(reply.headers[ENGINE_HEADER])
     assert set(served) == {"left", "right"}
-    assert engines.left.received[-1].path == "/v1/models"
-    spoof = await http1(deployment.envoy.url + "/health", headers=spoofed(engines.outsider, "llm/slow"))
+    assert engines.left.received[-1].path == MODEL
+    spoof = await http1(deployment.envoy.url + MODEL, headers=spoofed(engines.outsider, "llm/slow"))
     assert spoof.headers[ENGINE_HEADER] in {"left", "right"}
+
+
+async def test_get_that_names_no_model_of_several_pools_gets_404(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
+    for path in ("/v1/models", "/v1/models/unheard-of"):
+        reply = await http1(deployment.envoy.url + path)
+        assert reply.status == 404
+        assert error_of(reply)["code"] == "model_not_found"
+    fast = await http1(deployment.envoy.url + "/v1/models/fast-model?x=1")
+    assert fast.headers[ENGINE_HEADER] in {engine.endpoint for engine in engines.fast}
 
 
 @pytest.mark.parametrize(
@@ -134,8 +146,8 @@ async def test_model_name_or_alias_selects_its_pool(engines: SharedEngines, depl
     assert scripted.headers[ENGINE_HEADER] in {"left", "right"}
     fast = await deployment.ask(chat("fast", max_tokens=2))
     assert fast.headers[ENGINE_HEADER] in {engine.endpoint for engine in engines.fast}
-    slow = await deployment.ask(chat("slow", max_tokens=1))
-    assert slow.headers[ENGINE_HEADER] == engines.slow.endpoint
+    fast = await deployment.ask(chat("slow", max_tokens=1))
+    assert fast.headers[ENGINE_HEADER] == engines.slow.endpoint
 
 
 def with_subset(config: str) -> str:
@@ -165,13 +177,13 @@ async def test_gateway_subset_hint_limits_the_candidates(engines: SharedEngines,
                 assert reply.headers[ENGINE_HEADER] == member.name
                 assert receipt(reply)["pair"] == f'("{member.name}")'
         headers = {"x-test-subset": engines.right.endpoint}
-        assert (await http1(envoy.url + "/v1/models", headers=headers)).headers[ENGINE_HEADER] == "right"
+        assert (await http1(envoy.url + MODEL, headers=headers)).headers[ENGINE_HEADER] == "right"
         by_ip = await deployment.ask(chat("scripted"), headers={"x-test-subset": "127.0.0.1"}, envoy=envoy)
         assert receipt(by_ip)["pair"].count('"') == 4
         for headers in ({"x-test-subset": engines.outsider.endpoint}, {"x-test-subset": ","}):
             for refused in (
                 await deployment.ask(chat("scripted"), headers=headers, envoy=envoy),
-                await http1(envoy.url + "/v1/models", headers=headers),
+                await http1(envoy.url + MODEL, headers=headers),
             ):
                 assert refused.status == 503
                 assert error_of(refused)["code"] == "no_endpoint"

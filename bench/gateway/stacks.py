@@ -252,7 +252,8 @@ def _without(config: str, *filters: str) -> dict[str, Any]:
     manager["http_filters"] = [each for each in manager["http_filters"] if each["name"] not in filters]
     if EXT_PROC in filters:
         for host in manager["route_config"]["virtual_hosts"]:
-            del host["typed_per_filter_config"]
+            for route in host["routes"]:
+                route.pop("typed_per_filter_config", None)
     return document
 
 

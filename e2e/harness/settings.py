@@ -19,7 +19,10 @@ def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequen
 def settings_for(
     pools: Sequence[Pool], pickers: Sequence[Picker], *, mode: Mode = Mode.STREAMED, static_endpoints: bool = True
 ) -> EnvoySettings:
-    """Return settings of an Envoy that uses these pickers and sends its access log to each picker."""
+    """Return settings of an Envoy that uses these pickers and sends its access log to each picker.
+
+    Besides the inference paths, Envoy serves the path ``/``.
+    """
     routers = tuple(Address(host="127.0.0.1", port=picker.port) for picker in pickers)
     anywhere = Address(host="127.0.0.1", port=0)
     return EnvoySettings(
@@ -30,4 +33,5 @@ def settings_for(
         admin=anywhere,
         mode=mode,
         static_endpoints=static_endpoints,
+        allow_paths=("/",),
     )

@@ -62,6 +62,12 @@ def model_not_found(model: str) -> Refused:
     return Refused(status=404, code="model_not_found", message=f"The model `{shown}` does not exist", param="model")
 
 
+def model_unnamed() -> Refused:
+    """Return a 404: the request names no model, and there are several pools."""
+    message = "The request names no model, and there are several pools; GET /v1/models/MODEL names a model"
+    return Refused(status=404, code="model_not_found", message=message, param="model")
+
+
 def body_too_large(limit_bytes: int) -> Refused:
     """Return a 413: the body is longer than ``limit_bytes``."""
     return Refused(status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes")

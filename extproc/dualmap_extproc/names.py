@@ -49,13 +49,14 @@ EDS_METHOD: Final = "StreamEndpoints"
 ADS_SERVICE: Final = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 ADS_METHOD: Final = "StreamAggregatedResources"
 
-# Resource types of discovery, the name of the only route configuration, and a key of Envoy's node metadata. The value
-# of the key is the longest time that this Envoy lets a router queue a request.
+# Resource types of discovery, and a key of Envoy's node metadata. The value of the key is the longest time that this
+# Envoy lets a router queue a request.
 CLUSTER_TYPE: Final = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
-ROUTE_CONFIGURATION_TYPE: Final = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
-ROUTES: Final = "pools"
 LONGEST_WAIT_KEY: Final = "dualmap_longest_wait_s"
 CLUSTER_LOAD_ASSIGNMENT_TYPE: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+
+# The name of the discovered endpoints for requests without a pick: the members of the only pool, or none.
+ONLY_POOL: Final = "dualmap-only-pool"
 
 # The gRPC service that the router offers to KEDA (its external scaler API).
 SCALER_SERVICE: Final = "externalscaler.ExternalScaler"

@@ -80,6 +80,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
                 "mode": "full-duplex",
                 "service": {"type": "LoadBalancer", "port": 8000, "annotations": {"cloud": "internal"}},
                 "drainTimeout": "1h",
+                "allowPaths": ["/detokenize", "*"],
+                "resources": {"limits": {"memory": "2Gi"}},
             }
         }
     },

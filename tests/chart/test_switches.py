@@ -363,6 +363,15 @@ class TestAutoscalers:
         assert made["spec"] == example["spec"]
 
 
+def test_bundled_gateway_gets_its_paths_and_memory_limit() -> None:
+    for case, memory, paths in ("defaults", "1Gi", []), ("gateway", "2Gi", ["/detokenize", "*"]):
+        bootstrap = container(render(CASES[case]), "gateway", "bootstrap")
+        assert bootstrap["env"] == [{"name": "DUALMAP_ENVOY_MEMORY", "value": memory}]
+        assert [arg for arg in bootstrap["args"] if "path" in arg] == [f"--allow-path={path}" for path in paths]
+    unlimited = render({"gateway": {"bundled": {"resources": {"limits": None}}}})
+    assert "env" not in container(unlimited, "gateway", "bootstrap")
+
+
 class TestHelmTestHook:
     def test_helm_test_pod_calls_the_gateway_with_the_dualmap_image(self) -> None:
         objects = render(CASES["test of a model"])

@@ -18,8 +18,7 @@ from dualmap_extproc.names import (
     EDS_METHOD,
     EDS_SERVICE,
     LONGEST_WAIT_KEY,
-    ROUTE_CONFIGURATION_TYPE,
-    ROUTES,
+    ONLY_POOL,
 )
 from dualmap_extproc.wire import discovery_pb2
 from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
@@ -222,7 +221,7 @@ class TestEndpointDiscovery:
 
 
 class TestAggregatedDiscovery:
-    """Tests of clusters, endpoints and routes on one stream, for an Envoy without configured pools."""
+    """Clusters and endpoints on one stream, requested by an Envoy without any pool."""
 
     @pytest.fixture
     async def ads(self, service: Service) -> AsyncIterator[Call]:
@@ -251,15 +250,13 @@ class TestAggregatedDiscovery:
         assert clusters(await receive(ads)) == set()
         assert service.counts.pushed == 3
 
-    async def test_ads_routes_without_pick_use_the_only_pool(self, service: Service, ads: Call) -> None:
-        await ads.write(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
-        for pools, named in ([pool("qwen")], True), ([pool("qwen"), pool("llama")], False), ([pool("qwen")], True):
+    async def test_ads_requests_without_pick_go_to_the_only_pool(self, service: Service, ads: Call) -> None:
+        await ads.write(request(ONLY_POOL))
+        for pools, count in ([pool("qwen", 3)], 3), ([pool("qwen", 3), pool("llama")], 0), ([pool("llama", 2)], 2):
             service.discovery.publish(pools)
             response = await receive(ads)
-            (resource,) = response.resources
-            assert response.type_url == resource.type_url == ROUTE_CONFIGURATION_TYPE
-            assert (QWEN.encode() in resource.value) == named
-            await ads.write(answer_to(response, ROUTES))
+            assert {name: len(members) for name, members in hosts(response).items()} == {ONLY_POOL: count}
+            await ads.write(answer_to(response, ONLY_POOL))
 
     async def test_ads_warns_once_per_pool_with_too_long_max_wait(
         self, service: Service, ads: Call, caplog: pytest.LogCaptureFixture

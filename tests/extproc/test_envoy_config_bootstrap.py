@@ -1,6 +1,7 @@
 """Tests of Envoy's generated bootstrap: the effect of each setting, and validation by the real Envoy."""
 
 import itertools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dualmap.prompts.api import PATHS
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
@@ -78,7 +80,7 @@ def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
 
 def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
-    *named, default = routes(document)
+    *named, default, _ = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
         present = [header["name"] for header in route["match"]["headers"] if header["present_match"]]
         assert present == [names.CLUSTER_HEADER, *([names.NO_RETRY_HEADER] if without_retries else [])]
@@ -87,12 +89,12 @@ def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> N
     assert "headers" not in default["match"]
     assert default["route"]["cluster"] == "llm/qwen"
     assert "retry_policy" not in default["route"]
-    for route in routes(document):
+    for route in (*named, default):
         assert route["request_headers_to_remove"] == [names.CLUSTER_HEADER, names.NO_RETRY_HEADER]
 
 
 def test_routes_retry_an_unanswered_request_once(tmp_path: Path) -> None:
-    policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))]
+    policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))[:-1]]
     (policy,) = [policy for policy in policies if policy is not None]
     assert policy["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
     assert (policy["retriable_status_codes"], policy["num_retries"]) == ([503], 1)
@@ -115,14 +117,16 @@ def http2_options(cluster: dict[str, Any]) -> dict[str, Any]:
 def test_filters_call_the_router_only_for_matched_routes(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     first = manager(document)["http_filters"][0]
-    (host,) = manager(document)["route_config"]["virtual_hosts"]
+    *to_pools, not_found = routes(document)
     assert (first["name"], first["disabled"]) == ("envoy.filters.http.ext_proc", True)
-    assert list(host["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
+    for route in to_pools:
+        assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
+    assert "typed_per_filter_config" not in not_found
 
 
 def test_routes_have_no_timeout_for_long_responses(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
-    assert {route["route"]["timeout"] for route in routes(document)} == {"0s"}
+    assert {route["route"]["timeout"] for route in routes(document)[:-1]} == {"0s"}
 
 
 def test_bootstrap_endpoints_come_from_eds_unless_static(tmp_path: Path) -> None:
@@ -250,3 +254,68 @@ def test_bootstrap_without_sinks_has_no_access_log(tmp_path: Path) -> None:
     document = yaml.safe_load(to_yaml(bootstrap(settings)))
     assert "access_log" not in manager(document)
     assert set(clusters(document)) == {"dualmap-routers", "llm/qwen"}
+
+
+def test_routes_match_only_inference_paths(tmp_path: Path) -> None:
+    *to_pools, not_found = routes(config("--pool", pool_file(tmp_path)))
+    for route in to_pools:
+        matched = re.compile(route["match"]["safe_regex"]["regex"]).fullmatch
+        for path in PATHS:
+            assert all(matched(each) for each in (path, f"/v1{path}", f"/v1{path}/render")), path
+        assert matched("/v1/models")
+        assert matched("/v1/models/org/name")
+        for path in ("/", "/metrics", "/v1", "/v1/load_lora_adapter", "/v1/chat/completions/x", "/v1/modelsx"):
+            assert not matched(path), path
+    assert not_found["match"] == {"prefix": "/"}
+    assert not_found["direct_response"]["status"] == 404
+
+
+def test_allow_path_adds_paths_or_allows_all(tmp_path: Path) -> None:
+    for options in (["--pool", pool_file(tmp_path)], ["--discover"]):
+        added = routes(config(*options, "--allow-path", "/a.b", "--allow-path", "/detokenize"))
+        for route in added[:-1]:
+            matched = re.compile(route["match"]["safe_regex"]["regex"]).fullmatch
+            assert all(map(matched, ("/a.b", "/detokenize", "/v1/chat/completions")))
+            assert not matched("/acb")
+        everything = routes(config(*options, "--allow-path", "*"))
+        assert all(route["match"]["prefix"] == "/" for route in everything)
+
+
+def test_listener_normalises_paths_and_refuses_escaped_slashes(tmp_path: Path) -> None:
+    found = manager(config("--pool", pool_file(tmp_path)))
+    assert (found["normalize_path"], found["merge_slashes"]) == (True, True)
+    assert found["path_with_escaped_slashes_action"] == "REJECT_REQUEST"
+
+
+@pytest.mark.parametrize(
+    ("memory", "mebibytes"), [(None, 1024), ("2Gi", 2048), ("512Mi", 512), ("1.5Gi", 1536), ("1.073741824e+09", 1024)]
+)
+def test_overload_limits_follow_the_memory(memory: str | None, mebibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if memory is not None:
+        monkeypatch.setenv("DUALMAP_ENVOY_MEMORY", memory)
+    document = config("--discover")
+    heap, connections = (each["typed_config"] for each in document["overload_manager"]["resource_monitors"])
+    largest = int(heap["max_heap_size_bytes"])
+    assert 0.7 < largest / (mebibytes << 20) < 0.9
+    assert int(connections["max_active_downstream_connections"]) == mebibytes * 32
+    assert int(document["memory_allocator_manager"]["soft_memory_limit_bytes"]) < largest
+    assert document["admin"]["ignore_global_conn_limit"] is True
+
+
+def test_listener_bounds_times_streams_and_buffers(tmp_path: Path) -> None:
+    large = pool_file(tmp_path, "large", routing={"maxBodyBytes": 64 << 20})
+    for pools, body_bytes in (["--pool", pool_file(tmp_path)], 16 << 20), (["--pool", large], 64 << 20):
+        document = config(*pools)
+        found = manager(document)
+        assert (found["request_timeout"], found["request_headers_timeout"]) == ("60s", "10s")
+        assert found["common_http_protocol_options"] == {"idle_timeout": "900s"}
+        assert found["http2_protocol_options"]["max_concurrent_streams"] == 100
+        (listener,) = document["static_resources"]["listeners"]
+        assert listener["per_connection_buffer_limit_bytes"] < 1 << 20
+        assert {int(route["request_body_buffer_limit"]) for route in routes(document)[:-1]} == {body_bytes}
+
+
+def test_status_listener_answers_under_overload(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--status", "0.0.0.0:9902")
+    _, status = document["static_resources"]["listeners"]
+    assert (status["ignore_global_conn_limit"], status["bypass_overload_manager"]) == (True, True)

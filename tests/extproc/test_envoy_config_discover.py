@@ -1,4 +1,4 @@
-"""Tests of Envoy's generated bootstrap with --discover: Envoy receives routes and clusters from the routers."""
+"""Envoy's generated bootstrap with --discover: clusters and endpoints come from the routers."""
 
 import itertools
 import warnings
@@ -8,17 +8,15 @@ import pytest
 
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Mode
-from extproc.envoy_configs import clusters, config, http_filter, manager, run, validate
+from extproc.envoy_configs import clusters, config, http_filter, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
-    from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
 
     from dualmap_extproc.envoy.config.clusters import pool_cluster
     from dualmap_extproc.envoy.config.discovered import Written
-    from dualmap_extproc.envoy.config.http.listeners import routes as written_routes
     from dualmap_extproc.envoy.config.sources import shared_stream
 
 
@@ -29,16 +27,15 @@ def test_real_envoy_accepts_a_bootstrap_without_pools(tmp_path: Path, mode: Mode
     validate(tmp_path, result.stdout)
 
 
-def test_discover_option_gets_routes_and_clusters_on_one_stream() -> None:
+def test_discover_gets_clusters_and_endpoints_on_one_stream() -> None:
     document = config("--discover", "--router", "127.0.0.1:1", "--als", "127.0.0.1:2")
-    assert set(clusters(document)) == {"dualmap-routers", "dualmap-access-log-0"}
+    assert set(clusters(document)) == {"dualmap-routers", "dualmap-access-log-0", names.ONLY_POOL}
     dynamic = document["dynamic_resources"]
     assert dynamic["ads_config"]["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
     assert "ads" in dynamic["cds_config"]
-    assert "route_config" not in manager(document)
-    assert manager(document)["rds"]["route_config_name"] == names.ROUTES
-    assert "ads" in manager(document)["rds"]["config_source"]
-    for source in (dynamic["cds_config"], manager(document)["rds"]["config_source"]):
+    unpicked = clusters(document)[names.ONLY_POOL]["eds_cluster_config"]["eds_config"]
+    assert "ads" in unpicked
+    for source in (dynamic["cds_config"], unpicked):
         assert source["initial_fetch_timeout"] == "5s", "Envoy opens its listener without routers too"
 
 
@@ -73,13 +70,11 @@ def test_discovered_resources_equal_the_generated_config() -> None:
     assert list(found) == ["llm/qwen", "llm/llama"]
     for name, data in found.items():
         assert Cluster.parse(data) == pool_cluster(name, endpoints=shared_stream())
-    for unpicked in ("llm/qwen", None):
-        assert RouteConfiguration.parse(written.routes(unpicked)) == written_routes(unpicked=unpicked)
 
 
-def test_discovered_routes_of_several_pools_reject_without_pick() -> None:
-    (host,) = written_routes(unpicked=None).virtual_hosts
-    last = host.routes[-1]
-    assert last.direct_response is not None
-    assert last.direct_response.status == 503
-    assert last.route is None
+def test_discover_has_the_same_routes_as_pool_files(tmp_path: Path) -> None:
+    fixed = routes(config("--pool", pool_file(tmp_path)))
+    discovered = routes(config("--discover"))
+    assert discovered[2]["route"].pop("cluster") == names.ONLY_POOL
+    assert fixed[2]["route"].pop("cluster") == "llm/qwen"
+    assert discovered == fixed

@@ -26,9 +26,12 @@ from extproc.envoy_configs import pool_file, run
         ("--router", "[127.0.0.1]:9002"),
         ("--als", "a b:1"),
         ("--als", "127.0.0.1:\u0661"),
+        ("--allow-path", "metrics"),
+        ("--allow-path", "/metrics?x"),
+        ("--allow-path", ""),
     ],
 )
-def test_envoy_config_invalid_address_error_has_option_and_value(tmp_path: Path, flag: str, value: str) -> None:
+def test_envoy_config_invalid_value_error_has_option_and_value(tmp_path: Path, flag: str, value: str) -> None:
     result = run("--pool", pool_file(tmp_path), flag, value)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -93,3 +96,11 @@ def test_envoy_settings_reject_values_envoy_cannot_use(tmp_path: Path) -> None:
         )
     with pytest.raises(EnvoySettingsError, match="routers"):
         EnvoySettings(pools=pools, routers=(), access_logs=(), listen=somewhere, admin=somewhere)
+
+
+@pytest.mark.parametrize("memory", ["1", "63Mi", "much", "1GiB", "-1Gi"])
+def test_envoy_config_unusable_memory_is_rejected(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUALMAP_ENVOY_MEMORY", memory)
+    result = run("--discover")
+    assert result.exit_code == 2
+    assert f"DUALMAP_ENVOY_MEMORY: '{memory}' is not accepted" in result.stderr

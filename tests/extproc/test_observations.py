@@ -53,7 +53,7 @@ def test_every_observation_has_the_time_and_pool_of_its_event():
     picked = desk.pick(chat(model="o"), now=10.0)
     desk.picker.first_token(11.0, picked.request_id)
     desk.picker.finished(12.0, picked.request_id, None)
-    desk.picker.pick_bodiless(13.0, None)
+    desk.picker.pick_bodiless(13.0, None, model=pool().model.name)
     desk.ask(b"{}", now=14.0)
     told = [(each.now, each.pool) for each in desk.observer.events]
     assert told == [(10.0, "llm/other"), (11.0, "llm/other"), (12.0, "llm/other"), (13.0, "llm/qwen"), (14.0, "")]

@@ -173,14 +173,26 @@ def test_changed_pools_keep_accounts_and_removed_pools_lose_them():
     assert desk.in_flight == 0
 
 
-def test_pick_for_get_request_uses_first_pool_with_a_member():
-    desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
+@pytest.mark.parametrize(("model", "pools"), [("", ["full"]), ("f", ["empty", "full"])])
+def test_pick_for_get_request_uses_the_only_pool_or_the_named_model(model, pools):
+    made = {"empty": pool("empty", model="e", members=0), "full": pool("full", model="f")}
+    desk = Desk(*(made[name] for name in pools))
 
-    picked = desk.picker.pick_bodiless(1.0, None)
+    picked = desk.picker.pick_bodiless(1.0, None, model=model)
 
     assert isinstance(picked, Picked)
     assert (picked.cluster, picked.request_id, picked.receipt) == ("llm/full", "", None)
     assert desk.observer.events == [RoutedBodiless(now=1.0, pool="llm/full")]
+
+
+@pytest.mark.parametrize(("model", "status"), [("", 404), ("unknown", 404), ("e", 503)])
+def test_pick_get_without_a_pool_for_it_is_rejected(model, status):
+    desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
+
+    refused = desk.picker.pick_bodiless(1.0, None, model=model)
+
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.pool) == (status, "")
 
 
 def test_pick_reports_rejections_with_their_pool():

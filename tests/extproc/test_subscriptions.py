@@ -12,7 +12,7 @@ from dualmap_extproc.envoy.discovery.subscriptions import (
     Snapshot,
     SubscriptionError,
 )
-from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE, ROUTES
+from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE
 from dualmap_extproc.wire import discovery_pb2
 from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
 
@@ -21,12 +21,11 @@ def of(pools: Iterable[Pool]) -> Snapshot:
     return Snapshot(assignments=assignments_of(pools))
 
 
-def whole(*names: str, version: str = "1", routes: str = "routes") -> Snapshot:
-    """Return a snapshot with clusters and routes, which differ for each ``version``."""
+def whole(*names: str, version: str = "1") -> Snapshot:
+    """A snapshot with clusters; ``version`` is the router's, whose clusters differ by it."""
     return Snapshot(
         assignments=assignments_of([pool(name.removeprefix("llm/"), 1) for name in names]),
         clusters={name: f"{name} {version}".encode() for name in names},
-        routes={ROUTES: routes.encode()},
     )
 
 
@@ -162,7 +161,7 @@ class TestEndpoints:
 
 
 class TestAggregatedDiscovery:
-    """Tests of clusters, endpoints and routes on one stream (ADS)."""
+    """Clusters and endpoints on one stream (ADS)."""
 
     def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
         """Return the conversation of an Envoy that has applied a complete snapshot."""
@@ -172,14 +171,12 @@ class TestAggregatedDiscovery:
         if names:
             conversation.on_request(request(*names))
             ack(conversation, due(conversation, snapshot), *names)
-        conversation.on_request(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
-        ack(conversation, due(conversation, snapshot), ROUTES)
         assert conversation.respond(snapshot) is None
         return conversation
 
-    def test_ads_sends_clusters_then_endpoints_then_routes(self) -> None:
+    def test_ads_sends_clusters_then_endpoints(self) -> None:
         conversation = self.begun(whole(QWEN), QWEN)
-        both = whole(QWEN, LLAMA, routes="other routes")
+        both = whole(QWEN, LLAMA)
         clusters = due(conversation, both)
         assert values(clusters, CLUSTER_TYPE) == {"llm/qwen 1", "llm/llama 1"}
         assert conversation.respond(both) is None, "Envoy has not taken up the clusters yet"
@@ -188,9 +185,8 @@ class TestAggregatedDiscovery:
         endpoints = due(conversation, both)
         assert hosts(endpoints).keys() == {LLAMA}
         ack(conversation, endpoints, QWEN, LLAMA)
-        assert conversation.respond(both) is None
         ack(conversation, clusters)
-        assert values(due(conversation, both), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
+        assert conversation.respond(both) is None
 
     def test_ads_response_omits_a_removed_cluster(self) -> None:
         conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
@@ -204,7 +200,7 @@ class TestAggregatedDiscovery:
     def test_ads_sends_endpoints_without_waiting_for_clusters(self) -> None:
         """An Envoy that was connected to an earlier router already has clusters, and must receive members at once."""
         conversation = Conversation()
-        for each in (request(of=CLUSTER_TYPE), request(QWEN), request(ROUTES, of=ROUTE_CONFIGURATION_TYPE)):
+        for each in (request(of=CLUSTER_TYPE), request(QWEN)):
             conversation.on_request(each)
         unwritten = of([pool()])
         endpoints = due(conversation, unwritten)
@@ -224,19 +220,15 @@ class TestAggregatedDiscovery:
 
     def test_ads_rejected_clusters_do_not_delay_other_resources(self) -> None:
         conversation = self.begun(whole(QWEN), QWEN)
-        changed = whole(QWEN, LLAMA, routes="other routes")
+        changed = whole(QWEN, LLAMA)
         refusal = answer_to(due(conversation, changed), error="no such policy")
         rejection = conversation.on_request(refusal)
         assert rejection == Rejection(type_url=CLUSTER_TYPE, version="", reason="no such policy")
-        assert values(due(conversation, changed), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
+        conversation.on_request(request(QWEN, LLAMA))
+        assert hosts(due(conversation, changed)).keys() == {LLAMA}
         assert conversation.respond(changed) is None
-
-    def test_ads_does_not_answer_an_unknown_route_configuration(self) -> None:
-        conversation = Conversation()
-        conversation.on_request(request("another", of=ROUTE_CONFIGURATION_TYPE))
-        assert conversation.respond(whole(QWEN)) is None
 
     def test_ads_rejects_an_unknown_type(self) -> None:
         for type_url in ("", "type.googleapis.com/envoy.config.listener.v3.Listener"):
-            with pytest.raises(SubscriptionError, match="RouteConfiguration"):
+            with pytest.raises(SubscriptionError, match="ClusterLoadAssignment"):
                 Conversation().on_request(discovery_pb2.DiscoveryRequest(type_url=type_url))

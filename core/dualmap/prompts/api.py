@@ -34,14 +34,14 @@ PATHS: Final = {
 }
 """The API by the end of the path; if two entries match, the longer entry applies."""
 _LONGEST_FIRST: Final = sorted(PATHS, key=len, reverse=True)
-# vLLM renders a prompt without computation if this text follows the API's path.
-_RENDER: Final = "/render"
+RENDER: Final = "/render"
+"""The suffix of an API's path at which vLLM renders a prompt without computing it."""
 _SCORE_FIELDS: Final = frozenset({"queries", "text_1", "data_1", "items", "text_2", "data_2"})
 
 
 def api_of(path: str) -> Api:
     """Return the API of a decoded path; a prefix of the path, such as a gateway's prefix, is ignored."""
-    route = path.partition("?")[0].rstrip("/").removesuffix(_RENDER)
+    route = path.partition("?")[0].rstrip("/").removesuffix(RENDER)
     return next((PATHS[end] for end in _LONGEST_FIRST if route.endswith(end)), Api.UNKNOWN)
 
 

@@ -2,11 +2,23 @@
 
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
 from dualmap_edge.options import Duration
-from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettings, EnvoySettingsError, Mode, Tls
+from dualmap_extproc.envoy.config.settings import (
+    MEMORY_BYTES,
+    Address,
+    Discover,
+    EnvoySettings,
+    EnvoySettingsError,
+    Mode,
+    Tls,
+    read_memory,
+)
+
+MEMORY_VARIABLE: Final = "DUALMAP_ENVOY_MEMORY"
 
 
 @click.command(context_settings={"show_default": True})
@@ -72,6 +84,14 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
     help="Folder to which this command writes SDS files. Envoy uses SDS files to reload replaced TLS files.",
 )
+@click.option(
+    "--allow-path",
+    "allow_paths",
+    multiple=True,
+    metavar="PATH",
+    help="Path to serve besides the inference paths (repeatable). Other paths get 404. '*' allows all paths.",
+)
+@click.option("--memory", envvar=MEMORY_VARIABLE, default=None, hidden=True)
 @click.option("--static-endpoints", is_flag=True, help="Write the members into the bootstrap instead of using EDS.")
 def envoy_config(
     *,
@@ -89,6 +109,8 @@ def envoy_config(
     tls_key: str | None,
     tls_ca: str | None,
     tls_sds: Path | None,
+    allow_paths: tuple[str, ...],
+    memory: str | None,
     static_endpoints: bool,
 ) -> None:
     """Print an Envoy bootstrap for pool files, or for all pools of the routers.
@@ -106,6 +128,12 @@ def envoy_config(
       dualmap router --pool pool.yaml --tls /certs/router --tls-client-ca /certs/ca.crt
       dualmap envoy-config --pool pool.yaml --tls on --tls-cert /certs/envoy/tls.crt \\
         --tls-key /certs/envoy/tls.key --tls-ca /certs/ca.crt --tls-sds . > envoy.yaml
+
+    \b
+    Another path of the engines, such as vLLM's /detokenize, for an Envoy with a memory limit of 2 GiB:
+      DUALMAP_ENVOY_MEMORY=2Gi dualmap envoy-config --pool pool.yaml --allow-path /detokenize > envoy.yaml
+
+    Envoy drops requests before it exceeds its memory limit. The limit is 1Gi unless DUALMAP_ENVOY_MEMORY sets it.
 
     Envoy opens the files of all --tls-... options, so give their paths in Envoy's file system. Envoy reloads a file
     that is replaced by a rename or by a mounted Kubernetes Secret. Envoy does not reload a file that is written in
@@ -129,6 +157,8 @@ def envoy_config(
             mode=Mode(mode),
             tls=_tls(tls, Tls(certificate=tls_cert, key=tls_key, ca=tls_ca, sds=tls_sds and tls_sds.absolute())),
             static_endpoints=static_endpoints,
+            allow_paths=allow_paths,
+            memory_bytes=MEMORY_BYTES if memory is None else read_memory(memory, field=MEMORY_VARIABLE),
         )
     except (EnvoySettingsError, PoolFileError) as error:
         click.echo(f"dualmap envoy-config: {error}", err=True)

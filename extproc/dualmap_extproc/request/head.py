@@ -24,6 +24,7 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 # The headers that routing reads, in addition to session headers and trace headers.
 _READ = frozenset({":method", ":path", "content-length", "content-encoding", "content-type"})
+_ONE_MODEL = b"/v1/models/"
 _METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
@@ -33,13 +34,14 @@ class RequestHead:
     ``api`` is the API of the path. ``content_length`` is 0 without an announced length. ``unacceptable`` is the answer
     to a request that cannot be routed. ``unreadable`` is the answer to a request with a body that the router cannot
     read. ``strip`` lists the client's headers that only the router may set. ``kept`` holds the session and trace
-    headers, by lower-case name.
+    headers, by lower-case name. ``path`` is as the client sent it.
     """
 
-    __slots__ = ("api", "content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
+    __slots__ = ("api", "content_length", "kept", "method", "path", "strip", "subset", "unacceptable", "unreadable")
 
     def __init__(self) -> None:
         self.method = b""
+        self.path = b""
         self.api = Api.UNKNOWN
         self.content_length = 0
         self.unacceptable: Refused | None = None
@@ -70,6 +72,7 @@ class RequestHead:
         if key == ":method":
             self.method = value
         elif key == ":path":
+            self.path = value
             # Engines decode the path before they match it, so the router must also recognise a path with encoded
             # letters.
             self.api = api_of(unquote_to_bytes(value).decode("latin-1") if b"%" in value else value.decode("latin-1"))
@@ -81,6 +84,12 @@ class RequestHead:
                 self.unreadable = encoding_unsupported(encoding)
         elif value.strip().lower().startswith(b"multipart/form-data"):
             self.unreadable = multipart_unsupported()
+
+    @property
+    def named_model(self) -> str:
+        """The model whose description the path requests (``/v1/models/NAME``), or ``""``."""
+        name = self.path.partition(b"?")[0].partition(_ONE_MODEL)[2]
+        return unquote_to_bytes(name).decode("utf-8", "replace")
 
     def read_subset(self, message: wire.ProcessingRequest, limits: Limits) -> None:
         """Read the endpoints that a gateway allows. Gateways send these endpoints in different messages."""

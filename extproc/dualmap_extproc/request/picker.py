@@ -21,7 +21,7 @@ from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
+from dualmap_extproc.errors import Refused, model_not_found, model_unnamed, no_endpoint, refused_by_router
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body, session_of
 from dualmap_extproc.request.client import client_of
@@ -199,15 +199,22 @@ class Picker:
         self._release(now, (router, outcomes))
         return answer
 
-    def pick_bodiless(self, now: float, subset: frozenset[str] | None) -> Picked | Refused:
-        """Pick any member for a request without a prompt, from the first pool that has a member."""
-        for router in self._served:
-            endpoints = router.any_endpoints(subset)
-            if endpoints:
-                pool = router.pool
-                self._report(RoutedBodiless(now=now, pool=pool.id))
-                return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
-        return self._reject(now, no_endpoint(""), None)
+    def pick_bodiless(self, now: float, subset: frozenset[str] | None, *, model: str = "") -> Picked | Refused:
+        """Pick any member for a request without a prompt, from the pool of ``model``, or from the only pool.
+
+        With several pools, the picker rejects a request without a model, because the pools may belong to different
+        tenants.
+        """
+        router = self._served.of_model(model) if model else self._served.only
+        if router is None:
+            unnamed = model_unnamed() if self.pools else no_endpoint("")
+            return self._reject(now, model_not_found(model) if model else unnamed, None)
+        pool, endpoints = router.pool, router.any_endpoints(subset)
+        if not endpoints:
+            # Without the pool's id, because a request without a prompt does not activate a pool that is scaled to zero.
+            return self._reject(now, no_endpoint(""), None)
+        self._report(RoutedBodiless(now=now, pool=pool.id))
+        return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
 
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
         """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""

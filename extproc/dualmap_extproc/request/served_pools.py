@@ -34,6 +34,11 @@ class ServedPools:
         """The pools of the last ``replace``, in their order."""
         return tuple(router.pool for router in self._routers.values())
 
+    @property
+    def only(self) -> PoolRouter | None:
+        """The router of the only pool, or None if there are several pools or none."""
+        return next(iter(self._routers.values())) if len(self._routers) == 1 else None
+
     def router(self, pool: str) -> PoolRouter | None:
         """Return the router of a pool (``namespace/name``), or None if this process does not serve the pool."""
         return self._routers.get(pool)

@@ -281,7 +281,7 @@ class Stream:
     def _pick(self, now: float, body: bytes) -> Picked | Refused | AnswerLater:
         """Request a member from the picker: by the prompt, or any member for a request without a prompt."""
         if self._modes.request_body is _NO_BODY or not self._expects_prompt():
-            return self._picker.pick_bodiless(now, self._head.subset)
+            return self._picker.pick_bodiless(now, self._head.subset, model=self._head.named_model)
         self.decided = True
         return self._picker.pick(
             now,

@@ -13,6 +13,8 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import (
     Bootstrap,
     BootstrapDynamicResources,
     BootstrapStaticResources,
+    LayeredRuntime,
+    RuntimeLayer,
 )
 from envoy_data_plane.envoy.config.core.v3 import Node
 from envoy_data_plane.google.protobuf import Struct
@@ -20,6 +22,8 @@ from envoy_data_plane.google.protobuf import Struct
 from dualmap_extproc.envoy.config.clusters import clusters
 from dualmap_extproc.envoy.config.extensions import socket_address
 from dualmap_extproc.envoy.config.http.listeners import listener
+from dualmap_extproc.envoy.config.http.paths import REGEX_SIZE_MAX
+from dualmap_extproc.envoy.config.overload import allocator, overload_manager
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import shared_stream, shared_stream_to
 from dualmap_extproc.envoy.config.status import admin_cluster, status_listener
@@ -41,10 +45,19 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
         dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
     return Bootstrap(
         node=node,
-        admin=Admin(address=socket_address(settings.admin)),
+        admin=Admin(address=socket_address(settings.admin), ignore_global_conn_limit=True),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=needed),
         dynamic_resources=dynamic,
+        layered_runtime=_runtime(),
+        overload_manager=overload_manager(settings),
+        memory_allocator_manager=allocator(settings),
     )
+
+
+def _runtime() -> LayeredRuntime:
+    """Return Envoy's runtime values."""
+    limits = Struct.from_dict({"re2.max_program_size.error_level": REGEX_SIZE_MAX})
+    return LayeredRuntime(layers=[RuntimeLayer(name="static", static_layer=limits)])
 
 
 def to_yaml(message: betterproto2.Message) -> str:

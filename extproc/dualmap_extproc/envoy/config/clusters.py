@@ -46,9 +46,9 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from dualmap.pools.pool import MemberState, Pool
 from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, endpoint_at, extension, packed
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
-from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER, own_stream
+from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER, own_stream, shared_stream
 from dualmap_extproc.envoy.config.transport import tls_socket
-from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, SERVED_KEY, cluster_name
+from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, ONLY_POOL, SERVED_KEY, cluster_name
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
 
@@ -72,11 +72,14 @@ def sink_cluster_name(index: int) -> str:
 
 
 def clusters(settings: EnvoySettings) -> list[Cluster]:
-    """Return all clusters; the routers' cluster, which serves EDS, comes first."""
+    """Return all clusters; the routers' cluster, which serves discovery, comes first."""
     sinks = [
         _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
     ]
-    return [_routers(settings), *sinks, *(_cluster_of(pool, settings) for pool in settings.pools)]
+    pools = [_cluster_of(pool, settings) for pool in settings.pools]
+    if settings.discover is not None:
+        pools.append(pool_cluster(ONLY_POOL, endpoints=shared_stream()))
+    return [_routers(settings), *sinks, *pools]
 
 
 def _routers(settings: EnvoySettings) -> Cluster:

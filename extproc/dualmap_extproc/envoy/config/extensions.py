@@ -16,9 +16,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from dualmap_extproc.envoy.config.settings import Address
 
-# The router's body limit (docs/limits.md). Envoy buffers a request's whole body until the router has chosen a member.
-# With a smaller buffer, Envoy would answer 413 to a BUFFERED body, and could not send a body again to the second
-# candidate.
+# The data that Envoy buffers for a connection to a router or an engine.
 BUFFER_BYTES = 16 * 1024 * 1024
 
 

@@ -1,15 +1,28 @@
 """The inputs of the generated Envoy configuration; ``app.envoy_config`` reads them from the command line."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from dualmap.errors import DualMapError
 from dualmap.pools.pool import Pool
 
 PORT_MAX = 65535
+ANY_PATH: Final = "*"
+"""The member of ``EnvoySettings.allow_paths`` that allows every path."""
+BODY_BYTES: Final = 16 * 1024 * 1024
+"""The default of ``spec.routing.maxBodyBytes``."""
+MEMORY_BYTES: Final = 1 << 30
+"""The memory of an Envoy whose environment does not tell it: the chart's default."""
+_MEMORY_MIN: Final = 64 << 20
+_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    f"{letter}i": 1 << 10 * power for power, letter in enumerate("KMGT", start=1)
+}
+_QUANTITY: Final = re.compile(rf"(?P<number>\d{{1,15}}(\.\d{{1,9}})?(e\+?\d{{1,2}})?)(?P<unit>{'|'.join(_UNITS)})")
+_PATH: Final = re.compile(r"/[^?#\s]*")
 
 
 class EnvoySettingsError(DualMapError):
@@ -18,6 +31,15 @@ class EnvoySettingsError(DualMapError):
     def __init__(self, field: str, value: str, accepted: str) -> None:
         self.field = field
         super().__init__(f"{field}: {value!r} is not accepted; give {accepted}")
+
+
+def read_memory(text: str, *, field: str) -> int:
+    """Read an amount of memory, spelled as in a container's limits. Raises EnvoySettingsError."""
+    found = _QUANTITY.fullmatch(text)
+    size = int(float(found["number"]) * _UNITS[found["unit"]]) if found is not None else 0
+    if size < _MEMORY_MIN:
+        raise EnvoySettingsError(field, text, "an amount of at least 64Mi, such as 1Gi or 1073741824")
+    return size
 
 
 class Mode(StrEnum):
@@ -126,7 +148,8 @@ class EnvoySettings:
     The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
     applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
     statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
-    members. Raises EnvoySettingsError for a combination that Envoy would reject.
+    members. Envoy sends the inference paths and ``allow_paths`` to engines (``http.paths``). ``memory_bytes`` is the
+    memory limit of Envoy's container. Raises EnvoySettingsError for a value or a combination that Envoy cannot use.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -139,8 +162,13 @@ class EnvoySettings:
     mode: Mode = Mode.STREAMED
     tls: Tls | None = None
     static_endpoints: bool = False
+    allow_paths: tuple[str, ...] = ()
+    memory_bytes: int = MEMORY_BYTES
 
     def __post_init__(self) -> None:
+        for path in self.allow_paths:
+            if path != ANY_PATH and not _PATH.fullmatch(path):
+                raise EnvoySettingsError("--allow-path", path, "a path such as /v1/detokenize, without a query, or '*'")
         if not self.pools and self.discover is None:
             raise EnvoySettingsError("pools", "none", "at least one pool")
         if self.pools and self.discover is not None:
@@ -155,6 +183,14 @@ class EnvoySettings:
             raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
         if self.status is not None and not self.admin.port:
             raise EnvoySettingsError("admin", "port 0", "a fixed port, since the status listener connects to it")
+
+    @property
+    def body_bytes(self) -> int:
+        """The longest request body that Envoy buffers until a router has picked a member, and for a retry.
+
+        Envoy answers 413 to a longer body. A discovered pool can only lower this limit.
+        """
+        return max([BODY_BYTES, *(pool.routing.max_body_bytes for pool in self.pools)])
 
     @property
     def longest_wait_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Makes the config sources: Envoy requests endpoints, and with ``--discover`` clusters and routes, from the routers.
+"""Makes the config sources: Envoy requests endpoints, and with ``--discover`` clusters, from the routers.
 
 ``dualmap_extproc.envoy.discovery.service`` answers these requests.
 """
@@ -38,7 +38,7 @@ def own_stream() -> ConfigSource:
 
 
 def shared_stream() -> ConfigSource:
-    """Return the source for the shared stream (ADS): one router sends all resources, clusters before routes."""
+    """Return the source for the shared stream (ADS): one router sends clusters and endpoints."""
     return ConfigSource(
         resource_api_version=ApiVersion.V3, initial_fetch_timeout=_FETCH_TIMEOUT, ads=AggregatedConfigSource()
     )

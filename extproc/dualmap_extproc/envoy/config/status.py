@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(seconds=5)
 
 
 def status_listener(status: Address) -> Listener:
-    """Return the listener; it answers 404 to every path that is not in SHOWN."""
+    """Return the listener; it answers 404 to every path that is not in SHOWN, and answers also under overload."""
     manager = HttpConnectionManager(
         stat_prefix="status",
         route_config=RouteConfiguration(
@@ -35,7 +35,11 @@ def status_listener(status: Address) -> Listener:
     )
     manager_filter = Filter(name="envoy.filters.network.http_connection_manager", typed_config=packed(manager))
     return Listener(
-        name="status", address=socket_address(status), filter_chains=[FilterChain(filters=[manager_filter])]
+        name="status",
+        address=socket_address(status),
+        filter_chains=[FilterChain(filters=[manager_filter])],
+        ignore_global_conn_limit=True,
+        bypass_overload_manager=True,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from dualmap.pools.pool import MemberState, Pool
-from dualmap_extproc.names import cluster_name
+from dualmap_extproc.names import ONLY_POOL, cluster_name
 from dualmap_extproc.wire import base_pb2, discovery_pb2
 
 
@@ -36,8 +36,15 @@ def load_assignment(pool: Pool) -> discovery_pb2.ClusterLoadAssignment:
 
 
 def assignments_of(pools: Iterable[Pool]) -> dict[str, bytes]:
-    """Return all pools' assignments by cluster name, serialized once for every Envoy."""
+    """Return all pools' assignments by cluster name, serialized once for every Envoy.
+
+    If there is only one pool, ONLY_POOL has its members. With several pools, only a router can find the pool of a
+    request. ONLY_POOL is then absent, and Envoy rejects a request without a pick.
+    """
     assignments = [load_assignment(pool) for pool in pools]
+    if len(assignments) == 1:
+        (only,) = assignments
+        assignments.append(discovery_pb2.ClusterLoadAssignment(cluster_name=ONLY_POOL, endpoints=only.endpoints))
     return {each.cluster_name: each.SerializeToString() for each in assignments}
 
 

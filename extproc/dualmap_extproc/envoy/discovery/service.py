@@ -1,4 +1,4 @@
-"""Serves discovery (xDS) to Envoys: the endpoints of each pool's cluster, and the clusters and routes of all pools.
+"""Serves discovery (xDS) to Envoys: the endpoints of each pool's cluster, and the clusters of all pools.
 
 ``envoy.config`` makes the configuration of Envoys that use these services. ``app.adoption`` passes the same pools to
 this service and to the picker, so that both use the same members. Envoy uses a pushed endpoint within milliseconds.
@@ -28,8 +28,7 @@ from dualmap_extproc.names import (
     EDS_METHOD,
     EDS_SERVICE,
     LONGEST_WAIT_KEY,
-    ROUTE_CONFIGURATION_TYPE,
-    ROUTES,
+    cluster_name,
 )
 from dualmap_extproc.wire import discovery_pb2
 
@@ -71,7 +70,7 @@ class Discovery:
     """The discovery services. ``publish`` sends changed pools to all streams immediately.
 
     Before the first ``publish``, this router sends no answers. Envoy therefore keeps an earlier router's configuration
-    until this router has its pools. The services send clusters and routes only while ``run`` runs.
+    until this router has its pools. The services send clusters only while ``run`` runs.
     """
 
     def __init__(self, observer: DiscoveryObserver) -> None:
@@ -79,8 +78,7 @@ class Discovery:
         self._pools: tuple[Pool, ...] = ()
         self._snapshot: Snapshot | None = None
         self._streams: set[_Stream] = set()
-        # Whether any Envoy requests clusters and routes, and the event that the snapshot's clusters and routes are
-        # outdated.
+        # Whether any Envoy requests clusters, and the event that the snapshot's clusters are outdated.
         self._wanted = False
         self._stale = asyncio.Event()
         self._warned: set[tuple[str, float]] = set()
@@ -117,7 +115,7 @@ class Discovery:
         """
         self._pools = tuple(pools)
         known = self._snapshot or Snapshot(assignments={})
-        self._snapshot = Snapshot(assignments=assignments_of(self._pools), clusters=known.clusters, routes=known.routes)
+        self._snapshot = Snapshot(assignments=assignments_of(self._pools), clusters=known.clusters)
         if self._wanted:
             self._stale.set()
         self._warned &= {(pool.id, pool.routing.queue.max_wait_s) for pool in self._pools}
@@ -126,9 +124,9 @@ class Discovery:
         self._wake_streams()
 
     async def run(self) -> None:
-        """Make clusters and routes after each change of the pools, until cancelled.
+        """Make clusters after each change of the pools, until cancelled.
 
-        The method does nothing until an Envoy requests clusters or routes. After this request, the method imports
+        The method does nothing until an Envoy requests clusters. After this request, the method imports
         Envoy's types in a thread, because the import takes 24 MB and more than a second.
         """
         written: Written | None = None
@@ -139,16 +137,10 @@ class Discovery:
                 written = await asyncio.to_thread(_written)
             if self._snapshot is None:
                 continue
-            names = tuple(sorted(self._snapshot.assignments))
+            names = tuple(sorted(cluster_name(pool.namespace, pool.name) for pool in self._pools))
             if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
                 continue
-            clusters = written.clusters(names)
-            # With several pools, only a router can find the pool of a request. With several pools, Envoy therefore
-            # rejects a request without a pick.
-            routes = await asyncio.to_thread(written.routes, names[0] if len(names) == 1 else None)
-            self._snapshot = Snapshot(
-                assignments=self._snapshot.assignments, clusters=clusters, routes={ROUTES: routes}
-            )
+            self._snapshot = Snapshot(assignments=self._snapshot.assignments, clusters=written.clusters(names))
             self._wake_streams()
 
     def _wake_streams(self) -> None:
@@ -201,7 +193,7 @@ class Discovery:
                     with contextlib.suppress(ValueError):
                         stream.longest_wait_s = float(request.node.metadata.fields[LONGEST_WAIT_KEY].string_value)
                     self._warn_of_long_waits(stream)
-                if not self._wanted and stream.conversation.asks_for(CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE):
+                if not self._wanted and stream.conversation.asks_for(CLUSTER_TYPE):
                     self._wanted = True
                     self._stale.set()
                 stream.wake.set()

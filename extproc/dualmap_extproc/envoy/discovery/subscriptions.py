@@ -2,7 +2,7 @@
 
 This module does no I/O: it receives requests and returns the responses that are due. The module ``service`` connects
 this module to grpc.aio. A stream subscribes to endpoints only (one stream per cluster of the bootstrap), or to
-clusters, endpoints and routes together (ADS).
+clusters and endpoints together (ADS).
 """
 
 import hashlib
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dualmap_extproc.envoy.discovery.endpoints import no_endpoints
-from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE
+from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE
 from dualmap_extproc.wire import discovery_pb2
 
 # The most names that one stream may subscribe to. Envoy opens one stream per EDS cluster; other clients may use one
 # stream for all clusters.
 MAX_NAMES: Final = 10_000
 
-# The order of responses. Envoy needs a cluster's endpoints before it uses the cluster, and a cluster before its route.
-ORDER: Final = (CLUSTER_TYPE, CLUSTER_LOAD_ASSIGNMENT_TYPE, ROUTE_CONFIGURATION_TYPE)
+# The order of responses. Envoy requests the endpoints of a cluster after it has received the cluster.
+ORDER: Final = (CLUSTER_TYPE, CLUSTER_LOAD_ASSIGNMENT_TYPE)
 
 
 class SubscriptionError(Exception):
@@ -32,7 +32,6 @@ class Snapshot:
 
     assignments: Mapping[str, bytes]
     clusters: Mapping[str, bytes] | None = None
-    routes: Mapping[str, bytes] | None = None
 
     def resources(self, type_url: str, names: tuple[str, ...]) -> dict[str, bytes] | None:
         """Return the named resources of a type, or None if they are not made yet.
@@ -45,9 +44,7 @@ class Snapshot:
         """
         if type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE:
             return {name: self.assignments.get(name) or no_endpoints(name) for name in names}
-        if type_url == CLUSTER_TYPE:
-            return None if self.clusters is None else dict(self.clusters)
-        return None if self.routes is None else {name: self.routes[name] for name in names if name in self.routes}
+        return None if self.clusters is None else dict(self.clusters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +64,6 @@ class _Subscription:
     names: tuple[str, ...] = ()
     sent: dict[str, bytes] | None = None
     responses: int = 0
-    answered: bool = True
 
     @property
     def nonce(self) -> str:
@@ -77,7 +73,6 @@ class _Subscription:
         if self.responses and request.response_nonce not in ("", self.nonce):
             # This request acknowledges an older response; the acknowledgement of the last response will follow.
             return None
-        self.answered = self.answered or bool(request.response_nonce)
         # The names are sorted and unique, so that the version depends only on the content.
         self.names = tuple(sorted(set(request.resource_names)))
         if self.sent is not None and self.type_url != CLUSTER_TYPE:
@@ -103,7 +98,6 @@ class _Subscription:
             return None
         self.sent = content
         self.responses += 1
-        self.answered = False
         response = discovery_pb2.DiscoveryResponse(
             version_info=_version(content),
             type_url=self.type_url,
@@ -147,14 +141,12 @@ class Conversation:
     def respond(self, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse | None:
         """Return one response that is due and record it as sent; return None if no response is due.
 
-        The stream sends routes only after the peer has acknowledged the clusters. Envoy 1.40 acknowledges clusters
-        after it has received all their endpoints. Endpoints follow the clusters without an acknowledgement. The version
-        is a digest of the subscribed content. Replicas and restarted routers therefore send equal content under the
-        same version.
+        Endpoints follow the clusters without an acknowledgement. The version is a digest of the subscribed content.
+        Replicas and restarted routers therefore send equal content under the same version.
         """
         for type_url in ORDER:
             subscription = self._subscriptions.get(type_url)
-            if subscription is None or (type_url == ROUTE_CONFIGURATION_TYPE and not self._clusters_in_use):
+            if subscription is None:
                 continue
             before = subscription.sent or {}
             response = subscription.respond(snapshot)
@@ -163,11 +155,6 @@ class Conversation:
                     self._forget_endpoints(before, subscription.sent or {})
                 return response
         return None
-
-    @property
-    def _clusters_in_use(self) -> bool:
-        clusters = self._subscriptions.get(CLUSTER_TYPE)
-        return clusters is None or clusters.answered
 
     def _forget_endpoints(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
         """Mark endpoints of changed clusters as not sent: Envoy recreates these clusters and waits for endpoints."""

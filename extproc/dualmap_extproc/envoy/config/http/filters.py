@@ -33,8 +33,8 @@ EXT_PROC = "envoy.filters.http.ext_proc"
 def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
     """Return the filter chain; responses pass the filters in reverse order.
 
-    The chain disables ext_proc, and the virtual host enables it (``ext_proc_enabled``). With ext_proc enabled in the
-    chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
+    The chain disables ext_proc, and each route to a pool enables it (``ext_proc_enabled``). With ext_proc enabled in
+    the chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
     router that has not received the request. If the connection closed meanwhile, the client would not get the error. In
     tests, requests with an invalid head got no 400, and CONNECT requests hung.
     """
@@ -46,7 +46,7 @@ def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
 
 
 def ext_proc_enabled() -> dict[str, Any]:
-    """Return the ``typed_per_filter_config`` of a virtual host that enables ext_proc."""
+    """Return the ``typed_per_filter_config`` of a route that enables ext_proc."""
     return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, Http2ProtocolOptions, HttpProtocolOptions
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -23,27 +23,40 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
+    HttpConnectionManagerPathWithEscapedSlashesAction,
     HttpConnectionManagerServerHeaderTransformation,
-    Rds,
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import HeaderMutation
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
-from dualmap.pools.pool import Pool
-from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, extension, packed, socket_address
+from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
 from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
-from dualmap_extproc.envoy.config.http.replies import ROUTER_UNREACHABLE, direct, local_replies
+from dualmap_extproc.envoy.config.http.paths import allowed_paths
+from dualmap_extproc.envoy.config.http.replies import PATH_NOT_FOUND, direct, local_replies
 from dualmap_extproc.envoy.config.settings import EnvoySettings
-from dualmap_extproc.envoy.config.sources import shared_stream
-from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, ROUTES, cluster_name
+from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RESERVED_HEADER_PREFIXES, cluster_name
 
 # The longest time without any byte in a request or its response. A long response that is not streamed sends no byte
 # until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
 
+# The longest time without a request on a connection, for the headers of a request, and for a whole request with its
+# body. The request timeout ends with the body, so queued requests and long answers do not count.
+_CONNECTION_IDLE_TIMEOUT = timedelta(minutes=15)
+_HEADERS_TIMEOUT = timedelta(seconds=10)
+_REQUEST_TIMEOUT = timedelta(minutes=1)
+
+# The most data that Envoy reads from a connection at once. ``overload`` can stop a client only between two reads. With
+# 16 MiB, 40 clients exceeded a limit of 256 MiB by 160 MiB. With this size, they stayed 80 MiB below the limit.
+_CONNECTION_BUFFER_BYTES = 256 * 1024
+_STREAMS_PER_CONNECTION = 100
+_STREAM_WINDOW_BYTES = 64 * 1024
+_CONNECTION_WINDOW_BYTES = 1024 * 1024
+
 _UNAVAILABLE = 503
+_ROUTES = "pools"
 
 
 def listener(settings: EnvoySettings) -> Listener:
@@ -54,7 +67,7 @@ def listener(settings: EnvoySettings) -> Listener:
     return Listener(
         name="requests",
         address=socket_address(settings.listen),
-        per_connection_buffer_limit_bytes=BUFFER_BYTES,
+        per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
         filter_chains=[FilterChain(filters=[manager])],
     )
 
@@ -72,14 +85,24 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         http_protocol_options=Http1ProtocolOptions(
             enable_trailers=False, accept_http_10=True, default_host_for_http_10="dualmap"
         ),
+        http2_protocol_options=Http2ProtocolOptions(
+            max_concurrent_streams=_STREAMS_PER_CONNECTION,
+            initial_stream_window_size=_STREAM_WINDOW_BYTES,
+            initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
+        ),
+        common_http_protocol_options=HttpProtocolOptions(idle_timeout=_CONNECTION_IDLE_TIMEOUT),
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         stream_idle_timeout=IDLE_TIMEOUT,
+        request_headers_timeout=_HEADERS_TIMEOUT,
+        request_timeout=_REQUEST_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
-        local_reply_config=local_replies(),
-        route_config=None if settings.discover else routes(unpicked=_cluster(settings.pools[0])),
-        rds=Rds(config_source=shared_stream(), route_config_name=ROUTES) if settings.discover else None,
+        local_reply_config=local_replies(settings),
+        route_config=routes(settings),
     )
 
 
@@ -97,12 +120,14 @@ def _removals() -> HeaderMutation:
     )
 
 
-def routes(*, unpicked: str | None) -> RouteConfiguration:
-    """Return the routes: to the cluster that the router names, or to the cluster ``unpicked`` if the router names none.
+def routes(settings: EnvoySettings) -> RouteConfiguration:
+    """Return the routes: to the cluster that the router names, to the cluster for requests without a pick, or to a 404.
+
+    Envoy answers 404 to all paths that are not allowed, also while Envoy fails open, and does not call a router.
 
     The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
-    absent cluster, because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects a
-    request for which the router names no cluster. With several pools, only a router can find the right pool.
+    absent cluster, because no other pool serves the model (``replies``). With several discovered pools, Envoy also
+    rejects a request for which the router names no cluster, because only a router can find the right pool.
 
     Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
     body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore
@@ -110,32 +135,32 @@ def routes(*, unpicked: str | None) -> RouteConfiguration:
     """
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
-    last = (
-        Route(match=RouteMatch(prefix="/"), direct_response=direct(ROUTER_UNREACHABLE))
-        if unpicked is None
-        else _route([], RouteAction(cluster=unpicked))
-    )
     found = [
-        _route([named, unrepeatable], RouteAction(cluster_header=CLUSTER_HEADER)),
-        _route([named], RouteAction(cluster_header=CLUSTER_HEADER, retry_policy=_retry_policy())),
-        last,
+        _route(settings, [named, unrepeatable], RouteAction(cluster_header=CLUSTER_HEADER)),
+        _route(settings, [named], RouteAction(cluster_header=CLUSTER_HEADER, retry_policy=_retry_policy())),
+        _route(settings, [], RouteAction(cluster=_unpicked(settings))),
+        Route(match=RouteMatch(prefix="/"), direct_response=direct(PATH_NOT_FOUND)),
     ]
-    host = VirtualHost(name=ROUTES, domains=["*"], routes=found, typed_per_filter_config=ext_proc_enabled())
-    return RouteConfiguration(name=ROUTES, virtual_hosts=[host])
+    return RouteConfiguration(name=_ROUTES, virtual_hosts=[VirtualHost(name=_ROUTES, domains=["*"], routes=found)])
 
 
-def _route(headers: list[HeaderMatcher], action: RouteAction) -> Route:
+def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteAction) -> Route:
+    match = allowed_paths(settings.allow_paths)
+    match.headers = headers
     action.timeout = timedelta(0)
     action.idle_timeout = IDLE_TIMEOUT
     return Route(
-        match=RouteMatch(prefix="/", headers=headers),
+        match=match,
+        request_body_buffer_limit=settings.body_bytes,
         request_headers_to_remove=[CLUSTER_HEADER, NO_RETRY_HEADER],
         route=action,
+        typed_per_filter_config=ext_proc_enabled(),
     )
 
 
-def _cluster(pool: Pool) -> str:
-    return cluster_name(pool.namespace, pool.name)
+def _unpicked(settings: EnvoySettings) -> str:
+    """Return the cluster of requests without a pick: the first pool's, or the discovered cluster of the only pool."""
+    return ONLY_POOL if settings.discover else cluster_name(settings.pools[0].namespace, settings.pools[0].name)
 
 
 def _retry_policy() -> RetryPolicy:

@@ -12,8 +12,10 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     ResponseMapper,
 )
 
-from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, packed
-from dualmap_extproc.errors import Refused, body_too_large
+from dualmap_extproc.envoy.config.extensions import packed
+from dualmap_extproc.envoy.config.settings import EnvoySettings
+from dualmap_extproc.errors import Refused, body_too_large, invalid_body
+from dualmap_extproc.names import ONLY_POOL
 
 POOL_NOT_CONFIGURED = Refused(
     status=503,
@@ -23,29 +25,43 @@ POOL_NOT_CONFIGURED = Refused(
 ROUTER_UNREACHABLE = Refused(
     status=503, code="router_unreachable", message="The gateway cannot reach a router to find this model's pool"
 )
+PATH_NOT_FOUND = Refused(status=404, code="path_not_found", message="The gateway does not serve this path")
+PATH_INVALID = invalid_body("The path is not valid: send it without escaped slashes (%2F, %5C)")
+REQUEST_TIMEOUT = Refused(
+    status=408, code="request_timeout", message="The request did not arrive completely in time; send it again"
+)
+OVERLOADED = Refused(
+    status=503, code="gateway_overloaded", message="The gateway has too little memory for this request; try again later"
+)
 ENGINE_UNREACHABLE = Refused(
     status=503, code="service_unavailable", message="The gateway cannot reach an instance for this request"
 )
 
 # Conditions on Envoy's response details. The detail "cluster_not_found" means that Envoy does not have the pool's
-# cluster yet, or has removed it. The detail "route_not_found" means that no router has sent the routes yet. A CONNECT
-# request always has the detail "route_not_found". The router's error answers and direct responses already have a body.
+# cluster yet, or has removed it. The cluster ONLY_POOL gets only requests without a pick, and has no host if there are
+# several pools. The router's error answers and direct responses already have a body.
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
-_NO_ROUTE = 'response.code_details == "route_not_found" && request.method != "CONNECT"'
+_NO_PICK = f'response.code_details == "no_healthy_upstream" && xds.cluster_name == "{ONLY_POOL}"'
+_BAD_PATH = 'response.code_details == "path_normalization_failed"'
+_TOO_SLOW = 'response.code_details in ["request_header_timeout", "request_overall_timeout"]'
+_OVERLOAD = 'response.code_details.contains("overload")'
 _UNAVAILABLE = (
     "response.code == 503 && "
     '!(response.code_details.startsWith("dualmap_") || response.code_details == "direct_response")'
 )
 
 
-def local_replies() -> LocalReplyConfig:
-    """Return the bodies of Envoy's own errors: a body above the limit, and a missing cluster, route or host."""
+def local_replies(settings: EnvoySettings) -> LocalReplyConfig:
+    """Return the bodies of Envoy's own errors: for example for a body above the limit."""
     return LocalReplyConfig(
         mappers=[
-            _mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)),
+            _mapper(_TOO_LARGE, body_too_large(settings.body_bytes)),
             _mapper(_NO_CLUSTER, POOL_NOT_CONFIGURED),
-            _mapper(_NO_ROUTE, ROUTER_UNREACHABLE),
+            _mapper(_NO_PICK, ROUTER_UNREACHABLE),
+            _mapper(_BAD_PATH, PATH_INVALID),
+            _mapper(_TOO_SLOW, REQUEST_TIMEOUT),
+            _mapper(_OVERLOAD, OVERLOADED),
             _mapper(_UNAVAILABLE, ENGINE_UNREACHABLE),
         ]
     )
