@@ -19,8 +19,10 @@ class TracingError(DualMapError):
 class Limits:
     """The most that one stream may use, and how long a stream waits for its client.
 
-    ``body_bytes`` is the largest request body (above: 413). ``headers``, ``header_bytes`` and ``subset_bytes`` limit a
-    request's headers and its list of allowed endpoints (above: 400); Envoy's own limits are far lower. A session name
+    ``body_bytes`` is the largest request body while no pool is served; otherwise the pools limit it (above: 413).
+    ``buffered_bytes`` limits the bytes of all bodies that the router stores (above: 503). ``headers``,
+    ``header_bytes`` and ``subset_bytes`` limit a request's headers and its list of allowed endpoints (above: 400);
+    Envoy's own limits are far lower. A session name
     above ``session_characters`` is ignored. ``quoted_characters`` is the most of a prompt that a log line quotes.
     ``chunk_bytes`` is the largest piece of a body sent back in FULL_DUPLEX_STREAMED; Envoy accepts up to 62 000 B.
     ``ended_requests`` is how many ended requests are kept for usage that the access log reports later.
@@ -33,6 +35,7 @@ class Limits:
     """
 
     body_bytes: int = 16 * 1024 * 1024
+    buffered_bytes: int = 512 * 1024 * 1024
     headers: int = 1000
     header_bytes: int = 256 * 1024
     subset_bytes: int = 256 * 1024

@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
 from dualmap.requests import Usage
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Ended, Expired, Observation, Routed
 from dualmap_extproc.request.picker import Picker
@@ -52,6 +53,7 @@ class _Talk:
     def __init__(self, choices: Choices) -> None:
         self._source = choices
         self._counts: Counter[type[Observation]] = Counter()
+        self._buffered = BufferedBodies(_LIMITS.buffered_bytes)
         self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=choices.flag())
         self._now = 100.0
         queue = Queue(
@@ -115,6 +117,7 @@ class _Talk:
                 assert left == (0, 0, 0, 0), f"{each.id} keeps {left}"
                 assert each.active_kv_tokens == 0
         assert not self._picker._owners
+        assert not self._buffered.held_bytes
         assert self._counts[Routed] == sum(self._counts[kind] for kind in _ENDINGS)
 
     def _count(self, observation: Observation) -> None:
@@ -127,7 +130,7 @@ class _Talk:
             assert not line.peer.ended, "a request was released after its stream had ended"
             line.peer.take(answers, ended=line.stream.ended)
 
-        line = _Line(Stream(self._picker, _LIMITS, deliver))
+        line = _Line(Stream(self._picker, _LIMITS, deliver, self._buffered))
         return line
 
     def _receive(self, line: _Line, sent: wire.ProcessingRequest) -> None:

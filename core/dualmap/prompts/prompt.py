@@ -19,6 +19,8 @@ from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, 
 
 # More messages, parts and prompts than any engine takes; each costs a microsecond that delays all other requests.
 MAX_PIECES: Final = 100_000
+# The longest LoRA adapter and cache salt in characters: every request with one hashes it.
+MAX_NAME: Final = 4096
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # LoRA adapters that are named beside the model: SGLang's and TensorRT-LLM's fields. vLLM names them as the model.
@@ -196,9 +198,9 @@ class Prompt:
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     """Return the prompt of a parsed body that was sent to ``api``.
 
-    Raises BadRequest when the body is no object, has no usable ``model``, is nested too deeply to be read, or has more
-    than MAX_PIECES messages, parts or prompts. Content of an unexpected type is read as JSON text: the engine decides
-    whether to reject it.
+    Raises BadRequest when the body is no object, has no usable ``model``, is nested too deeply to be read, has more
+    than MAX_PIECES messages, parts or prompts, or a LoRA adapter or cache salt above MAX_NAME. Content of an unexpected
+    type is read as JSON text: the engine decides whether to reject it.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
@@ -210,13 +212,20 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         return Prompt(
             model=model,
             text=_canonical_text(body, api),
-            lora="".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
-            cache_salt=salt if isinstance(salt, str) else "" if salt is None else compact(salt),
+            lora=_name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path"),
+            cache_salt=_name(salt if isinstance(salt, str) else compact(salt), "cache_salt"),
             streamed=body.get("stream") is True,
             session=_session(body),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _name(text: str, param: str) -> str:
+    """Return the text; raise BadRequest if it is longer than MAX_NAME."""
+    if len(text) > MAX_NAME:
+        raise BadRequest(f"{param} is longer than {MAX_NAME} characters", param=param)
+    return text
 
 
 def _session(body: Mapping[str, object]) -> str:

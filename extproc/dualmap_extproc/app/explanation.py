@@ -11,7 +11,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
-from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import AnswerLater, Picked
@@ -40,9 +40,6 @@ def decide(
     ``headers`` have lower-case names. With ``redis`` the router first reads the other routers' state. Raises
     StoreError if it cannot.
     """
-    limits = Limits()
-    if len(body) > limits.body_bytes:
-        return body_too_large(limits.body_bytes)
     outcome = _pick(_picker(pools), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
         picker = _picker(pools)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import click
 
 from dualmap_edge import logs
-from dualmap_edge.options import PORT, Duration
-from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Settings
+from dualmap_edge.options import PORT, Duration, Size
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
@@ -134,6 +134,13 @@ def _check_distinct(ports: dict[str, int]) -> None:
     metavar="URL",
     help="Send a span per decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
 )
+@click.option(
+    "--max-buffered",
+    default="512MiB",
+    type=Size(),
+    help="Most memory for all request bodies that wait to be complete, read or sent back; 503 beyond. At most a "
+    "quarter of the memory limit.",
+)
 @click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for open requests after SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
@@ -143,6 +150,7 @@ def router(
     kube: bool,
     namespace: str | None,
     all_namespaces: bool,
+    max_buffered: int,
     drain_timeout: float,
     redis: str | None,
     redis_password: str | None,
@@ -170,6 +178,9 @@ def router(
     if options["log_prompts"] and options["log_level"] != "debug":
         raise click.UsageError("--log-prompts requires --log-level debug; give both or neither")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
-    settings = Settings(pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, **options)
+    limits = Limits(buffered_bytes=max_buffered)
+    settings = Settings(
+        pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, limits=limits, **options
+    )
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

@@ -26,6 +26,7 @@ from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.reading.processes import ReadingProcesses
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
@@ -93,8 +94,11 @@ async def serve(settings: Settings) -> None:
             picker.access_log(loop.time(), entry)
 
     source = await _pool_source(settings, metrics, adoption)
+    reading = ReadingProcesses()
+    processor = ExternalProcessor(picker, observations.report, settings.limits, reading)
+    metrics.show_buffered(lambda: processor.buffered_bytes)
     servers = GrpcServers(
-        ExternalProcessor(picker, observations.report, settings.limits),
+        processor,
         services=(*discovery.handlers(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
@@ -116,6 +120,7 @@ async def serve(settings: Settings) -> None:
             asyncio.create_task(source.run()),
             asyncio.create_task(discovery.run()),
             asyncio.create_task(keep_deadlines(picker)),
+            asyncio.create_task(reading.run()),
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))

@@ -1,6 +1,8 @@
 """A request's body: collecting it, judging whether it is complete, and reading its prompt and session."""
 
+import re
 from collections.abc import Mapping
+from typing import Final
 
 import orjson
 
@@ -15,6 +17,17 @@ _JSON_SPACE = b" \t\r\n"
 # How orjson's error message begins for a JSON text that ends too early.
 _TRUNCATED = "unexpected end of data"
 _END_BYTES = 64
+# A larger part of a body is not parsed to learn whether it may continue: the parser would hold the event loop.
+_PARSED_BYTES: Final = 64 * 1024
+# Chunks below this size are joined, so that a body in tiny chunks takes no more memory than its bytes.
+_JOINED_BYTES: Final = 4 * 1024
+_CODE: Final = r"\\u00"
+# The key "model", with or without escapes, and a text as its value.
+_MODEL: Final = re.compile(
+    rf'"(?:m|{_CODE}6[dD])(?:o|{_CODE}6[fF])(?:d|{_CODE}64)(?:e|{_CODE}65)(?:l|{_CODE}6[cC])"'
+    r'[ \t\r\n]*+:[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")'.encode(),
+    re.DOTALL,
+)
 
 
 class ReceivedBody:
@@ -32,8 +45,12 @@ class ReceivedBody:
     def add(self, chunk: bytes) -> None:
         """Append the next chunk."""
         self.size_bytes += len(chunk)
-        if chunk:
+        if not chunk:
             # Envoy may end a body with an empty message. If it were kept, joining would copy a body of one chunk.
+            return
+        if self._chunks and len(self._chunks[-1]) < _JOINED_BYTES:
+            self._chunks[-1] += chunk
+        else:
             self._chunks.append(chunk)
 
     def take(self) -> bytes:
@@ -49,10 +66,13 @@ class ReceivedBody:
         return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or could complete a JSON object if no length is announced."""
+        """Return whether more bytes are announced, or could complete a JSON object if no length is announced.
+
+        A large body may always continue.
+        """
         if content_length:
             return self.size_bytes < content_length
-        return may_go_on(b"".join(self._chunks))
+        return self.size_bytes > _PARSED_BYTES or may_go_on(b"".join(self._chunks))
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
@@ -65,6 +85,17 @@ def read_body(body: bytes, api: Api) -> Prompt | Refused:
         return invalid_body(f"the body is not JSON: {error}")
     except BadRequest as error:
         return invalid_body(str(error), param=error.param)
+
+
+def model_names(body: bytes) -> list[str]:
+    """Return the texts of all keys ``model`` in a body, at any depth, without parsing it; the last ones come last."""
+    names = []
+    for match in _MODEL.finditer(body):
+        try:
+            names.append(str(orjson.loads(match[1])))
+        except orjson.JSONDecodeError:
+            continue
+    return names
 
 
 def guess_api_of(body: bytes) -> Api:

@@ -10,17 +10,18 @@ outcomes include it, and the picker resumes the stream that waits.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
+from dualmap_extproc.errors import Refused, body_too_large, model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body, session_of
 from dualmap_extproc.request.ended import EndedRequests
@@ -28,6 +29,7 @@ from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
+    Decided,
     Ended,
     Enqueued,
     Expired,
@@ -40,6 +42,7 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
+from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Outcomes, ServedPools
 from dualmap_extproc.settings import Limits
 
@@ -109,6 +112,17 @@ class Picker:
         """The lower-case names of the headers that ``pick`` takes: the pools' session headers and the trace's."""
         return self._kept_headers
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body that any pool accepts."""
+        largest = self._served.max_body_bytes
+        return self._limits.body_bytes if largest is None else largest
+
+    @property
+    def bounds(self) -> BoundsOfModels:
+        """The bounds on request bodies, by model."""
+        return self._served.bounds
+
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Replace the pools. Accounts of pools that stay are kept; those of removed pools are dropped.
 
@@ -150,14 +164,30 @@ class Picker:
         ``headers`` holds those of ``kept_headers`` that the request has. A queued request is answered by ``resume``,
         once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
         """
+        prompt, size_bytes = read_body(body, api), len(body)
+        return self.pick_read(now, prompt, subset, arrived_s, size_bytes=size_bytes, headers=headers, resume=resume)
+
+    def pick_read(
+        self,
+        now: float,
+        prompt: Prompt | Refused,
+        subset: frozenset[str] | None,
+        arrived_s: float,
+        *,
+        size_bytes: int,
+        headers: Mapping[str, str],
+        resume: Callable[[Picked | Refused], None],
+    ) -> Picked | Refused | AnswerLater:
+        """Do as ``pick`` does, for a body of ``size_bytes`` that has been read."""
         arrival = Arrival(at_s=arrived_s, headers=headers)
-        prompt = read_body(body, api)
         if isinstance(prompt, Refused):
             return self._reject(now, prompt, arrival)
         router = self._served.of_model(prompt.model)
         if router is None:
             return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
+        if size_bytes > pool.routing.max_body_bytes:
+            return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
         request = Request(
@@ -196,6 +226,10 @@ class Picker:
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
         """Report a rejection that ``stream`` decided before any pick; return it. ``headers`` are ``pick``'s."""
         return self._reject(now, refused, Arrival(at_s=now, headers=headers))
+
+    def decided(self, now: float, seconds: float) -> None:
+        """Report how long it took to read a large body and to choose a member."""
+        self._report(Decided(now=now, seconds=seconds))
 
     def first_token(self, now: float, request_id: str) -> None:
         """Record that the first chunk of a request's event stream came back."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dualmap.pools.pool import Pool
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
+from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
 Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 """A pool's router, and the outcomes of queued requests that one of its events had."""
@@ -22,6 +23,10 @@ class ServedPools:
         """The longest time that any pool lets a request queue."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
+        self.bounds: BoundsOfModels = {}
+        """The bounds on request bodies, by model."""
+        self.max_body_bytes: int | None = None
+        """The largest request body that any pool accepts; None without pools."""
 
     def __iter__(self) -> Iterator[PoolRouter]:
         return iter(tuple(self._routers.values()))
@@ -65,6 +70,8 @@ class ServedPools:
         self._routers, self._models = routers, models
         self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
+        self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
+        self.max_body_bytes = max((pool.routing.max_body_bytes for pool in pools), default=None)
         return removed, effects
 
     def next_deadline(self) -> float | None:
@@ -75,3 +82,7 @@ class ServedPools:
     def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
         """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
+
+
+def _bounds(pool: Pool) -> Bounds:
+    return Bounds(body_bytes=pool.routing.max_body_bytes, tokens=pool.engine.max_model_len)

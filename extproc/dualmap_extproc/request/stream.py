@@ -5,7 +5,11 @@ It does no I/O and reads no clock: ``transport`` feeds it and writes what it ret
 which Envoy sends bodies and expects answers.
 
 A queued request is answered when the picker dispatches or rejects it. The answers to all its messages, also to those
-that arrive while it is queued, then go out through ``deliver`` in the usual order.
+that arrive while it is queued, then go out through ``deliver`` in the usual order. A request whose large body is being
+read (``reading``) waits in the same way, before the picker is asked.
+
+The bytes of a body count as buffered (``buffered``) until the body is read or, in ``DUPLEX``, written to Envoy. If
+the body is evicted, its stream answers through ``deliver``.
 
 In ``NO_WAIT``, Envoy reports neither the end of a body nor trailers before the headers are answered if an HTTP/2
 request has trailers. The router then decides after silence (``on_deadline``):
@@ -23,13 +27,16 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum, auto
 from typing import ClassVar, TypeAlias
 
-from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
+from dualmap.prompts.prompt import Prompt
+from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
 from dualmap_extproc.request.body import ReceivedBody
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.reading import LargeBody, Reader, is_large
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
@@ -48,7 +55,7 @@ class Phase(StrEnum):
     READING = auto()
     """The request is arriving; no member is chosen."""
     QUEUED = auto()
-    """The request is complete and waits in the router for a member."""
+    """The request is complete: the router reads its large body, or the request waits for a member."""
     ANSWERED = auto()
     """The request is dispatched, or Envoy has answered its client itself."""
     ENDED = auto()
@@ -77,21 +84,35 @@ class Stream:
     """The state machine of one ext_proc stream.
 
     ``receive`` never raises, whatever arrives in whatever order. The transport calls ``on_deadline`` at ``deadline_s``
-    if nothing arrives before, and ``close`` once the stream is over. ``deliver`` is called with answers that do not
-    follow a message, from within a call of the picker. ``ended`` asks the transport to end the stream; ``decided`` is
-    true once a body has been read and the picker has been asked.
+    if nothing arrives before, ``written`` when all answers are written, and ``close`` once the stream is over.
+    ``deliver`` is called with answers that do not follow a message, from within a call of the picker, the reader or
+    another stream. ``ended`` asks the transport to end the stream; ``decided`` is true once a body has been read here
+    and the picker has been asked. ``reader`` reads large bodies; without one, the stream reads them. ``held_bytes`` is
+    what ``buffered`` counts for the stream.
     """
 
     # Attributes in slots are found faster: 2 us a request.
     __slots__ = (
         *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_picker", "_response"),
-        *("_retries", "_unanswered", "deadline_s", "decided", "phase"),
+        *("_buffered", "_cancel_reading", "_reader", "_retries", "_unanswered", "deadline_s", "decided", "held_bytes"),
+        "phase",
     )
 
-    def __init__(self, picker: Picker, limits: Limits, deliver: Callable[[_Answers], None]) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        limits: Limits,
+        deliver: Callable[[_Answers], None],
+        buffered: BufferedBodies,
+        reader: Reader | None = None,
+    ) -> None:
         self._picker = picker
         self._limits = limits
         self._deliver = deliver
+        self._buffered = buffered
+        self._reader = reader
+        self._cancel_reading: Callable[[], None] | None = None
+        self.held_bytes = 0
         self._modes = DEFAULT_MODES
         self.phase = _NEW
         self.deadline_s: float | None = None
@@ -115,6 +136,16 @@ class Stream:
             self.deadline_s = stalled_s
             return []
         return self._decide(now, retries=False)
+
+    def written(self) -> None:
+        """Take that all answers are written: a body that went back to Envoy is no longer stored."""
+        if self.held_bytes and self.phase is _ANSWERED:
+            self._buffered.release(self)
+
+    def evict(self, now: float) -> None:
+        """Refuse a request whose body is arriving, since the router stores too many bytes."""
+        self.deadline_s = None
+        self._deliver(self._refuse(now, overloaded()))
 
     def close(self, now: float, *, cancelled: bool) -> None:
         """Report the end of the stream to the picker. ``cancelled`` is true if Envoy or its client cancelled it.
@@ -164,8 +195,8 @@ class Stream:
         head.read_subset(message, limits)
         if head.unacceptable is not None:
             return self._refuse(now, head.unacceptable)
-        if head.content_length > limits.body_bytes:
-            return self._refuse(now, body_too_large(limits.body_bytes))
+        if head.content_length > self._picker.max_body_bytes:
+            return self._refuse(now, body_too_large(self._picker.max_body_bytes))
         complete = headers.end_of_stream or self._modes.request_body is _NO_BODY
         if head.unreadable is not None and not complete and self._expects_prompt():
             return self._refuse(now, head.unreadable)
@@ -192,11 +223,13 @@ class Stream:
         # Each access to a message's bytes copies them.
         chunk = body.body
         self._body.add(chunk)
-        if self._body.size_bytes > limits.body_bytes:
-            return self._refuse(now, body_too_large(limits.body_bytes))
+        if self._body.size_bytes > self._picker.max_body_bytes:
+            return self._refuse(now, body_too_large(self._picker.max_body_bytes))
         if body.end_of_stream or self._modes.request_body is _WHOLE_BODY:
             self._unanswered.bodies += 1
             return self._decide(now)
+        if not self._buffered.hold(now, self, len(chunk)):
+            return self._refuse(now, overloaded())
         if not self._unanswered.headers and answering is not DUPLEX:
             return [answers.PLAIN_REQUEST_BODY]
         self._unanswered.bodies += 1
@@ -264,19 +297,24 @@ class Stream:
         """
         self._retries = retries
         body = self._body.take()
+        prompted = self._modes.request_body is not _NO_BODY and self._expects_prompt()
+        elsewhere = prompted and self._reader is not None and is_large(body)
         if self._modes.answering is DUPLEX:
             self._unanswered.body = body
-        outcome = self._pick(now, body)
-        if isinstance(outcome, AnswerLater):
-            self._response.request_id = outcome.request_id
-            self.phase = _QUEUED
-            return []
-        return self._answer(outcome)
+        if elsewhere or self._unanswered.body:
+            if not self._buffered.hold(now, self, len(body) - self.held_bytes):
+                return self._refuse(now, overloaded())
+            self._buffered.arrived(self)
+        if elsewhere:
+            return self._read_elsewhere(now, body)
+        return self._after_pick(self._pick(now, body) if prompted else self._pick_bodiless(now))
+
+    def _pick_bodiless(self, now: float) -> Picked | Refused:
+        """Ask the picker for any member, since the kind of request has no prompt."""
+        return self._picker.pick_bodiless(now, self._head.subset)
 
     def _pick(self, now: float, body: bytes) -> Picked | Refused | AnswerLater:
-        """Ask the picker for a member: by the prompt, or for any member if the kind of request has no prompt."""
-        if self._modes.request_body is _NO_BODY or not self._expects_prompt():
-            return self._picker.pick_bodiless(now, self._head.subset)
+        """Ask the picker for a member by the prompt."""
         self.decided = True
         return self._picker.pick(
             now,
@@ -287,6 +325,43 @@ class Stream:
             resume=self._resume,
             api=self._head.api,
         )
+
+    def _read_elsewhere(self, now: float, body: bytes) -> _Answers:
+        """Have a large body read; ask the picker when its prompt is there."""
+        assert self._reader is not None, "only a stream with a reader has a body read"
+
+        def done(read_s: float, prompt: Prompt | Refused) -> None:
+            self._cancel_reading = None
+            outcome = self._picker.pick_read(
+                read_s,
+                prompt,
+                self._head.subset,
+                self._arrived_s,
+                size_bytes=self._body.size_bytes,
+                headers=self._head.kept,
+                resume=self._resume,
+            )
+            self._picker.decided(read_s, read_s - now)
+            answers = self._after_pick(outcome)
+            if answers:
+                self._deliver(answers)
+
+        large = LargeBody(body=body, api=self._head.api, bounds=self._picker.bounds)
+        self._cancel_reading = self._reader.read(large, done)
+        if self._cancel_reading is None:
+            return self._refuse(now, overloaded())
+        self.phase = _QUEUED
+        return []
+
+    def _after_pick(self, outcome: Picked | Refused | AnswerLater) -> _Answers:
+        """Answer with the outcome of a pick; return nothing if the request is queued."""
+        if self.held_bytes and self._modes.answering is not DUPLEX:
+            self._buffered.release(self)
+        if isinstance(outcome, AnswerLater):
+            self._response.request_id = outcome.request_id
+            self.phase = _QUEUED
+            return []
+        return self._answer(outcome)
 
     def _resume(self, outcome: Picked | Refused) -> None:
         """Answer the queued request."""
@@ -317,14 +392,25 @@ class Stream:
     def _reject(self, refused: Refused) -> _Answers:
         """Have Envoy answer the client, and end the stream."""
         self.phase = _ENDED
-        self._body.take()
-        self._unanswered.body = b""
+        self._drop_body()
         status, after_s = refused.status, refused.retry_after_s
         return [answers.refusal(status=status, body=refused.body(), code=refused.code, retry_after_s=after_s)]
 
     def _end_request(self, now: float, ending: Ending) -> None:
         """Report the end of the request to the picker if it is in the picker's accounts; a queued one is aborted."""
+        if self.held_bytes:
+            self._drop_body()
         self._response.end(now, Ending.ABORTED if self.phase is _QUEUED else ending)
+
+    def _drop_body(self) -> None:
+        """Release the body, wherever it is stored."""
+        if self._cancel_reading is not None:
+            self._cancel_reading()
+            self._cancel_reading = None
+        self._body.take()
+        self._unanswered.body = b""
+        if self.held_bytes:
+            self._buffered.release(self)
 
     STEPS: ClassVar[Mapping[Phase, Mapping[str | None, _Step]]] = {
         _NEW: _row(

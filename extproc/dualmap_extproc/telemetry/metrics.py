@@ -132,6 +132,9 @@ class Metrics:
             registry=registry,
         )
         self._pool_refusals = counter("dualmap_pool_refusals", "Changes of pools that were rejected as invalid.")
+        self._buffered = Gauge(
+            "dualmap_buffered_bytes", "Bytes of all request bodies that this router stores.", registry=registry
+        )
         self._pool_file_refused = Gauge(
             "dualmap_pool_file_refused", "Rejection or absence of any pool file: 1 or 0.", registry=registry
         )
@@ -140,6 +143,10 @@ class Metrics:
     def registry(self) -> CollectorRegistry:
         """The registry, for metrics of other modules that belong on the same page."""
         return self._registry
+
+    def show_buffered(self, buffered_bytes: Callable[[], float]) -> None:
+        """Have a scrape read the bytes of all stored request bodies."""
+        self._buffered.set_function(buffered_bytes)
 
     def subscribe(self, observations: FanOut) -> None:
         """Count these observations."""
