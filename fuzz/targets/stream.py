@@ -21,7 +21,7 @@ from fuzz.envoy import Peer, message, request
 _STREAMS: Final = 4
 # More steps would be slow and find little more.
 _STEPS: Final = 150
-_LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
+_LIMITS: Final = Limits(chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
 # Each routed request has exactly one of these ends.
@@ -63,7 +63,9 @@ class _Talk:
             order=choices.pick(("Fcfs", "Deadline")),
             hold_when_empty=choices.flag(),
         )
-        routing = Routing(queue=queue, policy=choices.pick(("dualmap", "least_loaded", "round_robin")))
+        routing = Routing(
+            max_body_bytes=2000, queue=queue, policy=choices.pick(("dualmap", "least_loaded", "round_robin"))
+        )
         engine = Engine(prefill_tokens_per_second=100.0)
         self._pools = [
             Pool(namespace="llm", name=name, model=Model(name=name), engine=engine, routing=routing, ring_version=1)

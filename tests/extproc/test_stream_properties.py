@@ -74,7 +74,7 @@ messages = st.one_of(
     st.integers(0, 3),
 )
 def test_stream_any_messages_leave_no_request_open(streams, members):
-    talk = Conversation(pool(members=members), limits=Limits(body_bytes=2000, chunk_bytes=7))
+    talk = Conversation(pool(members=members, max_body_bytes=2000), limits=Limits(chunk_bytes=7))
     for sent, cancelled in streams:
         talk.again()
         for message in sent:
@@ -101,7 +101,7 @@ def test_stream_any_messages_leave_no_request_open(streams, members):
 
 @given(st.lists(messages, max_size=12))
 def test_stream_without_response_body_leaves_no_request_open(sent):
-    talk = Conversation(limits=Limits(body_bytes=2000))
+    talk = Conversation(pool(max_body_bytes=2000))
     talk.send(*(message for message in sent if message.WhichOneof("request") != "response_body"))
     talk.close(cancelled=True)
 
