@@ -10,6 +10,7 @@ from dualmap_extproc.errors import Refused, model_not_found
 from dualmap_extproc.request import reading
 from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.reading import (
+    INLINE_BYTES,
     INLINE_ELEMENTS,
     MAX_ELEMENTS,
     PREFIX_BYTES,
@@ -20,9 +21,9 @@ from dualmap_extproc.request.reading import (
     encode_body,
     encode_result,
     has_more_elements,
-    is_large,
     lengths,
     read_large,
+    read_small,
 )
 from extproc.envoy_messages import chat
 
@@ -46,19 +47,24 @@ def numbers(count: int, *, model="m") -> bytes:
 @pytest.mark.parametrize(
     ("body", "large"),
     [
-        (chat("x, [{" * 100_000), False),
-        (chat("x" * 600_000), True),
-        (numbers(1900), False),
-        (numbers(2 * INLINE_ELEMENTS), False),
+        (chat("x, [{" * 20_000), False),
+        (chat("x" * INLINE_BYTES), True),
+        (numbers(INLINE_ELEMENTS - 10), False),
+        (numbers(4000), False),
         (numbers(9000), True),
-        (b"[" * 9000, True),
-        (b'{"a":' * 3000, True),
-        (b'"",' * 3000, True),
+        (chat(tools=[[]] * 5000), True),
+        (chat(tools=[{"a": {"b": [1]}}] * 700), True),
     ],
-    ids=["text", "long text", "few numbers", "tiny", "numbers", "lists", "objects", "quotes"],
+    ids=["text", "long text", "few numbers", "tiny", "numbers", "lists", "objects"],
 )
-def test_body_is_large_by_its_bytes_or_its_elements(body, large):
-    assert is_large(body) is large
+def test_body_is_read_at_once_by_its_bytes_and_its_elements(body, large):
+    result = read_small(body, Api.CHAT)
+    assert result is None if large else result == read_body(body, Api.CHAT)
+
+
+def test_small_body_that_is_invalid_is_refused_at_once():
+    body = b"no JSON" * 5000
+    assert read_small(body, Api.CHAT) == read_body(body, Api.CHAT)
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,25 @@ class ReceivedBody:
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
     """Return the prompt of a whole body that was sent to ``api``, or a 400 that names the fault."""
+    parsed = parse_body(body)
+    return parsed if isinstance(parsed, Refused) else prompt_of(parsed, api)
+
+
+def parse_body(body: bytes) -> object | Refused:
+    """Return the JSON value of a whole body, or a 400 that names the fault."""
     if not body:
         return invalid_body("the request has no body")
     try:
-        return read_prompt(orjson.loads(body), api)
+        parsed: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         return invalid_body(f"the body is not JSON: {error}")
+    return parsed
+
+
+def prompt_of(parsed: object, api: Api) -> Prompt | Refused:
+    """Return the prompt of a parsed body that was sent to ``api``, or a 400 that names the fault."""
+    try:
+        return read_prompt(parsed, api)
     except BadRequest as error:
         return invalid_body(str(error), param=error.param)
 

@@ -29,14 +29,14 @@ from typing import ClassVar, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
-from dualmap_extproc.request.body import ReceivedBody
+from dualmap_extproc.request.body import ReceivedBody, read_body
 from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
-from dualmap_extproc.request.reading import LargeBody, Reader, is_large
+from dualmap_extproc.request.reading import LargeBody, Reader, read_small
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
@@ -297,55 +297,53 @@ class Stream:
         """
         self._retries = retries
         body = self._body.take()
-        prompted = self._modes.request_body is not _NO_BODY and self._expects_prompt()
-        elsewhere = prompted and self._reader is not None and is_large(body)
         if self._modes.answering is DUPLEX:
             self._unanswered.body = body
-        if elsewhere or self._unanswered.body:
-            if not self._buffered.hold(now, self, len(body) - self.held_bytes):
+            if not self._hold_whole(now, body):
                 return self._refuse(now, overloaded())
-            self._buffered.arrived(self)
-        if elsewhere:
+        if self._modes.request_body is _NO_BODY or not self._expects_prompt():
+            return self._after_pick(self._picker.pick_bodiless(now, self._head.subset))
+        if self._reader is None:
+            prompt: Prompt | Refused | None = read_body(body, self._head.api)
+        else:
+            prompt = read_small(body, self._head.api)
+        if prompt is None:
             return self._read_elsewhere(now, body)
-        return self._after_pick(self._pick(now, body) if prompted else self._pick_bodiless(now))
-
-    def _pick_bodiless(self, now: float) -> Picked | Refused:
-        """Ask the picker for any member, since the kind of request has no prompt."""
-        return self._picker.pick_bodiless(now, self._head.subset)
-
-    def _pick(self, now: float, body: bytes) -> Picked | Refused | AnswerLater:
-        """Ask the picker for a member by the prompt."""
         self.decided = True
-        return self._picker.pick(
+        return self._after_pick(self._pick(now, prompt))
+
+    def _hold_whole(self, now: float, body: bytes) -> bool:
+        """Count the rest of a complete body as buffered; return False if the request must be refused instead."""
+        held = self._buffered.hold(now, self, len(body) - self.held_bytes)
+        self._buffered.arrived(self)
+        return held
+
+    def _pick(self, now: float, prompt: Prompt | Refused) -> Picked | Refused | AnswerLater:
+        """Ask the picker for a member by the prompt."""
+        return self._picker.pick_read(
             now,
-            body,
+            prompt,
             self._head.subset,
             self._arrived_s,
+            size_bytes=self._body.size_bytes,
             headers=self._head.kept,
             resume=self._resume,
-            api=self._head.api,
         )
 
     def _read_elsewhere(self, now: float, body: bytes) -> _Answers:
         """Have a large body read; ask the picker when its prompt is there."""
-        assert self._reader is not None, "only a stream with a reader has a body read"
+        assert self._reader is not None, "a stream without a reader reads its body itself"
 
         def done(read_s: float, prompt: Prompt | Refused) -> None:
             self._cancel_reading = None
-            outcome = self._picker.pick_read(
-                read_s,
-                prompt,
-                self._head.subset,
-                self._arrived_s,
-                size_bytes=self._body.size_bytes,
-                headers=self._head.kept,
-                resume=self._resume,
-            )
+            outcome = self._pick(read_s, prompt)
             self._picker.decided(read_s, read_s - now)
             answers = self._after_pick(outcome)
             if answers:
                 self._deliver(answers)
 
+        if not self._hold_whole(now, body):
+            return self._refuse(now, overloaded())
         large = LargeBody(body=body, api=self._head.api, bounds=self._picker.bounds)
         self._cancel_reading = self._reader.read(large, done)
         if self._cancel_reading is None:
