@@ -1,7 +1,7 @@
-"""The HTTP answers to requests that are not dispatched.
+"""The HTTP error answers to requests that the router does not send to a member.
 
 The status is 400, 404, 413, 429 or 503. The body is an OpenAI error object, so that OpenAI clients show the message.
-``stream`` hands the answers to Envoy, which sends them to the client.
+The module ``request.stream`` passes the answers to Envoy, which sends them to the client.
 """
 
 import math
@@ -12,17 +12,18 @@ import orjson
 
 from dualmap.requests import Reason, Rejection
 
-# The largest Retry-After: the most that a pool may set as queue.maxWait.
+# The largest Retry-After, equal to the largest queue.maxWait that a pool may set.
 _RETRY_AFTER_MAX_S = 600
 _TYPE_OF_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The answer to a request that is not dispatched. ``pool`` is empty if no pool was found for the request.
+    """The error answer to a request that the router does not send to a member.
 
-    ``code`` is stable, for programs and metrics; ``message`` is for people. ``retry_after_s`` is in whole seconds
-    (RFC 9110 section 10.2.3).
+    ``pool`` is empty if no pool was found for the request.
+    ``code`` is for programs and metrics, and does not change between versions; ``message`` is for people.
+    ``retry_after_s`` is in whole seconds (RFC 9110 section 10.2.3).
     """
 
     status: int
@@ -40,12 +41,12 @@ class Refused:
 
 
 def invalid_body(message: str, *, param: str | None = None) -> Refused:
-    """Return a 400: the body cannot be routed."""
+    """Return a 400: the router cannot route a request with this body."""
     return Refused(status=400, code="invalid_request", message=message, param=param)
 
 
 def encoding_unsupported(encoding: str) -> Refused:
-    """Return a 400: the body is compressed, and the router must read it."""
+    """Return a 400: the body is compressed, and the router cannot read compressed bodies."""
     shown = encoding if len(encoding) <= 40 else f"{encoding[:40]}..."
     return invalid_body(f"content-encoding {shown} is not supported: send the body uncompressed")
 
@@ -90,7 +91,7 @@ def subset_too_large(limit_bytes: int) -> Refused:
 
 
 def trailers_unsupported() -> Refused:
-    """Return a 400: in this message mode, a request with trailers cannot name one of several pools to Envoy."""
+    """Return a 400: in this message mode, the router cannot route a request with trailers to one of several pools."""
     message = "Requests with trailers cannot be routed here; send the request without trailers"
     return Refused(status=400, code="trailers_unsupported", message=message)
 
@@ -98,7 +99,7 @@ def trailers_unsupported() -> Refused:
 def no_endpoint(pool: str, *, retry_after_s: float | None = None) -> Refused:
     """Return a 503: no member of ``pool`` (of any pool if empty) is a candidate.
 
-    ``retry_after_s`` is set if a member may become one soon.
+    ``retry_after_s`` is set if a member may become a candidate soon.
     """
     message = "No ready instance can take this request"
     wait_s = None if retry_after_s is None else _retry_after_s(retry_after_s)
@@ -106,7 +107,10 @@ def no_endpoint(pool: str, *, retry_after_s: float | None = None) -> Refused:
 
 
 def refused_by_router(pool: str, refusal: Rejection) -> Refused:
-    """Return the answer to a request that ``pool`` rejects: 503 without a candidate, 429 if it may not queue longer."""
+    """Return the answer to a request that ``pool`` rejects.
+
+    The status is 503 if the pool has no candidate, and 429 if the request may not queue or may not stay queued.
+    """
     match refusal.reason:
         case Reason.NO_ENDPOINT:
             return no_endpoint(pool, retry_after_s=refusal.retry_after_s)

@@ -1,13 +1,13 @@
-"""Names that Envoy's configuration and the router must agree on: headers, metadata, tags, gRPC paths.
+"""Names that Envoy's configuration and the router share: headers, metadata, tags, gRPC paths.
 
-``envoy/`` writes them into Envoy's configuration; the stream state machine, the access log sink and the EDS server read
-and send them. The ``x-gateway-*`` and ``envoy.lb`` names come from the Gateway API Inference Extension (proposal 004,
-"Endpoint Picker Protocol"), those with ``dualmap`` are this project's.
+``envoy/config`` writes these names into Envoy's configuration. The stream's state machine, the access log sink and the
+discovery service read and send them. The ``x-gateway-*`` and ``envoy.lb`` names come from the Gateway API Inference
+Extension (proposal 004, "Endpoint Picker Protocol"). Names with ``dualmap`` are specific to this project.
 """
 
 from typing import Final
 
-# Request headers. The router removes all headers with a reserved prefix from clients' requests.
+# Names of request headers. The router removes all headers with a reserved prefix from clients' requests.
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
@@ -16,7 +16,7 @@ RESERVED_HEADER_PREFIXES: Final = ("x-gateway-destination-endpoint", "x-dualmap-
 # Response header with the receipt of the decision (an RFC 9651 dictionary).
 DECISION_HEADER: Final = "x-dualmap-decision"
 
-# Dynamic metadata: the two namespaces of the protocol and the router's own, with the keys used in each.
+# Dynamic metadata: two namespaces of the endpoint picker protocol, two namespaces of the router, and their keys.
 LB_NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 DUALMAP_NAMESPACE: Final = "dualmap"
@@ -26,7 +26,7 @@ SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 REQUEST_ID_KEY: Final = "id"
 
-# Custom tags of an access log entry. All are strings; Envoy leaves out a tag without a value.
+# Custom tags of an access log entry. All values are strings; Envoy leaves out a tag without a value.
 TAG_REQUEST_ID: Final = "id"
 TAG_TTFT_US: Final = "ttft_us"
 TAG_TOTAL_US: Final = "total_us"
@@ -36,7 +36,7 @@ TAG_PROMPT_TOKENS: Final = "prompt_tokens"
 TAG_COMPLETION_TOKENS: Final = "completion_tokens"
 TAG_CACHED_TOKENS: Final = "cached_tokens"
 
-# gRPC services that the router offers to Envoy, and the one method that Envoy calls in each.
+# The gRPC services that the router offers to Envoy, and the method that Envoy calls in each service.
 EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 EXT_PROC_METHOD: Final = "Process"
 ACCESS_LOG_SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
@@ -46,8 +46,8 @@ EDS_METHOD: Final = "StreamEndpoints"
 ADS_SERVICE: Final = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 ADS_METHOD: Final = "StreamAggregatedResources"
 
-# Resource types of discovery, the name of the one route configuration, and a key of Envoy's node metadata: the longest
-# that this Envoy lets a router queue a request.
+# Resource types of discovery, the name of the only route configuration, and a key of Envoy's node metadata. The value
+# of the key is the longest time that this Envoy lets a router queue a request.
 CLUSTER_TYPE: Final = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
 ROUTE_CONFIGURATION_TYPE: Final = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
 ROUTES: Final = "pools"
@@ -61,6 +61,6 @@ SCALER_SERVICE: Final = "externalscaler.ExternalScaler"
 def cluster_name(namespace: str, name: str) -> str:
     """Return the name of a pool's Envoy cluster, which is also its EDS resource and the value of CLUSTER_HEADER.
 
-    Only pools' clusters have a slash in their names.
+    Only the names of pools' clusters contain a slash.
     """
     return f"{namespace}/{name}"

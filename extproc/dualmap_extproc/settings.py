@@ -7,31 +7,33 @@ from typing import Final
 from dualmap.errors import DualMapError
 from dualmap_edge.logs import LogFormat
 
-# The longest replica id, which is part of request ids, metrics and keys in Redis: the length of a host name.
+# The greatest length of a replica id, which is the greatest length of a host name. Request ids, metrics and Redis keys
+# contain the replica id.
 REPLICA_ID_CHARACTERS: Final = 253
 
 
 class TracingError(DualMapError):
-    """The settings for exporting spans are wrong; the message names the fault."""
+    """The settings for the export of spans are invalid; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that one stream may use, and how long a stream waits for its client.
+    """The limits of one stream: sizes, and times without messages from the client.
 
-    ``body_bytes`` is the largest request body while no pool is served; otherwise the pools limit it (above: 413).
-    ``buffered_bytes`` limits the bytes of all bodies that the router stores (above: 503). ``headers``,
-    ``header_bytes`` and ``subset_bytes`` limit a request's headers and its list of allowed endpoints (above: 400);
-    Envoy's own limits are far lower. A session name
-    above ``session_characters`` is ignored. ``quoted_characters`` is the most of a prompt that a log line quotes.
-    ``chunk_bytes`` is the largest piece of a body sent back in FULL_DUPLEX_STREAMED; Envoy accepts up to 62 000 B.
-    ``ended_requests`` is how many ended requests are kept for usage that the access log reports later.
+    ``body_bytes`` is the largest request body while the router serves no pool; otherwise the pools limit bodies. The
+    router answers 413 to a larger body. ``buffered_bytes`` limits the bytes of all bodies that the router stores; the
+    router answers 503 above it. ``headers``, ``header_bytes`` and ``subset_bytes`` limit a request's headers and its
+    list of allowed endpoints; the router answers 400 above these limits. Envoy's own limits are far lower. The router
+    ignores a session name with more than ``session_characters``. A log line quotes at most ``quoted_characters`` of a
+    prompt. ``chunk_bytes`` is the size of the largest piece of a body sent back in FULL_DUPLEX_STREAMED; Envoy accepts
+    up to 62 000 bytes. ``ended_requests`` is the number of ended requests that the router keeps, because the access log
+    may report their usage later.
 
-    ``silence_s`` is how long a body that looks complete may lack its end before the router decides (``stream``).
-    ``pause_s`` is how long any other body may pause before the router checks whether it can continue. ``stalled_s`` is
-    by how much a pause may exceed the pools' longest queue.maxWait; the generated Envoy configuration waits 15 s more
-    than that queue.maxWait. ``alive_interval_s`` is the interval of reports that a response is still passing through
-    the router; the picker forgets a request after ten minutes without a report.
+    ``silence_s`` is the pause after which the router decides by a body that looks complete but has no end (``stream``).
+    ``pause_s`` is the pause after which the router checks whether any other body can continue. A pause may last at most
+    ``stalled_s`` longer than the longest queue.maxWait of all pools. Envoy's timeout in the generated configuration is
+    15 s longer than the longest queue.maxWait. ``alive_interval_s`` is the interval of reports that a response still
+    passes through the router. The picker removes a request after ten minutes without a report.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -51,10 +53,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """The Redis that keeps the state shared between replicas.
+    """The settings of the Redis that stores the state shared between replicas.
 
-    ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``. ``password`` overrides the one in the URL, so that the
-    command line need not show it. ``ca_file`` verifies the server's certificate (None: the system's CAs).
+    ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``. ``password`` replaces the password in the URL, so that
+    the command line need not contain a password. ``ca_file`` verifies the server's certificate (None: the system's
+    CAs).
     """
 
     url: str = field(repr=False)
@@ -64,19 +67,19 @@ class RedisSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeSettings:
-    """Serve the InferencePools of a Kubernetes API, in one namespace or in all (None)."""
+    """The setting to serve the InferencePools of a Kubernetes API: of one namespace, or of all namespaces (None)."""
 
     namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of ``dualmap router``. Port 0 is any free port; ``tls`` is off, self-signed or a folder.
+    """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need none). ``redis`` is None for a single router. ``log_prompts``
-    lets debug logs quote headers and prompts. The router sends spans to the OpenTelemetry collector at
-    ``otlp_endpoint`` (None: it makes none), and serves the ``dashboard`` on the metrics port.
+    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router. With
+    ``log_prompts``, debug logs quote headers and prompts. The router sends spans to the OpenTelemetry collector at
+    ``otlp_endpoint`` (None: no spans), and serves the ``dashboard`` on the metrics port.
     """
 
     pools: tuple[Path, ...] = ()

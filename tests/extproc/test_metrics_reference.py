@@ -28,7 +28,7 @@ class TestReference:
         return found
 
     def documented(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        of_routers, _, _ = DOCUMENT.read_text().partition("## Of the operator")
+        of_routers, _, _ = DOCUMENT.read_text().partition("## Metrics of the operator")
         rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", of_routers, re.MULTILINE)
         assert len(rows) == len({name for name, _, _ in rows})
         return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}

@@ -1,4 +1,4 @@
-"""Composition: the command line, the wiring of all parts, the adoption of pools, and ``explain``.
+"""The commands ``router``, ``explain`` and ``envoy-config``, the start of the router, and the use of new pool versions.
 
-May import every other room. No other room imports this one.
+This package may import every other package of the router. No other package imports this package.
 """

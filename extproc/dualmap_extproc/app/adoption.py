@@ -1,8 +1,10 @@
-"""Applies a new version of the pools to metrics, autoscaling demand and discovery, and then to the picker.
+"""Applies each new version of the pools to metrics, autoscaling demand and discovery, and then to the picker.
 
-Envoys get it first. Usually the picker follows at once: a pick that reaches Envoy a millisecond before its endpoint is
-served by another member. Where requests are queued and Envoy knows no member of the new version, there is no other
-member: then the picker follows once Envoys have applied the version.
+Envoy gets the new version first. Usually the picker gets the new version immediately after Envoy. If a pick names an
+endpoint that Envoy does not have yet, Envoy sends the request to another member.
+
+In one case there is no other member: the pool has queued requests, and Envoy has no member of the new version. In this
+case, the picker gets the new version after a delay, in which Envoy applies the version.
 """
 
 import asyncio
@@ -15,13 +17,13 @@ from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.telemetry.metrics import Metrics
 
-# Every worker of an idle Envoy applies a push within 2 ms; a busy Envoy takes longer. Requests that waited for a member
-# to start do not notice the delay.
+# Every worker of an idle Envoy applies a push within 2 ms; a busy Envoy takes longer. The delay is negligible for
+# requests that waited for a member to start.
 NOTICE_S: Final = 0.25
 
 
 class Adoption:
-    """Applies every version of the pools."""
+    """The component that applies every version of the pools, first to Envoy and then to the picker."""
 
     def __init__(self, metrics: Metrics, demand: Demand, discovery: Discovery, picker: Picker) -> None:
         self._metrics = metrics
@@ -32,7 +34,7 @@ class Adoption:
         self._due: asyncio.TimerHandle | None = None
 
     def adopt(self, pools: Sequence[Pool]) -> None:
-        """Serve these pools from now on."""
+        """Apply a new version of the pools."""
         self._pools = pools
         self._metrics.set_pools(pools)
         self._demand.set_pools(pools)
@@ -43,7 +45,7 @@ class Adoption:
             self._due = asyncio.get_running_loop().call_later(NOTICE_S, self._set_picker_pools)
 
     def _must_wait(self) -> bool:
-        """Return whether queued requests would be sent to an endpoint that Envoy does not know yet."""
+        """Return whether the router would send queued requests to an endpoint that Envoy does not have yet."""
         waiting = {
             status.pool: {endpoint.endpoint for endpoint in status.endpoints}
             for status in self._picker.statuses()

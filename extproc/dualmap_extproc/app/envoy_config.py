@@ -101,7 +101,7 @@ def envoy_config(
     Give all --tls-... paths as Envoy sees them. Envoy reloads files that are moved into their folders (a rename, a
     mounted Kubernetes Secret), not files that are written in place.
     """
-    # Imported here because Envoy's types and YAML take a second to import, and --help needs neither.
+    # These imports are here because Envoy's types and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
     from dualmap_extproc.envoy.config.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files
@@ -130,7 +130,10 @@ def envoy_config(
 
 
 def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
-    """Return how pools are discovered, None if files name them. Raises UsageError for both or neither."""
+    """Return how Envoy discovers pools, or None if pool files list the pools.
+
+    Raises UsageError unless the command has either pool files or ``--discover``.
+    """
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --discover")
@@ -144,7 +147,7 @@ def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static
 
 
 def _addresses(text: str, *, field: str) -> tuple[Address, ...]:
-    """Read a comma-separated list, each address once; raises EnvoySettingsError."""
+    """Return the addresses of a comma-separated list without duplicates. Raises EnvoySettingsError."""
     addresses = [Address.to_connect(part, field=field) for part in text.split(",")]
     return tuple(dict.fromkeys(addresses))
 

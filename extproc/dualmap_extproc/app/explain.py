@@ -1,6 +1,6 @@
 """``dualmap explain`` and ``dualmap policies``: print the decision for a request, and the list of policies.
 
-``explanation`` makes the decision.
+The module ``explanation`` makes the decision.
 """
 
 import json
@@ -72,7 +72,7 @@ def explain(
         echo '{"model": "qwen", "prompt": "Once upon a time"}' | dualmap explain --pool pool.yaml --request -
     """
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
-    # Imported here because gRPC and YAML take a second to import, and --help needs neither.
+    # These imports are here because gRPC and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.app.explanation import decide, in_words
     from dualmap_extproc.errors import Refused
     from dualmap_extproc.pools.file import load_pool_files

@@ -1,7 +1,7 @@
-"""Makes the decision of a router that has just started, for the command ``explain``.
+"""Makes the decision of a newly started router, for the command ``dualmap explain``.
 
-The explanation uses the router's own Picker, without earlier requests. With Redis, the Picker first gets the other
-routers' state.
+The decision comes from the router's own class ``Picker``, without earlier requests. With Redis, the picker first reads
+the state that the other routers share.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from dualmap_extproc.store.contract import Failure, Question, StoreError
 from dualmap_extproc.store.exchange import AnswerDelivery, history_s
 from dualmap_extproc.store.target import target_of
 
-# Any time that is later than the ages of the other routers' updates.
+# The current time for the picker. The value is arbitrary, but larger than the age of any update from another router.
 _NOW_S: Final = 86_400.0
 _NAME: Final = "explain"
 READ_S: Final = 2.0
-"""The longest wait for Redis."""
+"""The timeout for an answer of Redis."""
 
 
 def decide(
@@ -35,10 +35,10 @@ def decide(
     headers: Mapping[str, str],
     redis: RedisSettings | None = None,
 ) -> Receipt | Refused:
-    """Return the receipt that a router that has just started would give to a request, or its error answer.
+    """Return the receipt that a newly started router would give for a request, or its error answer.
 
-    ``headers`` have lower-case names. With ``redis`` the router first reads the other routers' state. Raises
-    StoreError if it cannot.
+    The names in ``headers`` are lower-case. With ``redis``, the router first reads the state that the other routers
+    share. Raises StoreError if Redis does not answer.
     """
     outcome = _pick(_picker(pools), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
@@ -54,7 +54,7 @@ def decide(
 def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
     picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
-    # Without a queue: the result is the chosen member, even if it is busy now.
+    # The picker must not queue the request, so that the result is the chosen member, even if the member is saturated.
     picker.stop_queueing(_NOW_S)
     return picker
 
@@ -62,20 +62,20 @@ def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
 def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
     named = {name: value for name, value in headers.items() if name in picker.kept_headers}
     outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None, api=guess_api_of(body))
-    # Only a request to a pool without members waits here.
+    # Only a request to a pool without members gets AnswerLater here.
     return no_endpoint("") if isinstance(outcome, AnswerLater) else outcome
 
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the sessions, by pool, whose bindings a router would look up for this request."""
+    """Return the sessions with bindings that a router would read for this request, by pool."""
     picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
     return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
 
 async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Give the picker the state that a starting router reads. Raises StoreError."""
-    from dualmap_extproc.store.redis import RedisStore  # Here: it takes 0.4 s, which is not always needed.
+    """Read the state that a starting router reads, and pass it to the picker. Raises StoreError."""
+    from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
     store = RedisStore(target_of(redis))
     deliveries = {pool.id: AnswerDelivery(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
@@ -97,7 +97,7 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
 
 
 def in_words(receipt: Receipt) -> str:
-    """Return a receipt as text for people."""
+    """Return the text of a receipt for people."""
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",

@@ -1,4 +1,4 @@
-"""The command ``dualmap router``: parses the settings; ``wiring`` runs the router."""
+"""The command ``dualmap router``: parses the settings, then runs the router by ``wiring.run``."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
 class _ReplicaId(click.ParamType[str]):
-    """The name of a router: printable ASCII without spaces, at most as long as a host name."""
+    """The parameter type of a router's name: printable ASCII without spaces, at most as long as a host name."""
 
     name = "name"
 
@@ -33,7 +33,7 @@ class _ReplicaId(click.ParamType[str]):
 
 
 class _Namespace(click.ParamType[str]):
-    """The name of a Kubernetes namespace."""
+    """The parameter type of a Kubernetes namespace's name."""
 
     name = "namespace"
 
@@ -45,7 +45,7 @@ class _Namespace(click.ParamType[str]):
 
 
 class _OtlpEndpoint(click.ParamType[str]):
-    """The URL of an OpenTelemetry collector that accepts OTLP over gRPC."""
+    """The parameter type of the URL of an OpenTelemetry collector that accepts OTLP over gRPC."""
 
     name = "url"
 
@@ -74,7 +74,10 @@ def _installed(*modules: str) -> bool:
 def _kube_settings(
     pools: tuple[Path, ...], *, kube: bool, namespace: str | None, all_namespaces: bool
 ) -> KubeSettings | None:
-    """Return where to watch pools, None if they come from files. Raises UsageError for both or neither."""
+    """Return the Kubernetes settings, or None if pools come from files.
+
+    Raises UsageError unless the command has either pool files or ``--kube``.
+    """
     if bool(pools) == kube:
         wrong = "--pool and --kube exclude each other" if kube else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
@@ -168,10 +171,11 @@ def router(
 
     After SIGTERM the router reports unready, serves open requests, and exits with status 0.
     """
-    # Set before gRPC is loaded. gRPC would bypass the router's logs and write a line for every connection that TLS
-    # rejects, and a client may retry for ever. gRPC has no other setting for this.
+    # This variable must be set before gRPC is imported. By default, gRPC writes a line to standard error for every
+    # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting
+    # for this output.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
-    from dualmap_extproc.app.wiring import run  # Here: importing gRPC and aiohttp takes a second; --help needs neither.
+    from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
 
     watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})

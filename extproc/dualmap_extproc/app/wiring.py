@@ -1,7 +1,7 @@
-"""The composition root of ``dualmap router``: makes and connects all parts.
+"""The composition root of ``dualmap router``: creates and connects all components.
 
-``main`` parses the settings, then imports this module and calls ``run``: these imports take more than a second, which
-``--help`` must not take.
+``main`` imports this module after it has parsed the settings, and then calls ``run``. The imports of this module take
+more than a second, and ``--help`` must be faster.
 """
 
 import asyncio
@@ -47,7 +47,10 @@ from dualmap_extproc.transport.tls import TlsError, server_credentials
 
 
 def run(settings: Settings) -> int:
-    """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for invalid settings or pools."""
+    """Run the router until a signal stops it; return the exit status.
+
+    The status is 0 after a signal, 1 for a port that cannot be bound, and 2 for invalid settings or pools.
+    """
     try:
         asyncio.run(serve(settings))
     except (KubeConfigError, PoolFileError, TlsError, TracingError) as error:
@@ -62,7 +65,7 @@ def run(settings: Settings) -> int:
 async def serve(settings: Settings) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it.
 
-    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError where it cannot start.
+    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError if the router cannot start.
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
@@ -72,7 +75,8 @@ async def serve(settings: Settings) -> None:
     for subscriber in (metrics, demand, histories):
         if subscriber is not None:
             subscriber.subscribe(observations)
-    # Access logs bring back request ids, also those of other replicas and of earlier processes.
+    # Access log entries contain request ids of all replicas and of earlier processes. The random suffix makes the ids
+    # of this process unique.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     trace_headers, close_tracing = _tracing(settings, observations)
     picker = Picker(
@@ -131,7 +135,8 @@ async def serve(settings: Settings) -> None:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
         await servers.drain(settings.drain_timeout_s)
-        # Only `stop` may end: a failed watcher ends the router, and its supervisor restarts it.
+        # Only the task of `stop` may end without an error. The error of another task ends the router, and its
+        # supervisor restarts it.
         for task in done:
             task.result()
     finally:
@@ -147,14 +152,14 @@ async def serve(settings: Settings) -> None:
 
 
 def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], Callable[[], None]]:
-    """Have spans made where they are exported; return the headers they need, and a function that exports the last."""
+    """Set up tracing if it is enabled; return the headers that spans need and a function that exports pending spans."""
     if settings.otlp_endpoint is None:
         return frozenset(), lambda: None
-    # Imported here because OpenTelemetry is an extra and takes time to import.
+    # The import is here because OpenTelemetry is an optional dependency and takes time to import.
     try:
         from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
-        # OpenTelemetry reads some of its settings as it is imported.
+        # OpenTelemetry reads some of its settings during its import.
         raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
@@ -164,9 +169,9 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PoolSource:
-    """A source of pools: ``run`` adopts them as they change, ``known`` waits until the first ones are adopted.
+    """A source of pools. ``run`` adopts every change; ``known`` waits until the first pools are adopted.
 
-    ``ages_s`` returns the time since the last answer about each resource that it watches.
+    ``ages_s`` returns, for each resource that the source watches, the time since the last answer of its server.
     """
 
     run: Callable[[], Coroutine[Any, Any, None]]
@@ -176,7 +181,7 @@ class _PoolSource:
 
 
 async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _PoolSource:
-    """Return the source of pools; pools of files are adopted at once. Raises PoolFileError and KubeConfigError."""
+    """Return the source of pools; adopt pools of files immediately. Raises PoolFileError and KubeConfigError."""
     if settings.kube is not None:
         client = await KubeClient.connect()
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
@@ -196,13 +201,13 @@ async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption)
 
 
 async def _at_once() -> None:
-    """Return at once: pools of files are read before any port is bound, and need no closing."""
+    """Do nothing: pools of files are already read when this function runs, and need no closing."""
 
 
 async def _first_ended(
     tasks: Sequence[asyncio.Task[Any]], *, before: Coroutine[Any, Any, object]
 ) -> set[asyncio.Task[Any]]:
-    """Return the tasks that ended before ``before`` did; none when ``before`` ended first."""
+    """Return the tasks that end before the coroutine ``before`` ends, or an empty set if ``before`` ends first."""
     awaited = asyncio.create_task(before)
     try:
         done, _ = await asyncio.wait([awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -222,7 +227,7 @@ def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 def _dashboard(
     router: str, picker: Picker, pool_demand: PoolDemand, histories: Histories, reach: Callable[[], Reach]
 ) -> Dashboard:
-    """Return the dashboard."""
+    """Return the router's dashboard."""
     inputs = SnapshotInputs(
         router=router,
         version=version("dualmap"),
@@ -237,13 +242,13 @@ def _dashboard(
 
 
 def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:
-    """Return a function that returns how recently the store and the pools' source answered."""
+    """Return a function that returns the time since the last answers of the store and of the pools' source."""
     return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
 
 
 def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
-    """Return the exchange of replication updates with the other routers; ``peer`` is this router's name among them."""
-    from dualmap_extproc.store.redis import RedisStore  # Here: it takes 0.4 s, which a single router does not need.
+    """Return the exchange of replication updates with the other routers; they identify this router by ``peer``."""
+    from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
     target = target_of(redis)
     clock = asyncio.get_running_loop().time
@@ -254,7 +259,7 @@ def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, met
 
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
-    """Bind every port; return the line that names them. Raises AddressError and TlsError."""
+    """Bind every port; return the line that lists the addresses. Raises AddressError and TlsError."""
     wanted = {
         "--grpc-port": settings.grpc_port,
         "--health-port": settings.health_port,

@@ -1,7 +1,7 @@
-"""The demand that the traffic through this router makes on each pool, counted from observations.
+"""The demand of this router's traffic on each pool, counted from observations.
 
-``dualmap.scaling.scaling`` has the rule. A scrape reads the signals, and ``pool_demand`` adds up all routers. All of it
-belongs to the event loop.
+``dualmap.scaling.scaling`` computes the signals from the counts. A scrape of the metrics reads the signals, and
+``pool_demand`` sums the demand of all routers. All calls must come from the event loop's thread.
 """
 
 import time
@@ -14,12 +14,13 @@ from dualmap.scaling.reports import NO_SHARE, Share, share_of
 from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
 from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
-# Codes of rejected requests that a further member would have served. Malformed requests are not among them.
+# Error codes of requests that the router would not have rejected with one more member. Malformed requests have other
+# codes.
 _FOR_WANT_OF_MEMBERS: Final = frozenset(reason.value for reason in Reason)
 
 
 class Demand:
-    """The demand on all pools by ``namespace/name``; ``clock`` gives the monotonic seconds of a scrape."""
+    """The demand on all pools, by ``namespace/name``. ``clock`` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,22 +29,22 @@ class Demand:
         self._other_routers: Callable[[str], Sequence[OtherRouter] | None] = _no_other_router
 
     def subscribe(self, observations: FanOut) -> None:
-        """Count these observations."""
+        """Subscribe to the observations that count as demand."""
         observations.subscribe(Routed, self._routed)
         observations.subscribe(Enqueued, self._queued)
         observations.subscribe(Rejected, self._rejected)
         observations.subscribe(FirstTokenSeen, self._first_token)
 
     def on_arrival(self, arrived: Callable[[str], None]) -> None:
-        """Have ``arrived`` called with the pool of every request that needs a member; it must not block."""
+        """Set the function that gets the pool of every request that needs a member. The function must not block."""
         self._arrived = arrived
 
     def on_other_routers(self, others: Callable[[str], Sequence[OtherRouter] | None]) -> None:
-        """Have ``others`` called for the other routers' reports of a pool, as ``Scaling.signals`` takes them."""
+        """Set the function that returns the other routers' reports about a pool, in the form of ``Scaling.signals``."""
         self._other_routers = others
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
-        """Count the demand of exactly these pools."""
+        """Count the demand on these pools, and discard the counts of all other pools."""
         given = {pool.id: pool for pool in pools}
         for gone in self._pools.keys() - given.keys():
             del self._pools[gone]
@@ -54,7 +55,7 @@ class Demand:
                 self._pools[name] = Scaling(pool)
 
     def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
-        """Return the signals for autoscalers of each pool, by statuses of this moment."""
+        """Return each pool's signals for autoscalers; ``statuses`` must be current."""
         now = self._clock()
         return {
             status.pool: self._pools[status.pool].signals(now, status, others=self._other_routers(status.pool))
@@ -63,7 +64,10 @@ class Demand:
         }
 
     def share(self, status: PoolSnapshot) -> Share:
-        """Return this router's share of a pool's demand, by a status of this moment; none of a removed pool."""
+        """Return this router's share of the demand on a pool.
+
+        The share of a removed pool is empty. ``status`` must be current.
+        """
         scaling = self._pools.get(status.pool)
         if scaling is None:
             return NO_SHARE
@@ -77,14 +81,14 @@ class Demand:
             self._arrived(routed.pool)
 
     def _queued(self, queued: Enqueued) -> None:
-        """Count a queued request regardless of its outcome: even an abandoned one needed a member."""
+        """Count a queued request regardless of its outcome: even an abandoned request needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:
             scaling.window.enqueue(queued.now)
             self._arrived(queued.pool)
 
     def _rejected(self, rejected: Rejected) -> None:
-        """Count a rejected request that a further member would have served."""
+        """Count a rejected request that one more member would have served."""
         scaling = self._pools.get(rejected.pool)
         if scaling is not None and rejected.refused.code in _FOR_WANT_OF_MEMBERS:
             scaling.window.reject(rejected.now)
@@ -97,9 +101,9 @@ class Demand:
 
 
 def _ignore_arrival(_pool: str) -> None:
-    """Do nothing: nothing subscribed to arrivals."""
+    """Do nothing, because there is no subscriber to arrivals."""
 
 
 def _no_other_router(_pool: str) -> Sequence[OtherRouter]:
-    """Return no reports: there is no other router."""
+    """Return no reports, for a router without other replicas."""
     return ()

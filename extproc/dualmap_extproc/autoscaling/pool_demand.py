@@ -1,8 +1,10 @@
 """The demand on each pool, summed over all routers: this router's share and the other routers' reports.
 
-``store.exchange`` carries the reports between the routers, ``scaler`` serves the sums to KEDA. A single router answers
-for itself. A router with a store that it could not reach lately answers DemandUnknown: a sum without another router's
-share would scale down a busy pool. All of it belongs to the event loop.
+``store.exchange`` transfers the reports between the routers, and ``scaler`` serves the sums to KEDA. Without a store,
+the sum is this router's own share. If a router has not reached its store recently, ``total`` raises DemandUnknown. A
+sum without the other routers' shares would scale down a busy pool.
+
+All calls must come from the event loop's thread.
 """
 
 import time
@@ -17,20 +19,20 @@ from dualmap.scaling.scaling import OtherRouter
 from dualmap_extproc.autoscaling.demand import Demand
 
 REPORT_INTERVAL_S: Final = 1.0
-"""A router reports its share this often, and at once when its traffic begins."""
+"""The interval of a router's reports. When a pool's traffic begins, the router reports immediately."""
 
 Statuses = Callable[[Collection[str] | None], tuple[PoolSnapshot, ...]]
 
 
 class DemandUnknown(Exception):
-    """The sum over all routers is not known at the moment; the message gives the reason."""
+    """The sum over all routers is currently unknown; the message gives the reason."""
 
 
 class PoolDemand:
     """The demand of all pools by ``namespace/name``.
 
-    ``statuses`` returns those of the named pools (``Picker.statuses``). ``replicated``: the routers exchange reports.
-    ``clock`` gives monotonic seconds.
+    ``statuses`` returns the statuses of the named pools (``Picker.statuses``). ``replicated`` is true if routers
+    exchange reports. ``clock`` returns monotonic seconds.
     """
 
     def __init__(
@@ -43,14 +45,14 @@ class PoolDemand:
         self._peers: dict[str, PeerShares] = {}
         self._reported_s: dict[str, float] = {}
         self._exchanged_s: float | None = None
-        # Pools with traffic: an arrival changes only the others.
+        # The pools with traffic. An arrival calls ``_on_change`` only for a pool that is not in this set.
         self._awake: set[str] = set()
         self._on_change: Callable[[str], None] = _ignore_change
         demand.on_arrival(self._arrived)
         demand.on_other_routers(self._other_routers)
 
     def on_change(self, changed: Callable[[str], None]) -> None:
-        """Have ``changed`` called with a pool when its first request arrives, here or at another router."""
+        """Set the function that gets a pool when its first request arrives at this or another router."""
         self._on_change = changed
 
     def knows(self, pool: str) -> bool:
@@ -58,13 +60,19 @@ class PoolDemand:
         return bool(self._statuses((pool,)))
 
     def total(self, pool: str) -> Share:
-        """Return the sum over all routers for a pool that is served here. Raises DemandUnknown."""
+        """Return a pool's demand, summed over all routers. Raises DemandUnknown.
+
+        This router must serve the pool.
+        """
         now = self._clock()
         self._must_know(now, pool)
         return self._peers_of(pool).total(now, self._own(pool))
 
     def active(self, pool: str) -> bool:
-        """Whether a pool that is served here has traffic, at whichever router. Raises DemandUnknown."""
+        """Return whether a pool has traffic at any router. Raises DemandUnknown.
+
+        This router must serve the pool.
+        """
         now, own = self._clock(), self._own(pool)
         if own.active:
             return True
@@ -72,7 +80,7 @@ class PoolDemand:
         return self._peers_of(pool).total(now, own).active
 
     def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
-        """Return the reports that are due of these pools, which are all pools served here."""
+        """Return the reports that are due. ``pools`` must contain all pools that this router serves."""
         now = self._clock()
         for gone in (self._peers.keys() | self._reported_s.keys() | self._awake) - set(pools):
             self._peers.pop(gone, None)
@@ -85,7 +93,7 @@ class PoolDemand:
         """Record that these reports are in the store."""
         now = self._clock()
         for pool, report in reports.items():
-            # Unless traffic began meanwhile, which must be reported at once.
+            # If traffic began after this report was made, the next report must follow immediately.
             if report.own.active or pool not in self._awake:
                 self._reported_s[pool] = now
 
@@ -94,11 +102,11 @@ class PoolDemand:
         self._exchanged_s = self._clock()
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
-        """Record that another router was alive ``age_s`` ago."""
+        """Record that another router was running ``age_s`` seconds ago."""
         self._peers_of(pool).note_alive(self._clock() - age_s, peer)
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
-        """Apply another router's report, ``age_s`` old."""
+        """Apply another router's report, which is ``age_s`` seconds old."""
         self._peers_of(pool).add_report(self._clock() - age_s, peer, report)
         if report.own.active:
             self._on_change(pool)
@@ -106,12 +114,12 @@ class PoolDemand:
     def _report(self, now: float, pool: str) -> Report:
         own, peers = self._own(pool), self._peers_of(pool)
         if self._has_exchanged(now):
-            # While the store is unreachable, other routers are silent but may be alive.
+            # While the store is unreachable, running routers cannot report either.
             peers.expire(now)
         return Report(own=own, pool=peers.live(now, own))
 
     def _other_routers(self, pool: str) -> Sequence[OtherRouter] | None:
-        """Return the other routers' reports; None before the first exchange, when they are not known."""
+        """Return the other routers' reports, or None before the first exchange with the store."""
         if self._replicated and self._exchanged_s is None:
             return None
         peers = self._peers.get(pool)
@@ -150,4 +158,4 @@ class PoolDemand:
 
 
 def _ignore_change(_pool: str) -> None:
-    """Do nothing: nothing subscribed to changes."""
+    """Do nothing, because there is no subscriber to changes."""

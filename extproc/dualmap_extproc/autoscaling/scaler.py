@@ -1,7 +1,8 @@
-"""KEDA's external-push scaler: serves whether a pool is active and how many replicas its traffic needs.
+"""KEDA's external-push scaler: reports to KEDA whether a pool is active and how many replicas its traffic needs.
 
 The scaler implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes
-the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata, ``Scaler`` serves, ``pool_demand`` has the numbers.
+the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata. ``Scaler`` is the gRPC service. ``pool_demand``
+provides the numbers.
 """
 
 import asyncio
@@ -20,14 +21,15 @@ from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
 from dualmap_extproc.names import SCALER_SERVICE
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 
-# A stream checks this often whether its pool became idle. Traffic is noticed at once.
+# The interval in which a stream checks whether its pool became idle. A stream detects new traffic immediately.
 _LOOK_S: Final = 1.0
-# KEDA drops a message that it cannot act on and polls only every half minute: an active pool is reported again.
+# The interval in which a stream repeats that its pool is active. KEDA drops a message that it cannot act on, and polls
+# only every 30 s.
 _REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"
 _NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
-# KEDA also sends it as a whole number.
+# The limits of a target. KEDA also uses the target as a whole number.
 _TARGET_MIN: Final = 0.001
 _TARGET_MAX: Final = 1e12
 _VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
@@ -42,14 +44,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class MetadataError(Exception):
-    """A ScaledObject's metadata is invalid; the message names the field, its value and what is accepted."""
+    """A ScaledObject's metadata is invalid; the message names the field, its value and the accepted values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
     """A ScaledObject's trigger: a ``metric`` of a pool (``namespace/name``).
 
-    ``target`` is the metric's value for one replica, None where it is not given.
+    ``target`` is the metric's value for one replica, or None if the metadata has none.
     """
 
     pool: str
@@ -62,7 +64,10 @@ class Trigger:
 
 
 def read_trigger(reference: wire.ScaledObjectRef) -> Trigger:
-    """Return a ScaledObject's trigger; the pool is in its namespace unless named otherwise. Raises MetadataError."""
+    """Return a ScaledObject's trigger. Raises MetadataError.
+
+    Without a namespace in the metadata, the pool is in the ScaledObject's namespace.
+    """
     metadata = reference.scaler_metadata
     metric = metadata.get("metric", _DEFAULT_METRIC)
     if metric not in _VALUES:
@@ -99,9 +104,9 @@ def _refused(field: str, given: str, accepted: str) -> MetadataError:
 
 
 class Scaler:
-    """The ExternalScaler service; ``demand`` has the numbers and wakes streams when a pool's traffic begins.
+    """The ExternalScaler service. ``demand`` provides the numbers and wakes streams when a pool's traffic begins.
 
-    A stream repeats every ``repeat_s`` seconds that its pool is active.
+    While a pool is active, its streams repeat the message every ``repeat_s`` seconds.
     """
 
     def __init__(self, demand: PoolDemand, *, repeat_s: float = _REPEAT_S) -> None:
@@ -112,7 +117,7 @@ class Scaler:
         demand.on_change(self._wake)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """Return the service as grpc.aio registers it."""
+        """Return the service's handler, for registration in grpc.aio."""
         reference, request = wire.ScaledObjectRef.FromString, wire.GetMetricsRequest.FromString
         methods = {
             "IsActive": grpc.unary_unary_rpc_method_handler(
@@ -136,7 +141,7 @@ class Scaler:
         return sum(len(streams) for streams in self._watching.values())
 
     def end_streams(self) -> None:
-        """End open streams, and new ones after their first message: KEDA reconnects, to a router that stays."""
+        """End open streams, and new streams after their first message. KEDA then reconnects to another router."""
         self._ended = True
         for pool in tuple(self._watching):
             self._wake(pool)
@@ -151,10 +156,10 @@ class Scaler:
     async def _stream_is_active(
         self, reference: wire.ScaledObjectRef, context: _Context
     ) -> AsyncIterator[wire.IsActiveResponse]:
-        """Send at once whether the pool is active, again when that changes, and repeatedly while it is active.
+        """Send whether the pool is active: immediately, after each change, and repeatedly while the pool is active.
 
-        While the demand is unknown, the last answer holds. Before the first answer nothing is sent: KEDA before 2.20
-        scales to zero on "inactive".
+        While the demand is unknown, the last answer stays valid. Without an earlier answer, the stream sends no
+        message, because KEDA before 2.20 scales to zero on "inactive".
         """
         trigger = await self._trigger(reference, context)
         said: bool | None = None
@@ -189,7 +194,7 @@ class Scaler:
         return wire.GetMetricSpecResponse(metric_specs=[spec])
 
     async def _get_metrics(self, request: wire.GetMetricsRequest, context: _Context) -> wire.GetMetricsResponse:
-        """Answer UNAVAILABLE where the sum is not known: without the metric the HPA keeps the replicas."""
+        """Answer UNAVAILABLE if the sum is unknown: without the metric, the HPA keeps the number of replicas."""
         trigger = await self._trigger(request.scaled_object_ref, context)
         try:
             value = trigger.value(self._demand.total(trigger.pool))
@@ -199,7 +204,7 @@ class Scaler:
         return wire.GetMetricsResponse(metric_values=[metric])
 
     async def _trigger(self, reference: wire.ScaledObjectRef, context: _Context) -> Trigger:
-        """Return a call's trigger, or end the call: INVALID_ARGUMENT, or NOT_FOUND for a pool that is not served."""
+        """Return a call's trigger, or end the call with INVALID_ARGUMENT or NOT_FOUND (a pool that is not served)."""
         try:
             trigger = read_trigger(reference)
         except MetadataError as error:
@@ -220,7 +225,7 @@ class Scaler:
                 del self._watching[pool]
 
     def _wake(self, pool: str) -> None:
-        """Have the streams of a pool check it again."""
+        """Wake the streams of a pool, so that they check its state."""
         for changed in self._watching.get(pool, ()):
             changed.set()
 

@@ -1,4 +1,5 @@
-"""What the router serves to Envoy beside ext_proc: generated configuration, discovery, and the access log.
+"""The router's interfaces to Envoy beside ext_proc: generated configuration, discovery, and the access log.
 
-May import the rooms below ``request``, and ``request`` in ``access_log`` only; gRPC in the servicers only.
+This package may import the packages below ``request``. Only ``access_log`` may import ``request``, and only the gRPC
+services may import gRPC.
 """

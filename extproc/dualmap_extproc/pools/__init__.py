@@ -1,4 +1,4 @@
-"""Sources of pools: files that are watched, or InferencePool objects and pods of the Kubernetes API.
+"""Sources of pools: watched files, or InferencePool objects and pods of the Kubernetes API.
 
-May import ``dualmap_edge`` and YAML; of the router only the rooms below ``request``.
+This package may import ``dualmap_edge``, YAML, and the router's packages below ``request``.
 """

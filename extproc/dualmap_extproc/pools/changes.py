@@ -1,4 +1,4 @@
-"""Logs what a reload of the pools changed. Every source of pools uses ``log_changes``."""
+"""Logs the changes of a reload of the pools. Every source of pools uses ``log_changes``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -7,16 +7,17 @@ from typing import Final
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 
-# A log line names this many members and counts the rest: a pool may have tens of thousands.
+# The most member ids in a log line. The log line counts the other members. A pool may have tens of thousands of
+# members.
 _IDS_SHOWN: Final = 20
 _ENVOY_HINT: Final = "run envoy-config again for Envoys that it configured with --pool"
-# Fields of a pool that are logged apart from its settings.
+# The fields of a pool that the log line shows separately from the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
 _log = get_logger(__name__)
 
 
 def log_changes(before: Sequence[Pool], after: Sequence[Pool]) -> None:
-    """Log each pool that was added, removed or changed; log a warning where a person has to act."""
+    """Log each pool that was added, removed or changed; log a warning if a person has to act."""
     old, new = ({pool.id: pool for pool in pools} for pools in (before, after))
     for pool_id, pool in new.items():
         if pool_id not in old:
@@ -45,7 +46,7 @@ def _log_change(old: Pool, new: Pool) -> None:
     )
     wait_s = new.routing.queue.max_wait_s
     if wait_s > old.routing.queue.max_wait_s:
-        # Envoy's timeout for the router's answer derives from maxWait. Envoy forwards a request that waits longer
+        # Envoy's timeout for the router's answer derives from maxWait. After this timeout, Envoy forwards the request
         # without a routing decision.
         _log.warning(f"Increased routing.queue.maxWait; {_ENVOY_HINT}", pool=new.id, max_wait_s=wait_s)
     # A pool without a version has version 0.
@@ -59,7 +60,7 @@ def _log_change(old: Pool, new: Pool) -> None:
 
 
 def clipped(ids: Iterable[str]) -> list[str]:
-    """Return member ids for a log line: the first ones, and the number of further ones."""
+    """Return member ids for a log line: the first ids, and the number of the other ids."""
     listed = list(ids)
     more = len(listed) - _IDS_SHOWN
     return [*listed[:_IDS_SHOWN], f"and {more} more"] if more > 0 else listed

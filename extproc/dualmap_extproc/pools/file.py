@@ -1,8 +1,8 @@
 """Reads pool files at the start and watches them: InferencePool objects in YAML, for a router without Kubernetes.
 
 A file may hold one object, several documents, or the ``List`` that ``kubectl get dmpool -o yaml`` prints. This module
-opens and parses files within limits; ``dualmap.objects.pool_reader`` interprets the objects. The watcher polls the
-content, which detects renames, writes in place, swapped ConfigMap links and changes on network file systems.
+opens files and parses them within limits. ``dualmap.objects.pool_reader`` reads the objects. The watcher polls the
+content of files. Polling detects renames, writes in place, swapped ConfigMap links and changes on network file systems.
 """
 
 import asyncio
@@ -22,15 +22,18 @@ from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 
-# A member takes about 100 bytes: room for tens of thousands of members, or for hundreds of pools with pod templates.
+# The largest size of a pool file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or
+# hundreds of pools with pod templates.
 MAX_BYTES: Final = 4 * 1024 * 1024
-# A pod template has about 15 levels. libyaml recurses in C and crashes the process at about 10 000 levels.
+# The deepest nesting in a file. A pod template has about 15 levels. libyaml recurses in C and crashes the process at
+# about 10 000 levels.
 MAX_DEPTH: Final = 64
-# Counts each alias as the values it stands for: a few nested aliases can stand for billions.
+# The largest number of values in a file. Each alias counts as all values that it expands to, because a few nested
+# aliases can expand to billions of values.
 MAX_NODES: Final = 500_000
 
-# The interval between two polls, and the shorter one after a poll that found a change. A change is applied when two
-# polls in a row read the same bytes, so that a half-written file is not applied.
+# The interval between two polls, and the shorter interval after a poll that found a change. The watcher applies a
+# change when two successive polls read the same bytes. The watcher therefore does not apply a half-written file.
 POLL_S: Final = 0.5
 SETTLE_S: Final = 0.2
 
@@ -40,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class PoolFileError(PoolError):
-    """A pool file is invalid. ``file`` is its path as given; the other fields are PoolError's."""
+    """A pool file is invalid. ``file`` is the path from the command line; the other fields are those of PoolError."""
 
     def __init__(self, file: Path, field: str, value: object, accepted: str) -> None:
         self.file = file
@@ -51,7 +54,7 @@ class PoolFileError(PoolError):
 
 
 class UnreadablePoolFileError(PoolFileError):
-    """A pool file is missing, too large, or not YAML. ``value`` describes the fault, which is in no single field."""
+    """A pool file is missing, too large, or not YAML. ``value`` describes the fault, which is in no field."""
 
     def __str__(self) -> str:
         where = "" if self.field in ("file", "document") else f"{self.field}: "
@@ -69,7 +72,7 @@ def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
 class _WatchedFile:
     """One file: the digest last read, the digest last applied, and the last valid pools.
 
-    ``refused`` is True if the content last applied was invalid.
+    ``refused`` is true if the last content was invalid.
     """
 
     path: Path
@@ -81,7 +84,7 @@ class _WatchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The result of one poll: new pools to serve, errors to report, and whether a file is still changing."""
+    """The result of one poll: new pools to serve, errors to report, and whether a file changed since the last poll."""
 
     pools: tuple[Pool, ...] | None
     refusals: tuple[PoolFileError, ...]
@@ -89,10 +92,10 @@ class _Look:
 
 
 class PoolFileWatcher:
-    """Keeps the pools of some files up to date: call ``load`` once, then ``run``, which ends only when cancelled.
+    """The watcher of pool files: call ``load`` once, and then ``run``, which ends only when cancelled.
 
-    An invalid or missing file keeps its last valid pools, and changes of other files still apply. While two files
-    claim the same pool name or model, no change of any file applies.
+    If a file becomes invalid or missing, the watcher keeps the file's last valid pools, and still applies changes of
+    other files. While two files define the same pool name or model, the watcher applies no changes.
     """
 
     def __init__(self, paths: Iterable[Path], *, poll_s: float = POLL_S, settle_s: float = SETTLE_S) -> None:
@@ -100,7 +103,7 @@ class PoolFileWatcher:
         self._poll_s = poll_s
         self._settle_s = settle_s
         self._served: tuple[Pool, ...] = ()
-        # The pools last reported, and the conflict between files, if any.
+        # The pools of the last report, and the current conflict between files.
         self._logged: tuple[Pool, ...] = ()
         self._clash: str | None = None
 
@@ -124,14 +127,14 @@ class PoolFileWatcher:
         on_refused: Callable[[PoolFileError], None] = lambda _: None,
         on_looked: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per error.
+        """Watch until cancelled: call ``on_pools`` with all pools after a change, and ``on_refused`` once per error.
 
-        ``on_looked`` is called after each poll with whether any file is invalid or missing.
+        The method calls ``on_looked`` after each poll; the argument is true if any file is invalid or missing.
         """
         unsettled = False
         while True:
             await asyncio.sleep(self._settle_s if unsettled else self._poll_s)
-            # In a thread: a disk may be slow, and parsing a long file takes a second.
+            # The poll runs in a thread, because a disk may be slow, and a long file takes a second to parse.
             try:
                 look = await asyncio.to_thread(self._look)
                 on_looked(self.refused)
@@ -162,7 +165,7 @@ class PoolFileWatcher:
             on_pools(look.pools)
 
     def _look(self) -> _Look:
-        """Read every file once, apply the changes that two polls in a row saw, and return the result."""
+        """Read every file once, apply the changes that two successive polls found, and return the result."""
         refusals: list[PoolFileError] = []
         unsettled = changed = False
         for file in self._files:
@@ -199,11 +202,11 @@ class PoolFileWatcher:
         return _Look(pools=pools, refusals=tuple(refusals), unsettled=unsettled)
 
     def _rejoin(self, refusals: list[PoolFileError]) -> tuple[Pool, ...] | None:
-        """Return the pools of all files if they differ from those served; add a conflict to ``refusals``."""
+        """Return the pools of all files if they differ from the served pools. Add a conflict to ``refusals``."""
         try:
             pools = _joined([(file.path, file.pools) for file in self._files])
         except PoolFileError as clash:
-            # A conflict is reported once, also if a file that has no part in it changes.
+            # The watcher reports a conflict once, even if a file without the conflict changes later.
             if str(clash) != self._clash:
                 refusals.append(clash)
             self._clash = str(clash)
@@ -216,7 +219,7 @@ class PoolFileWatcher:
 
 
 def _is_pipe(path: Path) -> bool:
-    """Return whether a path is a pipe or a device; False on an error, which reading the path will report."""
+    """Return whether a path is a pipe or a device. Return False after an error, which the next read reports."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -260,7 +263,7 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
 
 
 def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
-    """Return the pools of all files. Raises PoolFileError for a name or model that an earlier file already claims."""
+    """Return the pools of all files. Raises PoolFileError for a pool name or model that an earlier file already has."""
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools
@@ -281,18 +284,21 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
         field = "document" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
         raise UnreadablePoolFileError(path, field, error.problem or error.context, "YAML") from error
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # ReaderError (bytes that are no text) has no mark. The others come from PyYAML's conversions of scalars, which
-        # check nothing: 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError), `!!int ""` (IndexError), ...
+        # ReaderError (the bytes are not text) has no mark. The other errors come from PyYAML, which converts scalars
+        # without checks. Examples are 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError) and `!!int ""`
+        # (IndexError).
         raise UnreadablePoolFileError(
             path, "document", f"{type(error).__name__}: {error}", "values that YAML can read"
         ) from error
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
-    """Raise PoolFileError for YAML that is too deep, too long or circular; it reads events, in constant C stack.
+    """Raise PoolFileError for YAML that is too deep, too long or circular.
 
-    ``open_nodes`` holds the anchor of each collection being read and the number of nodes before it, so that an alias
-    counts as the nodes it stands for.
+    The check parses events, which needs a constant size of the C stack.
+
+    ``open_nodes`` holds the anchor of each open collection and the number of nodes before the collection. At the end of
+    a collection, the difference of the node counts is the collection's size. An alias counts as its collection's size.
     """
     nodes = 0
     sizes: dict[str | None, int] = {}
@@ -324,7 +330,7 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
 
 
 def _clipped(value: object) -> str:
-    """Return an invalid value for the log, shortened."""
+    """Return a shortened invalid value for the log."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = 80
     return shortened.repr(value)

@@ -1,9 +1,9 @@
 """Watches InferencePools and their pods in the Kubernetes API, and reports the pools to serve.
 
-There is one watch for the pools in scope, one for the pods of each pool, and one task that reports changes.
-``dualmap_edge.kube.watch`` keeps collections up to date; ``objects`` and ``pods`` hold their state.
-``dualmap.objects`` interprets the objects. The router only lists and watches ``inferencepools`` and ``pods``; it writes
-nothing to Kubernetes.
+There is one watch for all pools, one watch for the pods of each pool, and one task that reports changes.
+``dualmap_edge.kube.watch`` keeps collections up to date. The modules ``objects`` and ``pods`` hold the collections'
+state. ``dualmap.objects`` reads the fields of the objects. The router only lists and watches ``inferencepools`` and
+``pods``; it writes nothing to Kubernetes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 
 
 class KubePoolsObserver(Protocol):
-    """Counts lists and failures; ``metrics`` implements it."""
+    """The counters of lists and failures; ``pools.metrics`` implements this interface."""
 
     def kube_listed(self, resource: str) -> None:
         """Count a list of a collection."""
@@ -40,12 +40,12 @@ class KubePoolsObserver(Protocol):
         """Count an invalid change of a pool."""
 
     def kube_pools_refused(self, count: int) -> None:
-        """Set the number of pools that are invalid now."""
+        """Set the current number of invalid pools."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _PodWatch:
-    """The watch of one pool's pods, and the members last excluded because of their pods."""
+    """The watch of one pool's pods, and the members that are excluded because of their pods."""
 
     selector: str
     pods: PoolPods
@@ -55,9 +55,9 @@ class _PodWatch:
 
 
 class KubePools:
-    """Keeps the pools of one namespace (None: of all namespaces) up to date while ``run`` runs.
+    """The source of the pools of one namespace (None: of all namespaces). Pools are up to date while ``run`` runs.
 
-    An invalid object keeps its last valid version. A failure removes no pool.
+    For an invalid object, the router keeps the last valid version. A failed request to the API server removes no pool.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class KubePools:
         )
 
     async def listed(self) -> None:
-        """Wait until the pools in scope were listed once and reported."""
+        """Wait until all pools are listed and reported for the first time."""
         await self._listed.wait()
 
     def ages_s(self) -> dict[str, float]:
-        """Return for each resource the seconds since the API server last answered on its most stale watch.
+        """Return for each resource the seconds since the API server's last answer, from its most stale watch.
 
-        May be called in any thread.
+        Any thread may call this method.
         """
         pods = [watch.reflector.age_s for watch in tuple(self._watches.values())]
         ages = {POOLS: self._reflector.age_s}
@@ -140,7 +140,7 @@ class KubePools:
         return applied
 
     def _pools_changed(self) -> None:
-        """Apply the objects' present state: start and stop watches of pods, and report invalid pools."""
+        """Apply the current state of the objects: start and stop watches of pods, and report invalid pools."""
         wanted = self._objects.selectors
         for pool_id, watch in tuple(self._watches.items()):
             if wanted.get(pool_id) != watch.selector:
@@ -173,7 +173,7 @@ class KubePools:
         self._observer.kube_failed(resource, kind)
 
     def _report_invalid(self) -> None:
-        """Log and count pools that have become invalid, and log those that are valid again."""
+        """Log and count pools that have become invalid, and log pools that are valid again."""
         invalid = self._objects.invalid
         for invalid_pool in invalid:
             if invalid_pool not in self._invalid:
@@ -193,7 +193,7 @@ class KubePools:
 
 
 class _PoolStore:
-    """Receives InferencePool objects (``dualmap_edge.kube.watch.Store``)."""
+    """The receiver of InferencePool objects (``dualmap_edge.kube.watch.Store``)."""
 
     def __init__(self, objects: PoolObjects, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._objects = objects
@@ -215,7 +215,7 @@ class _PoolStore:
 
 
 class _PodStore:
-    """Receives the pods of one pool (``dualmap_edge.kube.watch.Store``)."""
+    """The receiver of the pods of one pool (``dualmap_edge.kube.watch.Store``)."""
 
     def __init__(self, pods: PoolPods, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._pods = pods

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class KubeMetrics:
-    """Implements ``pools.kube.KubePoolsObserver``; ``pools_refused`` counts invalid changes of pools."""
+    """The metrics of ``pools.kube`` (KubePoolsObserver); ``pools_refused`` counts invalid changes of pools."""
 
     def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
         self.pools_refused = pools_refused
@@ -20,7 +20,7 @@ class KubeMetrics:
         self._refused = Gauge("dualmap_kube_pools_refused", "Pools that are invalid or in conflict.", registry=registry)
 
     def show_ages(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
-        """Export the seconds since the last answer, by resource; ``ages_s`` is called in any thread."""
+        """Export the seconds since the last answer, by resource; any thread may call ``ages_s``."""
         self._registry.register(_Ages(ages_s))
 
     def kube_listed(self, resource: str) -> None:
@@ -32,18 +32,18 @@ class KubeMetrics:
         self._errors.labels(resource, kind).inc()
 
     def kube_pools_refused(self, count: int) -> None:
-        """Set the number of pools that are invalid now (KubePoolsObserver)."""
+        """Set the current number of invalid pools (KubePoolsObserver)."""
         self._refused.set(count)
 
 
 class _Ages(Collector):
-    """Collects the age of each watch at the time of a scrape."""
+    """A collector that reads the age of each watch at a scrape."""
 
     def __init__(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self._ages_s = ages_s
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the one metric family (prometheus_client's Collector)."""
+        """Yield the metric family (method of prometheus_client's Collector)."""
         family = GaugeMetricFamily(
             "dualmap_kube_watch_age_seconds",
             "Time since the last message of the API server, in seconds.",

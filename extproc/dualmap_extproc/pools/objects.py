@@ -1,7 +1,8 @@
-"""Turns InferencePool objects of the Kubernetes API into the pools to serve. Pure; ``pools.kube`` calls it.
+"""Converts InferencePool objects of the Kubernetes API to the pools to serve, without I/O, for ``pools.kube``.
 
-An invalid object keeps its last valid version, like a pool file. A model that two pools claim belongs to the older
-object (``dualmap.pools.claims``). The younger pool serves its other models, so that its members still drain in order.
+For an invalid object, the router keeps the last valid version, as for a pool file. If two pools have the same model,
+the older pool serves it (``dualmap.pools.claims``). The younger pool still serves its other models, so that its members
+drain in order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from dualmap.pools.pool import Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidPool:
-    """The reason why a pool is not served as its object says; ``field``, ``value`` and ``accepted`` as in PoolError."""
+    """The fault of a pool's object. ``field``, ``value`` and ``accepted`` are those of PoolError."""
 
     pool: str
     field: str
@@ -43,11 +44,11 @@ class PoolObjects:
         self._known: dict[str, _Known] = {}
 
     def put(self, body: Mapping[str, Any]) -> None:
-        """Add or replace an object. An invalid one raises nothing."""
+        """Add or replace an object. The method does not raise an error for an invalid object."""
         metadata = mapping_in(body, "metadata")
         key, uid = _key(body), text_in(metadata, "uid")
         before = self._known.get(key)
-        # An object that was deleted and created again shares only its name with the old one.
+        # A recreated object has the name of the deleted object but must not keep its last valid version.
         good = before.pool if before is not None and before.uid == uid else None
         invalid = None
         try:
@@ -67,7 +68,7 @@ class PoolObjects:
         self._known.pop(_key(body), None)
 
     def replace(self, bodies: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all objects with these."""
+        """Replace all objects with ``bodies``."""
         bodies = tuple(bodies)
         for key in self._known.keys() - {_key(body) for body in bodies}:
             del self._known[key]
@@ -76,18 +77,18 @@ class PoolObjects:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools to serve, oldest first: a model that two pools name belongs to the first one."""
+        """The pools to serve, oldest first: if two pools have the same model, the first pool serves it."""
         aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
         return tuple(known.pool for _, known in aged if known.pool is not None)
 
     @property
     def selectors(self) -> dict[str, str]:
-        """The label selectors of the served pools' pods by ``namespace/name``, without pools that have none."""
+        """The label selectors of pods by their pool's ``namespace/name``, without pools that have no selector."""
         return {key: known.selector for key, known in self._known.items() if known.pool is not None and known.selector}
 
     @property
     def invalid(self) -> tuple[InvalidPool, ...]:
-        """The present faults: invalid objects, and model names that an older pool already claims."""
+        """The current faults: invalid objects, and model names that an older pool already has."""
         invalid = [known.invalid for known in self._known.values() if known.invalid is not None]
         claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
         for lost in lost_claims(claimants):

@@ -1,9 +1,10 @@
-"""Applies the state of a pool's pods to its members before the operator publishes it. Pure.
+"""Applies the state of a pool's pods to its members before the operator publishes this state.
 
-The operator decides which members are on the rings, but it needs a moment and may be down. Until it publishes a newer
-state, the picker gets a member whose pod does not serve as Draining: the member gets no new requests and finishes its
-open ones. A member whose pod was restarted in place gets a new incarnation, with an empty cache. The ring version stays
-as the operator published it. ``pools.kube`` supplies pods and pools; ``dualmap.objects.pods`` reads a pod's body.
+The operator decides which members are on the rings, but the operator reacts with a delay and may be down. Until the
+operator publishes a newer state, the picker treats a member without a serving pod as Draining. Such a member gets no
+new requests and finishes its requests in flight. If a pod was restarted in place, its member gets a new incarnation,
+with an empty cache. The ring version remains the version that the operator published. This module does no I/O:
+``pools.kube`` supplies pods and pools, and ``dualmap.objects.pods`` reads a pod's fields.
 """
 
 from collections.abc import Iterable
@@ -14,12 +15,13 @@ from dualmap.pools.pool import Member, MemberState, Pool
 
 
 class PoolPods:
-    """The pods of one pool by name, which is the member's id."""
+    """The pods of one pool, by name. A pod's name is the member's id."""
 
     def __init__(self) -> None:
-        # None for a pod that was deleted. A member whose pod was never seen is absent: it may not be a pod.
+        # The value is None for a deleted pod. A member without a known pod is absent from this dictionary, because the
+        # member may not run in a pod.
         self._pods: dict[str, PodFacts | None] = {}
-        # Members whose state in the pool object is newer than their pod's.
+        # The members for which the pool object has a newer state than the pod.
         self._overruled: set[str] = set()
         self._members: dict[str, Member] = {}
 
@@ -37,7 +39,7 @@ class PoolPods:
             self._pods.pop(name, None)
 
     def listed(self, pods: Iterable[PodFacts]) -> None:
-        """Replace all pods with these."""
+        """Replace all pods with ``pods``."""
         present = {pod.name: pod for pod in pods}
         for name in self._pods.keys() - present.keys():
             self.gone(name)
@@ -45,7 +47,7 @@ class PoolPods:
             self.seen(pod)
 
     def published(self, pool: Pool) -> None:
-        """Apply a version of the pool. A member that it changes keeps this state until the member's pod changes."""
+        """Apply a version of the pool. A member changed by this version keeps the new state until its pod changes."""
         members = {member.id: member for member in pool.members}
         for member in pool.members:
             if _is_said_anew(self._members.get(member.id), member):
@@ -65,12 +67,15 @@ class PoolPods:
         pod = self._pods[member.id]
         if pod is None or pod.terminating or not pod.serving or pod.address != member.address:
             return member if member.state is MemberState.DRAINING else replace(member, state=MemberState.DRAINING)
-        # Incarnations are compared only if the operator publishes them.
+        # The pod's incarnation applies only if the operator publishes incarnations.
         return replace(member, incarnation=pod.incarnation) if member.incarnation else member
 
 
 def _is_said_anew(before: Member | None, now: Member) -> bool:
-    """Return whether the operator admitted a member or changed its endpoint or incarnation: it saw the pod serve."""
+    """Return whether the operator added a member, or changed its endpoint or incarnation.
+
+    After such a change, the operator has observed that the pod serves.
+    """
     if now.state is MemberState.DRAINING:
         return False
     if before is None or before.state is MemberState.DRAINING:

@@ -1,5 +1,5 @@
-"""The way of one request: ext_proc messages in, the picker's decision, answers out, how the request ended.
+"""The processing of one request: from ext_proc messages to the picker's decision, the answers and the request's end.
 
-It does no I/O and reads no clock. It may import ``wire``, ``errors``, ``names``, ``settings``, the core and
-``dualmap_edge.logs``.
+This package does no I/O and reads no clock. This package may import ``wire``, ``errors``, ``names``, ``settings``, the
+core and ``dualmap_edge.logs``.
 """

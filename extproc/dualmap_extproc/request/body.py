@@ -1,4 +1,4 @@
-"""A request's body: collecting it, judging whether it is complete, and reading its prompt and session."""
+"""A request's body: its received chunks, the check whether it is complete, its prompt and its session."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from dualmap_extproc.errors import Refused, invalid_body
 from dualmap_extproc.settings import Limits
 
 _JSON_SPACE = b" \t\r\n"
-# How orjson's error message begins for a JSON text that ends too early.
+# The beginning of orjson's error message for a JSON text that ends too early.
 _TRUNCATED = "unexpected end of data"
 _END_BYTES = 64
 # A larger part of a body is not parsed to learn whether it may continue: the parser would hold the event loop.
@@ -31,9 +31,9 @@ _MODEL: Final = re.compile(
 
 
 class ReceivedBody:
-    """The part of a request's body that has arrived.
+    """The chunks of a request's body that have arrived.
 
-    ``content_length`` is the length that the request's headers announce, 0 if they announce none.
+    In the methods, ``content_length`` is the length from the request's headers, or 0 without a length.
     """
 
     __slots__ = ("_chunks", "size_bytes")
@@ -46,7 +46,8 @@ class ReceivedBody:
         """Append the next chunk."""
         self.size_bytes += len(chunk)
         if not chunk:
-            # Envoy may end a body with an empty message. If it were kept, joining would copy a body of one chunk.
+            # Envoy may end a body with an empty message. This method skips an empty chunk, so that ``take`` need not
+            # copy a body of one chunk.
             return
         if self._chunks and len(self._chunks[-1]) < _JOINED_BYTES:
             self._chunks[-1] += chunk
@@ -59,16 +60,16 @@ class ReceivedBody:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def looks_complete(self, last_chunk: bytes, content_length: int) -> bool:
-        """Return whether the body has its announced length, or ends as a JSON object does if no length is announced."""
+        """Return whether the body has its announced length, or without a length, whether it ends with ``}``."""
         if content_length:
             return self.size_bytes >= content_length
-        # The last bytes first: the whole chunk is copied only if they are blank.
+        # ``rstrip`` copies, so it runs on the whole chunk only if the last bytes are blank.
         return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or could complete a JSON object if no length is announced.
+        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON.
 
-        A large body may always continue.
+        Without a length, a large body may always continue.
         """
         if content_length:
             return self.size_bytes < content_length
@@ -76,13 +77,13 @@ class ReceivedBody:
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
-    """Return the prompt of a whole body that was sent to ``api``, or a 400 that names the fault."""
+    """Return the prompt of a complete body for the API ``api``, or a 400 that describes the fault."""
     parsed = parse_body(body)
     return parsed if isinstance(parsed, Refused) else prompt_of(parsed, api)
 
 
 def parse_body(body: bytes) -> object | Refused:
-    """Return the JSON value of a whole body, or a 400 that names the fault."""
+    """Return the JSON value of a complete body, or a 400 that describes the fault."""
     if not body:
         return invalid_body("the request has no body")
     try:
@@ -112,7 +113,7 @@ def model_names(body: bytes) -> list[str]:
 
 
 def guess_api_of(body: bytes) -> Api:
-    """Return the API that a whole body without a path is probably meant for."""
+    """Return the probable API of a complete body without a path."""
     try:
         return guess_api(orjson.loads(body))
     except orjson.JSONDecodeError:
@@ -120,24 +121,24 @@ def guess_api_of(body: bytes) -> Api:
 
 
 def may_go_on(body: bytes) -> bool:
-    """Return whether a body is the incomplete beginning of a JSON object, which more bytes could complete."""
+    """Return whether a body is the beginning of a JSON object that more bytes could complete."""
     text = body.lstrip(_JSON_SPACE)
     if not text.startswith(b"{"):
         return not text
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        # Position 0 holds the brace: an error there means bytes that are not UTF-8, for example half a character.
+        # Position 0 is the brace. An error at position 0 means bytes that are not UTF-8, for example half a character.
         return error.pos == 0 or error.msg.startswith(_TRUNCATED)
     return False
 
 
 def session_of(name: str, root: int, limits: Limits) -> int | None:
-    """Return the session that a request names; None for a name that is empty or too long."""
+    """Return the key of a request's session; None for a session name that is empty or too long."""
     return session_key(name, root) if 0 < len(name) <= limits.session_characters else None
 
 
 def quoted_of(prompt: Prompt, headers: Mapping[str, str], limits: Limits) -> Mapping[str, object]:
-    """Return what a debug line quotes of a request."""
+    """Return the prompt and headers of a request, shortened for a debug line."""
     text = prompt.text.decode("utf-8", "replace")[: limits.quoted_characters]
     return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}

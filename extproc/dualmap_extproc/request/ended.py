@@ -1,4 +1,4 @@
-"""Ended requests whose usage may still be reported: the access log comes after the end of a response."""
+"""Ended requests that wait for their usage: the access log reports usage after the end of a response."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -11,11 +11,11 @@ class EndedRequests:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # By request id, oldest first.
+        # The ended requests by request id, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
     def add(self, pool: str, completion: Completion) -> None:
-        """Remember a request of a pool that ended."""
+        """Add an ended request of a pool."""
         self._ended[completion.request_id] = (pool, completion)
         if len(self._ended) > self._limit:
             self._ended.popitem(last=False)
@@ -23,7 +23,7 @@ class EndedRequests:
     def measure(self, request_id: str, usage: Usage | None) -> tuple[str, Completion] | None:
         """Return a request's pool and its completion with the cached tokens of ``usage``, and forget the request.
 
-        None where the request or its usage is unknown. The cached tokens are None where ``usage`` has none.
+        Return None if the request or its usage is unknown. The cached tokens are None if ``usage`` has none.
         """
         pool, completion = self._ended.pop(request_id, ("", None))
         if completion is None or usage is None:

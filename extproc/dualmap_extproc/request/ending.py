@@ -1,6 +1,6 @@
-"""How a request ended, by its HTTP status and by Envoy's access log: one rule for ``stream`` and the access log.
+"""How a request ended, by its HTTP status or Envoy's access log: one rule for ``stream`` and the access log.
 
-``picker`` closes a request's account by it; metrics count each ending by its name.
+The picker uses the ending to record the end of a request. Metrics count requests by the ending's name.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from typing import Final
 
 from dualmap.requests import Usage
 
-# Statuses below 500 that mean that the engine is slow or full, not that the request is wrong.
+# Statuses below 500 for a slow or full engine. Other statuses from 400 to 499 mean that the request is invalid.
 _OVERLOAD_STATUSES: Final = (408, 429)
 
-# Envoy's flags of a response that did not reach its end (envoy.data.accesslog.v3.ResponseFlags, by field name). The
-# other flags (rate limited, no route, ...) come with an error status of their own. The member did not cause these:
+# Envoy's flags for an incomplete response that the member did not cause. The names are fields of
+# envoy.data.accesslog.v3.ResponseFlags. Envoy sets its other flags, such as rate limited or no route, together with an
+# error status.
 BROKEN_FLAGS: Final = frozenset(
     {
         "downstream_connection_termination",
@@ -28,7 +29,7 @@ BROKEN_FLAGS: Final = frozenset(
         "upstream_overflow",
     }
 )
-# The member caused these: it refused the connection, broke it off, or did not answer in time.
+# Envoy's flags for a failure of the member: the member refused or closed the connection, or did not answer in time.
 FAILED_FLAGS: Final = frozenset(
     {
         "upstream_connection_failure",
@@ -41,24 +42,24 @@ FAILED_FLAGS: Final = frozenset(
 
 
 class Ending(Enum):
-    """How a request ended that was sent to a member."""
+    """How a request that was sent to a member ended."""
 
     FINISHED = "finished"
     """The engine answered, and the response is complete."""
     REJECTED = "rejected"
-    """The engine answered that the request is wrong; it prefilled nothing."""
+    """The engine answered that the request is invalid; the engine prefilled nothing."""
     ABORTED = "aborted"
-    """The client cancelled it, it broke off through no fault of the member, or the member was full."""
+    """The client cancelled the request, the response broke off without the member's fault, or the member was full."""
     FAILED = "failed"
-    """The member failed: it answered 5xx, refused the connection, or broke off."""
+    """The member failed: the member answered 5xx, or refused or closed the connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessLogEntry:
-    """How one request ended, as Envoy saw it; None where Envoy did not report it.
+    """Envoy's report of the end of one request; fields that Envoy did not report are None.
 
-    ``request_id`` is the one the router gave at the pick. ``served_endpoint`` (``ip:port``) is the member Envoy spoke
-    to last. ``flags`` are field names of ResponseFlags, in its order.
+    ``request_id`` is the id that the router assigned at the pick. ``served_endpoint`` (``ip:port``) is the last member
+    that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file.
     """
 
     request_id: str
@@ -69,9 +70,9 @@ class AccessLogEntry:
 
     @property
     def ending(self) -> Ending:
-        """The ending by the flags, or by the status where the response did not break off.
+        """The ending by the flags, or by the status if the response is complete.
 
-        Where both the client and the member broke off, the client left first.
+        If flags exist for both the client and the member, the client disconnected first.
         """
         if BROKEN_FLAGS.intersection(self.flags):
             return Ending.ABORTED
@@ -79,10 +80,11 @@ class AccessLogEntry:
 
 
 def ending_of(status: int | None) -> Ending:
-    """Return the ending by a response's HTTP status; None stands for a response without one.
+    """Return the ending by a response's HTTP status (None: no status).
 
-    2xx and 3xx finish a request. 4xx other than 408 and 429 rejects it; 5xx is the member's failure. Envoy answers 503
-    for a member that it cannot reach or that breaks off before its response.
+    The ending is FINISHED for 2xx and 3xx, and FAILED for 5xx. The ending is ABORTED for 408 and 429, and REJECTED for
+    any other 4xx. Envoy answers 503 if it cannot reach the member, or if the member closes the connection before its
+    response.
     """
     if status is None:
         return Ending.ABORTED

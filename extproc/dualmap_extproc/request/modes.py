@@ -1,18 +1,20 @@
-"""How Envoy talks on a stream: read from the ``protocol_config`` of the stream's first message.
+"""The modes of a stream, read from the ``protocol_config`` of the stream's first message.
 
-Which answer each mode needs was measured with Envoy 1.40; the modes themselves are described in Envoy's
-``ext_proc.v3.ProcessingMode``.
+Envoy's ``ext_proc.v3.ProcessingMode`` describes the modes. The answers that each mode needs were tested with Envoy
+1.40.
 
-``Answering`` says when request messages are answered:
+``Answering`` determines when the router answers request messages:
 
 - ``NO_WAIT`` (``STREAMED`` with ``send_body_without_waiting_for_header_response``): Envoy sends headers and body
-  without waiting for answers. The router answers nothing before the end of the body; then the answer to the headers
-  carries the pick, and each body message gets its own answer. If a body message were answered before the headers,
-  Envoy would lose the pick and could corrupt the body.
-- ``DUPLEX`` (``FULL_DUPLEX_STREAMED``): the router answers nothing before the pick either, and sends the body back in
+  without waiting for answers. The router sends no answer before the end of the body. Then the answer to the headers
+  contains the pick, and each body message gets its own answer. If the router answered a body message before the
+  headers, Envoy would lose the pick and could corrupt the body.
+
+- ``DUPLEX`` (``FULL_DUPLEX_STREAMED``): the router sends no answer before the pick, and then sends the body back in
   pieces. The response also passes through the router, so the stream stays open to the end of the response.
+
 - ``WAITING`` (``BUFFERED``, ``STREAMED`` without the flag, or no ``protocol_config``): Envoy waits for the answer to
-  each message. The answer to the last message of the request carries the pick.
+  each message. The answer to the last message of the request contains the pick.
 """
 
 from dataclasses import dataclass
@@ -26,14 +28,14 @@ _WHOLE_BODY_MODES: Final = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 
 
 class Answering(Enum):
-    """When request headers and body messages are answered (see the module)."""
+    """When the router answers request headers and body messages (see the module's docstring)."""
 
     NO_WAIT = auto()
     DUPLEX = auto()
     WAITING = auto()
 
 
-# Python 3.11 takes 0.2 us to find a member in its enum, hence names of their own for those that every message needs.
+# Python 3.11 takes 0.2 us to find a member in its enum. Every message needs these members, so they have module names.
 NO_WAIT, DUPLEX, WAITING = Answering
 
 
@@ -42,27 +44,27 @@ class RequestBody(Enum):
 
     CHUNKS = auto()
     WHOLE = auto()
-    """In one message, which need not mark the end of the body."""
+    """The body arrives in one message, which may lack the mark of the body's end."""
     NONE = auto()
-    """Not at all: Envoy is configured not to send it."""
+    """The body does not arrive, because Envoy is configured not to send it."""
 
 
 class ResponseBody(Enum):
     """How a response's body arrives."""
 
     NONE = auto()
-    """Not at all: Envoy is configured not to send it."""
+    """The body does not arrive, because Envoy is configured not to send it."""
     CHUNKS = auto()
-    """In chunks. The router needs only the first."""
+    """The body arrives in chunks. The router needs only the first chunk."""
     WHOLE = auto()
-    """In one message after the response's end."""
+    """The body arrives in one message after the response's end."""
     DUPLEX = auto()
-    """In chunks that the router must send back."""
+    """The body arrives in chunks, which the router must send back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modes:
-    """How the messages of one stream arrive and are answered."""
+    """How the messages of one stream arrive, and when the router answers them."""
 
     answering: Answering
     request_body: RequestBody
@@ -75,12 +77,13 @@ DEFAULT_MODES: Final = Modes(
 
 
 def read_modes(config: wire.ProtocolConfiguration) -> Modes:
-    """Return the modes that a stream's ``protocol_config`` announces."""
+    """Return the modes of a stream with this ``protocol_config``."""
     no_wait = config.send_body_without_waiting_for_header_response
     return _modes(config.request_body_mode, config.response_body_mode, no_wait)
 
 
-# An Envoy sends the same configuration on every stream. The peer chooses the values, hence the bound.
+# An Envoy sends the same configuration on every stream, so a cache helps. The cache is bounded because the peer chooses
+# the values.
 @lru_cache(maxsize=64)
 def _modes(request_mode: int, response_mode: int, no_wait: bool) -> Modes:
     if request_mode == wire.FULL_DUPLEX_STREAMED:

@@ -1,11 +1,11 @@
-"""Observations: what the router saw happen to requests, as typed values, and the fan-out that passes them on.
+"""Observations: typed events about requests, and the fan-out that passes them to subscribers.
 
-``picker`` and ``transport.server`` report each event once, on the event loop. Metrics, autoscaling demand, the
-dashboard and tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds, ``pool`` the
-pool's ``namespace/name``. Loads are not reported: they are read from the pools' statuses (``Picker.statuses``).
+``picker`` and the transport report each event once, on the event loop. Metrics, autoscaling demand, the dashboard and
+tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds. ``pool`` is the pool's
+``namespace/name``. Loads are not observations: subscribers read loads from the pools' statuses (``Picker.statuses``).
 
-Observations are named tuples: as unchangeable as frozen dataclasses, and made in half the time. Every request makes
-about five.
+Observations are named tuples, which are immutable and take half the time of frozen dataclasses to create. Every request
+creates about five observations.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ _log = get_logger(__name__)
 
 
 class Arrival(NamedTuple):
-    """When a request reached the router, and those of its headers that the picker keeps (``Picker.kept_headers``)."""
+    """The time when a request reached the router, and its headers that the picker keeps (``Picker.kept_headers``)."""
 
     at_s: float
     headers: Mapping[str, str]
 
 
 class Routed(NamedTuple):
-    """A request with a prompt was sent to a member; ``queued_s`` is how long it was queued, None where it was not."""
+    """The router sent a request with a prompt to a member; ``queued_s`` is its time in the queue (None: not queued)."""
 
     now: float
     pool: str
@@ -44,7 +44,7 @@ class RoutedBodiless(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """The router answered a request with an error; ``pool`` is empty where it reached no pool.
+    """The router answered a request with an error; ``pool`` is empty if no pool was found.
 
     ``arrival`` is None for a request without a prompt. ``queued_s`` is as in Routed.
     """
@@ -57,7 +57,7 @@ class Rejected(NamedTuple):
 
 
 class Enqueued(NamedTuple):
-    """A request waits in the router. Routed, Rejected or Abandoned follows."""
+    """A request was queued in the router. Routed, Rejected or Abandoned follows."""
 
     now: float
     pool: str
@@ -73,14 +73,14 @@ class Abandoned(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Reading a body, choosing a member and building the answer took ``seconds`` of this process."""
+    """The router read a body, picked a member and built the answer in ``seconds``."""
 
     now: float
     seconds: float
 
 
 class FirstTokenSeen(NamedTuple):
-    """The first chunk of an event stream came back."""
+    """The first chunk of a response's event stream arrived."""
 
     now: float
     pool: str
@@ -97,7 +97,7 @@ class Ended(NamedTuple):
 
 
 class Expired(NamedTuple):
-    """A request was removed because no event of it came within the time to live of requests in flight."""
+    """A request was removed because no event about the request arrived for the time to live of requests in flight."""
 
     now: float
     pool: str
@@ -105,7 +105,7 @@ class Expired(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The engine reported how many prompt tokens it had cached, at a request's end or a little later."""
+    """The engine reported a request's number of cached prompt tokens, at the request's end or later."""
 
     now: float
     pool: str
@@ -113,7 +113,7 @@ class Measured(NamedTuple):
 
 
 class ServedElsewhere(NamedTuple):
-    """Envoy reported that another member than the chosen one served a request."""
+    """Envoy reported that another member than the picked member served a request."""
 
     now: float
     pool: str
@@ -138,10 +138,10 @@ _Kind = TypeVar("_Kind", bound=Observation)
 
 
 class FanOut:
-    """Passes each observation to the handlers of its type, in the order of their subscription.
+    """The fan-out, which passes each observation to the handlers of its type, in the order of their subscription.
 
-    Handlers must not block. A handler that raises is logged the first time and disturbs neither routing nor the other
-    handlers.
+    Handlers must not block. If a handler raises an error, the fan-out logs the handler's first error. The error does
+    not affect routing or other handlers.
     """
 
     def __init__(self) -> None:
@@ -149,11 +149,11 @@ class FanOut:
         self._failed: set[Callable[[Any], None]] = set()
 
     def subscribe(self, kind: type[_Kind], handler: Callable[[_Kind], None]) -> None:
-        """Have ``handler`` called with every observation of this type."""
+        """Subscribe ``handler`` to observations of the type ``kind``."""
         self._handlers[kind] = (*self._handlers.get(kind, ()), handler)
 
     def report(self, observation: Observation) -> None:
-        """Pass an observation on; never raises."""
+        """Pass an observation to its handlers; never raises."""
         for handler in self._handlers.get(type(observation), ()):
             try:
                 handler(observation)
@@ -167,7 +167,7 @@ class FanOut:
         line = error.__traceback__
         while line is not None and line.tb_next is not None:
             line = line.tb_next
-        # The type and place only: an observation holds headers, and an error's text may quote them.
+        # The log contains only the error's type and line, because an error's text may quote a request's headers.
         _log.error(
             "Observation handler failed, further failures are not logged",
             handler=getattr(handler, "__qualname__", repr(type(handler))),

@@ -1,4 +1,4 @@
-"""The answers to a pick: a destination now, or a queued request whose answer comes later."""
+"""The results of a pick: a destination, or a queued request that gets its answer later."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,11 @@ from dualmap.requests import Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
-    """Where a request goes. ``destination`` is ``ip:port[,ip:port]``, ``cluster`` the pool's cluster in Envoy.
+    """The destination of a request: ``destination`` is ``ip:port[,ip:port]``, ``cluster`` is the pool's Envoy cluster.
 
-    ``request_id`` is empty for a request without a prompt, of which the router keeps no account. ``receipt`` is the
-    value of the decision header, None where the response gets none. ``decision`` is None without a prompt.
+    ``request_id`` is empty for a request without a prompt, because the router does not track such a request.
+    ``receipt`` is the value of the decision header, or None for a response without this header. ``decision`` is None
+    for a request without a prompt.
     """
 
     destination: str
@@ -22,6 +23,6 @@ class Picked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLater:
-    """A queued request. Its outcome comes by ``resume``, unless it is aborted first."""
+    """A queued request. The picker passes the request's outcome to ``resume``, unless the request is aborted before."""
 
     request_id: str

@@ -1,11 +1,12 @@
-"""Routes requests of all pools: from a request body to a destination, and from its end back to its pool's router.
+"""Routes requests of all pools to members, and reports each event of a request to the router of the request's pool.
 
-Synchronous, without gRPC, asyncio or a clock. ``stream`` asks for picks and reports how requests go, the access log
-reports how they ended, ``store`` brings other replicas' updates, and ``transport.server`` drives the deadlines. Each
-pool's ``dualmap.router.PoolRouter`` decides and keeps the accounts. Every event is reported as an observation.
+The module is synchronous, without gRPC, asyncio or a clock. ``stream`` requests picks and reports the progress of
+requests. The access log reports how requests ended, and ``store`` supplies other replicas' updates.
+``transport.deadlines`` calls ``on_deadline``. Each pool's ``dualmap.router.PoolRouter`` makes the decisions and tracks
+the pool's requests. The picker reports every event as an observation.
 
-A pool's router may queue a request. A later event releases it (a first token, a new member, the time): the event's
-outcomes include it, and the picker resumes the stream that waits.
+A pool's router may queue a request. A later event, such as a first token, a new member or a deadline, releases the
+request. The event's outcomes then include the request, and the picker resumes the request's stream.
 """
 
 from collections import deque
@@ -51,9 +52,9 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Queued:
-    """A queued request, its router, the time since which it waits, and the stream to resume.
+    """A queued request: its router, the time when it was queued, and the function that resumes its stream.
 
-    ``quoted`` is what a debug line may quote of it.
+    ``quoted`` is the text of the request that a debug line may quote.
     """
 
     router: PoolRouter
@@ -64,11 +65,12 @@ class _Queued:
 
 
 class Picker:
-    """The pools of this router, found by the models they serve.
+    """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
-    ``report`` takes every observation. ``id_prefix`` makes request ids unique among replicas and restarts, since access
-    logs outlive both. ``trace_headers`` are further headers that observations carry. ``replicated`` keeps replication
-    updates for other replicas (``take_update``), ``log_prompts`` lets debug lines quote prompts.
+    ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
+    access log entries may belong to other replicas or earlier processes. ``trace_headers`` are additional headers in
+    observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
+    If ``log_prompts`` is true, debug lines quote prompts.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Picker:
         # The router of every request that is queued or in flight, by request id.
         self._owners: dict[str, PoolRouter] = {}
         self._queued: dict[str, _Queued] = {}
-        # Released requests whose streams are to be resumed, with their answers.
+        # Released requests and their answers, before their streams are resumed.
         self._released: deque[tuple[str, Picked | Refused]] = deque()
         self._resuming = False
         self._ended = EndedRequests(limits.ended_requests)
@@ -99,17 +101,17 @@ class Picker:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools as last given, in their order."""
+        """The pools of the last ``set_pools``, in their order."""
         return self._served.pools
 
     @property
     def max_wait_s(self) -> float:
-        """The longest time that any pool lets a request queue."""
+        """The longest time that a request may be queued in any pool."""
         return self._served.max_wait_s
 
     @property
     def kept_headers(self) -> frozenset[str]:
-        """The lower-case names of the headers that ``pick`` takes: the pools' session headers and the trace's."""
+        """The lower-case names of the headers that ``pick`` accepts: the pools' session headers, and trace headers."""
         return self._kept_headers
 
     @property
@@ -124,10 +126,10 @@ class Picker:
         return self._served.bounds
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
-        """Replace the pools. Accounts of pools that stay are kept; those of removed pools are dropped.
+        """Replace the pools. Keep the requests of pools that stay, and drop the requests of removed pools.
 
-        A model that two pools name belongs to the first; the pool files' reader refuses such files. Requests queued in
-        a removed pool are rejected.
+        If two pools have the same model, the first pool serves it. (The reader of pool files rejects such pools.) The
+        picker rejects the queued requests of a removed pool.
         """
         removed, effects = self._served.replace(now, pools)
         self._kept_headers = self._served.session_headers | self._trace_headers
@@ -141,9 +143,10 @@ class Picker:
         self._release(now, *effects)
 
     def stop_queueing(self, now: float) -> None:
-        """Release what is queued and queue nothing any longer, since this router is about to end.
+        """Release all queued requests and stop queueing, because this router is about to end.
 
-        Requests of a pool without members are rejected: another router, or a later try, may serve them.
+        The picker rejects requests of a pool without members. Another router may serve these requests at a later
+        attempt.
         """
         self._served.queue_no_more()
         self.set_pools(now, self.pools)
@@ -159,10 +162,11 @@ class Picker:
         resume: Callable[[Picked | Refused], None],
         api: Api = Api.UNKNOWN,
     ) -> Picked | Refused | AnswerLater:
-        """Choose the member for a request that arrived at ``arrived_s``; open its account under a new id.
+        """Pick the member for a request that arrived at ``arrived_s``, and assign an id to the request.
 
-        ``headers`` holds those of ``kept_headers`` that the request has. A queued request is answered by ``resume``,
-        once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
+        ``headers`` contains the request's headers that are in ``kept_headers``. If the request is queued, a later call
+        of any method of the picker calls ``resume`` once with the answer. If ``aborted`` ends the request before, the
+        picker does not call ``resume``.
         """
         prompt, size_bytes = read_body(body, api), len(body)
         return self.pick_read(now, prompt, subset, arrived_s, size_bytes=size_bytes, headers=headers, resume=resume)
@@ -214,7 +218,7 @@ class Picker:
         return answer
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None) -> Picked | Refused:
-        """Choose any member for a request without a prompt: of the first pool that has one."""
+        """Pick any member for a request without a prompt, from the first pool that has a member."""
         for router in self._served:
             endpoints = router.any_endpoints(subset)
             if endpoints:
@@ -224,7 +228,7 @@ class Picker:
         return self._reject(now, no_endpoint(""), None)
 
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
-        """Report a rejection that ``stream`` decided before any pick; return it. ``headers`` are ``pick``'s."""
+        """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
         return self._reject(now, refused, Arrival(at_s=now, headers=headers))
 
     def decided(self, now: float, seconds: float) -> None:
@@ -232,7 +236,7 @@ class Picker:
         self._report(Decided(now=now, seconds=seconds))
 
     def first_token(self, now: float, request_id: str) -> None:
-        """Record that the first chunk of a request's event stream came back."""
+        """Record that the first chunk of the response's event stream arrived."""
         router = self._owners.get(request_id)
         if router is None:
             return
@@ -258,27 +262,30 @@ class Picker:
         self._release(now, (router, outcomes))
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
-        """Close a request whose response is complete. Usage may come now, later, or never."""
+        """End a request after its complete response. The usage may be known now, later, or never."""
         if not self._end(now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED):
             self._measure(now, request_id, usage)
 
     def rejected(self, now: float, request_id: str) -> None:
-        """Close a request that the engine rejected: it prefilled no more of it than of an aborted one."""
+        """End a request that the engine rejected.
+
+        The request counts as aborted in its pool's router, because the engine did not prefill its prompt.
+        """
         self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.REJECTED)
 
     def aborted(self, now: float, request_id: str) -> None:
-        """Close a request that was cancelled or broke off; a queued one leaves its queue."""
+        """End a request that was cancelled or broke off; remove it from the queue if it is queued."""
         queued = self._queued.pop(request_id, None)
         self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, queued)
 
     def failed(self, now: float, request_id: str) -> None:
-        """Close a request that its member failed to serve."""
+        """End a request that its member failed to serve."""
         self._end(now, request_id, lambda router: router.on_failed(now, request_id), Ending.FAILED)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
-        """Close a request by its entry in Envoy's access log; ids that are unknown or already closed are ignored."""
+        """End a request by its entry in Envoy's access log; ignore unknown requests and ended requests."""
         if entry.request_id in self._queued:
-            # Envoy does not know the id of a queued request yet, so this entry is not Envoy's.
+            # Envoy has not received the id of a queued request, so this entry does not come from Envoy.
             return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
@@ -293,21 +300,22 @@ class Picker:
                 end(now, entry.request_id)
                 if router is not None and entry.usage is not None:
                     router.on_usage(entry.request_id, entry.usage)
-                # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
+                # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
+                # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
 
     def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
-        """Return each pool's id and the replication update that this replica has for the others."""
+        """Return each pool's id and this replica's replication update for the other replicas."""
         return tuple((router.pool.id, router.take_update(now)) for router in self._served)
 
     def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
-        """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
+        """Apply the update of replica ``peer`` about a pool, which is ``age_s`` seconds old; ignore unknown pools."""
         router = self._served.router(pool)
         if router is not None:
             self._release(now, (router, router.on_update(now, peer, update, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
-        """Apply what the store has of a pool's sessions."""
+        """Apply the session bindings of a pool from the store."""
         router = self._served.router(pool)
         if router is not None:
             router.on_bindings(now, bindings)
@@ -318,15 +326,15 @@ class Picker:
 
     @property
     def has_queued(self) -> bool:
-        """Whether any request is queued, so that any event may bring an earlier deadline."""
+        """Whether any request is queued. While requests are queued, any event may cause an earlier deadline."""
         return bool(self._queued)
 
     def on_first_queued(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever a request is queued while no other is."""
+        """Set the function to call when a request is queued while no other request is queued."""
         self._on_first_queued = wake
 
     def on_deadline(self, now: float) -> None:
-        """Do what is due: release or reject queued requests, and expire requests without recent events."""
+        """Run all due actions: release or reject queued requests, and expire requests without recent events."""
         for router in self._served:
             expired, outcomes = router.on_deadline(now)
             for completion in expired:
@@ -335,7 +343,7 @@ class Picker:
             self._release(now, (router, outcomes))
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
-        """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
+        """Return the current status of each pool, or only of the served pools in ``pools``."""
         return self._served.statuses(pools)
 
     def _answer(
@@ -363,16 +371,17 @@ class Picker:
         )
 
     def _reject(self, now: float, refused: Refused, arrival: Arrival | None, queued_s: float | None = None) -> Refused:
-        """Report a rejection; return it."""
+        """Report a rejection, and return it."""
         self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=arrival, queued_s=queued_s))
         return refused
 
     def _queue(
         self, now: float, request_id: str, queued: _Queued, outcomes: tuple[Outcome, ...]
     ) -> Picked | Refused | AnswerLater:
-        """Keep a queued request until its router decides; resume the others that its arrival released.
+        """Keep a queued request until its router decides; resume the other requests that its arrival released.
 
-        A resumed stream may end its request, which may release this one, too: then its answer is returned.
+        A resumed stream may end its request, which may also release the queued request. The method then returns the
+        answer to the queued request.
         """
         self._queued[request_id] = queued
         answer = self._release(now, (queued.router, outcomes), arriving=request_id)
@@ -388,9 +397,9 @@ class Picker:
     def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
         """Resume the queued requests that routers released or rejected.
 
-        Return the answer of the request ``arriving`` if it is among them: its stream does not wait yet. All outcomes of
-        a call are reported before the first stream is resumed. What a resumed stream releases in turn is resumed after
-        it, by the outermost call.
+        If the request ``arriving`` is among the released requests, return its answer, because its stream does not wait
+        yet. The method reports all outcomes of a call before it resumes the first stream. A resumed stream may release
+        further requests. The outermost call of ``_release`` resumes these further requests later.
         """
         for router, outcomes in effects:
             for each in outcomes:
@@ -401,7 +410,7 @@ class Picker:
         return None if self._resuming else self._resume(arriving)
 
     def _resume(self, arriving: str) -> Picked | Refused | None:
-        """Resume the streams of all released requests; return the answer of ``arriving``, if it is one of them."""
+        """Resume the streams of all released requests; return the answer of ``arriving`` if it is released."""
         arrived: Picked | Refused | None = None
         self._resuming = True
         try:
@@ -426,9 +435,9 @@ class Picker:
         ending: Ending,
         queued: _Queued | None = None,
     ) -> bool:
-        """End a request at its router and report it; return whether it was in flight.
+        """End a request at its router and report the end; return whether the request was in flight.
 
-        One that was taken out of its queue may be in flight: released a moment ago, and its stream not yet resumed.
+        A request that left the queue may be in flight before its stream is resumed.
         """
         router = self._owners.get(request_id)
         if router is None:
@@ -448,7 +457,7 @@ class Picker:
         return completion is not None
 
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
-        """Report the engine's measurement for a request that had ended before its usage was known."""
+        """Report the engine's measurement for a request that ended before its usage was known."""
         measured = self._ended.measure(request_id, usage)
         if usage is None or measured is None:
             return

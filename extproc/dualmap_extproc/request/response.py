@@ -1,7 +1,7 @@
 """The response half of a stream: answers to response messages, and reports to the picker on how the request ends.
 
-Except in FULL_DUPLEX_STREAMED, the router ends the stream at the first chunk of the response, and Envoy sends the rest
-past it. The access log then reports the end of the request to the picker.
+Except in FULL_DUPLEX_STREAMED, the router ends the stream at the first chunk of the response. Envoy then sends the
+other chunks to the client without the router, and the access log reports the end of the request to the picker.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _Step: TypeAlias = Callable[["Response", float, wire.ProcessingRequest], list[wi
 
 
 class ResponsePhase(StrEnum):
-    """How far a response has come."""
+    """The progress of a response."""
 
     AWAITED = auto()
     """No byte of the body has arrived."""
@@ -31,18 +31,18 @@ class ResponsePhase(StrEnum):
     """The router needs no more of the response; the stream ends."""
 
 
-# Found faster than in their enums (``modes``).
+# Module names are faster than members of an enum (``modes``).
 _AWAITED, _STREAMING, RESPONSE_ENDED = ResponsePhase
 _WHOLE, _DUPLEX = ResponseBody.WHOLE, ResponseBody.DUPLEX
 _FINISHED, _ABORTED = Ending.FINISHED, Ending.ABORTED
 
 
 class Response:
-    """The response to one request, and the request's entry in the picker between its pick and its end.
+    """The response to one request, and the request's id in the picker between its pick and its end.
 
-    ``request_id`` is the id of that entry; it is empty before the pick, for a request without a prompt, and after the
-    end. ``receipt`` is the value of the decision header, None for none. ``ending`` is how the request ends according to
-    the response's status.
+    ``request_id`` is the request's id in the picker. The id is empty before the pick, after the end, and for a request
+    without a prompt. ``receipt`` is the value of the decision header, or None without this header. ``ending`` is the
+    request's ending by the response's status.
     """
 
     __slots__ = ("_alive_due_s", "_limits", "_modes", "_picker", "_whole", "ending", "phase", "receipt", "request_id")
@@ -52,7 +52,7 @@ class Response:
         self._limits = limits
         self._modes = modes
         self._alive_due_s = arrived_s + limits.alive_interval_s
-        # Whether the body comes in one go, so that its first chunk is no first token.
+        # Whether the body arrives in one piece, so that its first chunk is not the first token.
         self._whole = modes.response_body is _WHOLE
         self.phase = _AWAITED
         self.ending = _ABORTED
@@ -64,7 +64,7 @@ class Response:
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
 
     def end(self, now: float, ending: Ending) -> None:
-        """Report the end of the request to the picker, once."""
+        """Report the end of the request to the picker, if it is not reported yet."""
         request_id, self.request_id = self.request_id, ""
         if not request_id:
             return
@@ -115,7 +115,7 @@ class Response:
         if self._modes.response_body is _DUPLEX:
             return list(answers.response_pieces(chunk.body, self._limits.chunk_bytes, last=chunk.end_of_stream))
         if self.phase is _STREAMING or chunk.end_of_stream:
-            # The rest does not pass the router; the access log reports the end of this request.
+            # The other chunks do not pass through the router, so the access log reports the end of this request.
             self.request_id = ""
             self.phase = RESPONSE_ENDED
         return [answers.PLAIN_RESPONSE_BODY]

@@ -1,4 +1,4 @@
-"""The pools that this router serves: their routers, by pool and by model, and what is asked of all of them at once."""
+"""The routers of the pools that this process serves, by pool and by model, and the queries over all pools."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -8,11 +8,11 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
 Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
-"""A pool's router, and the outcomes of queued requests that one of its events had."""
+"""A pool's router, and the outcomes of queued requests from one event of the router."""
 
 
 class ServedPools:
-    """The routers of all pools; ``replicated`` makes them keep replication updates for other replicas."""
+    """The routers of all pools. With ``replicated``, the routers keep replication updates for other replicas."""
 
     def __init__(self, *, replicated: bool) -> None:
         self._replicated = replicated
@@ -20,7 +20,7 @@ class ServedPools:
         self._routers: dict[str, PoolRouter] = {}
         self._models: dict[str, PoolRouter] = {}
         self.max_wait_s = 0.0
-        """The longest time that any pool lets a request queue."""
+        """The longest time that a request may be queued in any pool."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.bounds: BoundsOfModels = {}
@@ -33,25 +33,25 @@ class ServedPools:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools as last given, in their order."""
+        """The pools of the last ``replace``, in their order."""
         return tuple(router.pool for router in self._routers.values())
 
     def router(self, pool: str) -> PoolRouter | None:
-        """Return the router of a pool (``namespace/name``), None where the pool is not served here."""
+        """Return the router of a pool (``namespace/name``), or None if this process does not serve the pool."""
         return self._routers.get(pool)
 
     def of_model(self, model: str) -> PoolRouter | None:
-        """Return the router of the pool that serves a model, None where there is none."""
+        """Return the router of the pool that serves a model, or None if no pool serves the model."""
         return self._models.get(model)
 
     def queue_no_more(self) -> None:
-        """Have pools queue nothing from the next ``replace`` on."""
+        """Disable queueing in all pools, starting at the next ``replace``."""
         self._queues = False
 
     def replace(self, now: float, pools: Sequence[Pool]) -> tuple[frozenset[str], list[Outcomes]]:
-        """Replace the pools; return the ids of the removed ones, and the outcomes of queued requests in the others.
+        """Replace the pools; return the ids of removed pools, and the outcomes of queued requests in other pools.
 
-        A pool that stays keeps its router. A model that two pools name belongs to the first.
+        A pool that stays keeps its router. If two pools have the same model, the first pool serves it.
         """
         routers: dict[str, PoolRouter] = {}
         models: dict[str, PoolRouter] = {}
@@ -80,7 +80,7 @@ class ServedPools:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
-        """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
+        """Return the current status of each pool, or only of the served pools in ``pools``."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
 
 

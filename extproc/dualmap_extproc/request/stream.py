@@ -1,26 +1,28 @@
 """The state machine of one ext_proc stream: messages from Envoy in, answers out.
 
-It does no I/O and reads no clock: ``transport`` feeds it and writes what it returns, ``picker`` chooses the member.
-``Stream.STEPS`` is the transition table of the request half; ``response`` has the response half, ``modes`` the modes in
-which Envoy sends bodies and expects answers.
+The state machine does no I/O and reads no clock: ``transport`` passes messages to it and writes its answers. ``picker``
+picks the member. ``Stream.STEPS`` is the transition table for request messages. ``response`` handles response messages.
+``modes`` describes the modes in which Envoy sends bodies and expects answers.
 
-A queued request is answered when the picker dispatches or rejects it. The answers to all its messages, also to those
-that arrive while it is queued, then go out through ``deliver`` in the usual order. A request whose large body is being
-read (``reading``) waits in the same way, before the picker is asked.
+The stream answers a queued request when the picker dispatches or rejects it. ``deliver`` then sends the answers to all
+messages of the request in the usual order, including messages that arrived while the request was queued. A request with
+a large body waits in the same way until ``reading`` has read the body. The stream calls the picker after that.
 
 The bytes of a body count as buffered (``buffered``) until the body is read or, in ``DUPLEX``, written to Envoy. If
-the body is evicted, its stream answers through ``deliver``.
+``buffered`` evicts a body, its stream answers through ``deliver``.
 
-In ``NO_WAIT``, Envoy reports neither the end of a body nor trailers before the headers are answered if an HTTP/2
-request has trailers. The router then decides after silence (``on_deadline``):
+In ``NO_WAIT``, if an HTTP/2 request has trailers, Envoy does not send the body's end or the trailers before the router
+has answered the headers. The router therefore decides after a time without messages (``on_deadline``):
 
-- A body that looks complete is taken for one with trailers after ``Limits.silence_s``.
-- A body that cannot become a JSON object is rejected after ``Limits.pause_s``.
-- Any other body may come from a slow client. It is rejected shortly before Envoy would stop waiting and send the
-  request on unrouted.
+- A body that looks complete counts as a body with trailers after ``Limits.silence_s``.
+
+- The router rejects a body that cannot become a JSON object after ``Limits.pause_s``.
+
+- Any other body may come from a slow client. The router rejects the body shortly before Envoy's timeout, after which
+  Envoy would forward the request without a pick.
 
 If a route has a retry policy, Envoy 1.40 sends the body of a request with trailers twice. The pick of such a request
-therefore asks for a route without retries.
+therefore selects a route without retries.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +50,7 @@ _Step: TypeAlias = Callable[["Stream", float, wire.ProcessingRequest], _Answers]
 
 
 class Phase(StrEnum):
-    """How far the request of a stream has come."""
+    """The progress of a stream's request."""
 
     NEW = auto()
     """No message has arrived on the stream."""
@@ -57,12 +59,12 @@ class Phase(StrEnum):
     QUEUED = auto()
     """The request is complete: the router reads its large body, or the request waits for a member."""
     ANSWERED = auto()
-    """The request is dispatched, or Envoy has answered its client itself."""
+    """The router has picked a member, or Envoy itself has answered the client."""
     ENDED = auto()
-    """The stream is over, or shall be ended by the transport; no message is answered any more."""
+    """The stream has ended, or the transport must end it. The router answers no further messages."""
 
 
-# Found faster than in their enums (``modes``).
+# Module names are faster than members of an enum (``modes``).
 _NEW, _READING, _QUEUED, _ANSWERED, _ENDED = Phase
 _WHOLE_BODY, _NO_BODY = RequestBody.WHOLE, RequestBody.NONE
 
@@ -70,7 +72,7 @@ _WHOLE_BODY, _NO_BODY = RequestBody.WHOLE, RequestBody.NONE
 def _row(
     *, headers: _Step, body: _Step, trailers: _Step, response: _Step, unknown: _Step
 ) -> Mapping[str | None, _Step]:
-    """Return a row of the transition table: the step for each kind of message, None for a kind not known here."""
+    """Return a row of the transition table: the step for each kind of message (None: an unknown kind)."""
     return {
         "request_headers": headers,
         "request_body": body,
@@ -83,15 +85,15 @@ def _row(
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` never raises, whatever arrives in whatever order. The transport calls ``on_deadline`` at ``deadline_s``
-    if nothing arrives before, ``written`` when all answers are written, and ``close`` once the stream is over.
-    ``deliver`` is called with answers that do not follow a message, from within a call of the picker, the reader or
-    another stream. ``ended`` asks the transport to end the stream; ``decided`` is true once a body has been read here
-    and the picker has been asked. ``reader`` reads large bodies; without one, the stream reads them. ``held_bytes`` is
-    what ``buffered`` counts for the stream.
+    ``receive`` never raises an error, for any messages in any order. The transport calls ``on_deadline`` at
+    ``deadline_s`` if no message arrives before, ``written`` after it has written all answers, and ``close`` after the
+    stream's end. The stream passes answers without a preceding message to ``deliver``, during a call of the picker, the
+    reader or another stream. If ``ended`` is true, the transport must end the stream. ``decided`` is true after the
+    stream has read a body itself and called the picker. ``reader`` reads large bodies; without a reader, the stream
+    reads them. ``held_bytes`` is the number of bytes that ``buffered`` counts for the stream.
     """
 
-    # Attributes in slots are found faster: 2 us a request.
+    # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
         *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_picker", "_response"),
         *("_buffered", "_cancel_reading", "_reader", "_retries", "_unanswered", "deadline_s", "decided", "held_bytes"),
@@ -120,16 +122,16 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether the transport shall end the stream."""
+        """Whether the transport must end the stream."""
         return self.phase is _ENDED
 
     def receive(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take a message from Envoy; return the answers to send, in order."""
+        """Process a message from Envoy; return the answers to send, in order."""
         self.deadline_s = None
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
 
     def on_deadline(self, now: float) -> _Answers:
-        """Take the silence until the deadline: decide on what has arrived, unless more may come (see the module)."""
+        """Process the deadline: decide by the received messages, unless the body may continue (see the module)."""
         self.deadline_s = None
         stalled_s = self._heard_s + self._picker.max_wait_s + self._limits.stalled_s
         if now < stalled_s and self._expects_prompt() and self._body.may_continue(self._head.content_length):
@@ -148,10 +150,10 @@ class Stream:
         self._deliver(self._refuse(now, overloaded()))
 
     def close(self, now: float, *, cancelled: bool) -> None:
-        """Report the end of the stream to the picker. ``cancelled`` is true if Envoy or its client cancelled it.
+        """Report the end of the stream to the picker. ``cancelled`` is true if Envoy or its client cancelled.
 
-        A stream whose client has gone can also end without an error. If Envoy sends the response's body, an end before
-        the end of that body counts as aborted.
+        After a client has disconnected, a stream can also end without an error. If Envoy sends the response's body, an
+        end of the stream before the body's end therefore counts as aborted.
         """
         if self.phase is not _NEW:
             cut = cancelled or self._modes.response_body is not ResponseBody.NONE
@@ -159,13 +161,13 @@ class Stream:
         self.phase = _ENDED
 
     def _begin(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take the headers of a stream's first request; the first message shows Envoy's mode."""
+        """Process the headers of a stream's first request. The first message contains Envoy's modes."""
         self._read_modes(message)
         self._expect_request(now)
         return self._read_headers(now, message)
 
     def _begin_without_headers(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take a first message that is not a request's headers, as if a request without headers had begun."""
+        """Process a first message that is not request headers, as part of a request without headers."""
         self._read_modes(message)
         self._expect_request(now)
         return self.receive(now, message)
@@ -175,7 +177,7 @@ class Stream:
             self._modes = read_modes(message.protocol_config)
 
     def _begin_again(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take the headers of another request; the request before it on the stream is aborted."""
+        """Process the headers of another request; abort the previous request on the stream."""
         self._end_request(now, Ending.ABORTED)
         self._expect_request(now)
         return self._read_headers(now, message)
@@ -214,13 +216,13 @@ class Stream:
         return []
 
     def _read_body(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take the next part of a body; decide if it is the last, otherwise answer it if the mode requires that."""
+        """Process the next chunk of a body: decide after the last chunk, or answer if the mode requires an answer."""
         head, limits, answering = self._head, self._limits, self._modes.answering
         head.read_subset(message, limits)
         if head.unacceptable is not None:
             return self._refuse(now, head.unacceptable)
         body = message.request_body
-        # Each access to a message's bytes copies them.
+        # Each access to a message's bytes copies the bytes, so the method accesses them only once.
         chunk = body.body
         self._body.add(chunk)
         if self._body.size_bytes > self._picker.max_body_bytes:
@@ -240,35 +242,36 @@ class Stream:
         return []
 
     def _read_trailers(self, now: float, _: wire.ProcessingRequest) -> _Answers:
-        """Take trailers, which end a body; refuse them if their answer alone would have to carry the pick."""
+        """Process trailers, which end a body; reject the request if no other answer could contain the pick."""
         modes = self._modes
         waiting = modes.answering is WAITING
         if waiting and modes.request_body is not _WHOLE_BODY and len(self._picker.pools) > 1:
-            # An answer to trailers sets no headers and so names no cluster: Envoy would take the first pool's.
+            # An answer to trailers cannot set headers, so it cannot name a cluster. Without a named cluster, Envoy
+            # would use the first pool's cluster.
             return self._refuse(now, trailers_unsupported())
         self._unanswered.trailers = True
         return self._decide(now, retries=waiting)
 
     def _owe_body(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Take a body message after the end, to be answered when the queued request is."""
+        """Process a body message after the body's end; answer it together with the queued request."""
         if self._modes.answering is not DUPLEX:
             self._unanswered.bodies += 1
         return []
 
     def _owe_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Take trailers after the end of the body, to be answered when the queued request is."""
+        """Process trailers after the end of the body; answer them together with the queued request."""
         self._unanswered.trailers = True
         return []
 
     def _answer_late_body(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Answer a body message after the body's end. In FULL_DUPLEX_STREAMED, Envoy expects no answer to it."""
+        """Answer a body message after the body's end. In FULL_DUPLEX_STREAMED, Envoy expects no answer."""
         return [] if self._modes.answering is DUPLEX else [answers.PLAIN_REQUEST_BODY]
 
     def _answer_late_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:
         return [wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
 
     def _leave_queue(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Abort the queued request: Envoy has answered its client itself, or has sent what does not belong here."""
+        """Abort the queued request, because Envoy itself has answered the client, or has sent an unexpected message."""
         self._end_request(now, Ending.ABORTED)
         self.phase = _ANSWERED
         return self.receive(now, message)
@@ -280,7 +283,7 @@ class Stream:
         return out
 
     def _stop(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """End the stream at a kind of message that this version cannot answer; Envoy continues without the router."""
+        """End the stream after an unknown kind of message; Envoy continues the request without the router."""
         self.phase = _ENDED
         return []
 
@@ -291,7 +294,7 @@ class Stream:
         return self._head.expects_prompt(self._body.size_bytes)
 
     def _decide(self, now: float, *, retries: bool = True) -> _Answers:
-        """Ask for the pick and answer with it; return nothing if the request is queued.
+        """Request the pick and return the answers with the pick; return no answers if the request is queued.
 
         ``retries`` is true if Envoy may retry the request.
         """
@@ -367,7 +370,7 @@ class Stream:
         self._deliver(self._answer(outcome))
 
     def _answer(self, outcome: Picked | Refused) -> _Answers:
-        """Answer all unanswered messages; the first answer carries the pick."""
+        """Answer all unanswered messages; the first answer contains the pick."""
         if isinstance(outcome, Refused):
             return self._reject(outcome)
         self.phase = _ANSWERED
@@ -384,18 +387,18 @@ class Stream:
         return out
 
     def _refuse(self, now: float, refused: Refused) -> _Answers:
-        """Report a refusal that the picker has not decided, and answer with it."""
+        """Report a rejection that the stream has decided, and return it as the answer."""
         return self._reject(self._picker.refuse(now, refused, self._head.kept))
 
     def _reject(self, refused: Refused) -> _Answers:
-        """Have Envoy answer the client, and end the stream."""
+        """Return the answer that Envoy sends to the client, and end the stream."""
         self.phase = _ENDED
         self._drop_body()
         status, after_s = refused.status, refused.retry_after_s
         return [answers.refusal(status=status, body=refused.body(), code=refused.code, retry_after_s=after_s)]
 
     def _end_request(self, now: float, ending: Ending) -> None:
-        """Report the end of the request to the picker if it is in the picker's accounts; a queued one is aborted."""
+        """Report the end of the request to the picker if the picker tracks it; abort a queued request."""
         if self.held_bytes:
             self._drop_body()
         self._response.end(now, Ending.ABORTED if self.phase is _QUEUED else ending)

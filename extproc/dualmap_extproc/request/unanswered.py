@@ -1,4 +1,4 @@
-"""The messages of a request that Envoy still expects answers to, and those answers once the member is picked."""
+"""The messages of a request that the router must still answer, and the answers after the pick."""
 
 from dualmap_extproc.request.modes import DUPLEX, Answering
 from dualmap_extproc.wire import answers
@@ -8,7 +8,7 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 class Unanswered:
     """The request messages that have arrived and have no answer yet.
 
-    ``body`` is what goes back to Envoy in ``DUPLEX``.
+    ``body`` is the body that the router sends back to Envoy in ``DUPLEX``.
     """
 
     __slots__ = ("bodies", "body", "headers", "trailers")
@@ -20,10 +20,10 @@ class Unanswered:
         self.body = b""
 
     def answer(self, answering: Answering, chunk_bytes: int) -> list[wire.ProcessingResponse]:
-        """Return the answers to all of them, in the order that Envoy expects.
+        """Return the answers to all these messages, in the order that Envoy expects.
 
-        The first answer belongs to the caller, which writes the pick into it; the others may be shared.
-        ``chunk_bytes`` is the largest piece of a body that goes back to Envoy.
+        The caller writes the pick into the first answer. The other answers may be shared objects, so the caller must
+        not change them. ``chunk_bytes`` is the size of the largest piece of a body that the router sends back to Envoy.
         """
         out: list[wire.ProcessingResponse] = []
         if self.headers:

@@ -1,10 +1,10 @@
 """Encodes replication updates and demand reports as bytes: the entries of a pool's streams.
 
-The format is little-endian: a version byte, then the parts in the order of ``encode_update``. Each list follows its
-count, and each text (UTF-8) its length. Hashes and counts are packed arrays, so that a prompt of 8000 tokens takes 500
-bytes: a router writes ten entries a second.
+The format is little-endian: a version byte, then the fields in the order of ``encode_update``. A count precedes each
+list, and a length precedes each text (UTF-8). A router writes ten entries a second, so the format is compact. Hashes
+and counts are packed arrays, so a prompt of 8000 tokens takes 500 bytes.
 
-Decoding checks every value, because any client of the store may have written the bytes.
+The decoder checks every value, because any client of the store may have written the bytes.
 """
 
 import struct
@@ -15,7 +15,7 @@ from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, Sha
 from dualmap.scaling.reports import Report, Share
 
 NODES_MAX: Final = 4096
-"""The most prefixes whose counts one entry may hold, so that one entry cannot fill a router's bounded tree of them."""
+"""The most prefixes with counts in one entry, so that one entry cannot fill a router's bounded tree of prefixes."""
 _VERSION: Final = 1
 _VERSION_AND_REQUESTS: Final = struct.Struct("<BI")
 _COUNT: Final = struct.Struct("<I")
@@ -25,9 +25,10 @@ _BINDING: Final = struct.Struct("<QQId")
 _REPORT_VERSION: Final = 1
 _REPORT: Final = struct.Struct("<B" + 2 * "dQIIII")
 LONGEST_S: Final = 1e9
-"""The longest time that is sent, about thirty years; longer ones are sent as this."""
+"""The longest time in an entry, about thirty years. The encoder replaces longer times by this value."""
 _REPLICAS_MAX: Final = 1e6
-# More tokens than any pool has, and few enough that the sum over routers fits KEDA's 64 bits.
+# The largest number of pending prefill tokens. No pool has more tokens than this limit, and a sum over routers fits
+# KEDA's 64 bits.
 _PENDING_MAX: Final = 2**48
 _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
@@ -61,7 +62,7 @@ def encode_update(update: ReplicaUpdate) -> bytes:
         parts += [_text(placement.endpoint), _hashes(placement.hashes)]
     parts.append(_COUNT.pack(len(update.bindings)))
     for binding in update.bindings:
-        # An invalid value in the store may have set the largest version, which the router then incremented.
+        # If another client of the store wrote the largest version, the router's increment exceeds the format's limit.
         version = min(binding.version, _U32_MAX)
         packed = _BINDING.pack(binding.session, binding.tokens, version, _bounded(binding.moved_ago_s))
         parts += [_text(binding.host), packed]
@@ -107,7 +108,7 @@ def decode_report(data: bytes) -> Report:
 
 
 def _share_values(share: Share) -> tuple[float | int, ...]:
-    # A router's own counts always fit. A sum contains values of other clients of the store, which may be any.
+    # A router's own counts always fit. A sum contains values of other clients of the store, which may be arbitrary.
     return (
         min(share.desired_replicas, _REPLICAS_MAX),
         min(share.pending_prefill_tokens, _PENDING_MAX),
@@ -147,7 +148,7 @@ def _hashes(hashes: Sequence[int]) -> bytes:
 
 
 class _Reader:
-    """Reads one value after the other from bytes; raises struct.error if they end too early."""
+    """A reader of successive values from bytes; raises struct.error if the bytes end too early."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -163,7 +164,7 @@ class _Reader:
         return count
 
     def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:
-        # Checked first: an invalid count could allocate gigabytes.
+        # The check comes first, because an invalid count could allocate gigabytes.
         if count * item_bytes > len(self._data) - self._at:
             raise UnreadableUpdate(f"{count} values in {len(self._data) - self._at} bytes")
         values = struct.unpack_from(f"<{count}{code}", self._data, self._at)

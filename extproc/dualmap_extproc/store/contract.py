@@ -1,14 +1,18 @@
-"""The interface of a store of shared state, which ``memory`` and ``redis`` implement and ``exchange`` uses.
+"""The interface of a store of shared state; ``memory`` and ``redis`` implement it, and ``exchange`` uses it.
 
-A store keeps four things per pool:
+A store keeps this data for each pool:
 
-- a stream of replication updates, kept for minutes, which a starting replica reads back;
-- each replica's last loads: each message is complete, and expires after seconds;
-- each replica's last report of the demand, which expires after a minute (``dualmap.scaling.reports``);
-- one binding per session, which expires unless it is renewed.
+- A stream of replication updates, kept for minutes, which a starting replica reads.
 
-The store's only decision is which of two bindings is valid (``dualmap.replicas.update``). Replicas share no clock, so
-that everything read from a store has an age by the store's clock.
+- The last loads of each replica: each message is complete, and expires after seconds.
+
+- The last demand report of each replica, which expires after a minute (``dualmap.scaling.reports``).
+
+- One binding per session, which expires unless a replica renews it.
+
+If two replicas write a binding of the same session, the store decides which binding is valid
+(``dualmap.replicas.update``). The store makes no other decision. Replicas have different clocks, so each value from a
+store has an age by the store's clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +24,9 @@ from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
-"""About the most updates that are kept for a pool: five minutes of ten busy routers."""
+"""The approximate number of updates that a store keeps for a pool: five minutes of ten busy routers."""
 PAGE_ENTRIES: Final = 16
-"""The most updates in an answer: decoding them takes 3 ms, during which requests wait."""
+"""The most updates in an answer: the router decodes this number in 3 ms, during which requests wait."""
 
 
 class Failure(StrEnum):
@@ -37,7 +41,7 @@ class Failure(StrEnum):
 
 
 class StoreError(Exception):
-    """A call of the store failed; a later one may succeed. The message is for people and contains no secret."""
+    """A call of the store failed; a later call may succeed. The message is for people and contains no secret."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         self.failure = failure
@@ -48,8 +52,8 @@ class StoreError(Exception):
 class Question:
     """A replica's query about a pool (``namespace/name``).
 
-    ``cursor`` is the end of its last answer; without one the answer starts with entries at most ``window_s`` old.
-    ``wanted`` are sessions whose bindings the replica looks up.
+    ``cursor`` is the end of the replica's last answer. Without a cursor, the answer starts with entries that are at
+    most ``window_s`` seconds old. ``wanted`` lists the sessions with the bindings that the replica requests.
     """
 
     pool: str
@@ -60,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An update that the replica ``peer`` wrote ``age_s`` seconds ago; its ``wanted`` and ``loads`` are empty."""
+    """An update that the replica ``peer`` wrote ``age_s`` seconds ago. Its ``wanted`` and ``loads`` are empty."""
 
     peer: str
     update: ReplicaUpdate
@@ -69,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEntry:
-    """All loads of the replica ``peer``, as it wrote them ``age_s`` seconds ago."""
+    """All loads that the replica ``peer`` wrote ``age_s`` seconds ago."""
 
     peer: str
     loads: Mapping[str, SharedLoad]
@@ -87,12 +91,13 @@ class ReportEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a Question: at most PAGE_ENTRIES updates of other replicas, oldest first, and known bindings.
+    """The answer to a Question: at most PAGE_ENTRIES updates of other replicas, oldest first, and stored bindings.
 
-    ``more`` is True if there are further updates to read at once. ``loads`` has the last loads of each replica that
-    wrote any since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``). ``reports`` has likewise
-    those of less than REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` counts entries and bindings that
-    were left out because no router wrote them.
+    ``more`` is true if the store has further updates to read immediately. ``loads`` contains each replica's last loads
+    if the replica wrote them since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``).
+    ``reports`` contains each replica's last report if the replica wrote it since the last answer and less than
+    REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` is the number of invalid entries and bindings, which
+    the answer omits.
     """
 
     cursor: str
@@ -106,7 +111,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Bindings that a replica claims, at most one per session; the store keeps the valid ones for ``ttl_s``."""
+    """Bindings that a replica claims, at most one per session; the store keeps the valid bindings for ``ttl_s``."""
 
     pool: str
     ttl_s: float
@@ -115,10 +120,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """What a replica publishes about a pool; None for parts that it does not publish now.
+    """A replica's publication about a pool; fields that the replica does not publish now are None.
 
-    ``update`` is kept for at least ``keep_s``, without its loads and wanted sessions. ``loads`` and ``report`` replace
-    the replica's earlier ones.
+    The store keeps ``update`` for at least ``keep_s``, without its loads and wanted sessions. ``loads`` and ``report``
+    replace the replica's earlier loads and report.
     """
 
     pool: str
@@ -129,16 +134,16 @@ class Post:
 
 
 class Store(Protocol):
-    """Keeps the state that replicas share. Every method returns or raises StoreError within bounded time."""
+    """A store of the state that replicas share. Every method returns or raises StoreError within bounded time."""
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         """Return the answer to each question, without entries of ``peer`` itself."""
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return for each claimed binding the one that is valid from now on: itself, or the one that it lost to.
+        """Return the valid binding for each claim: the claimed binding, or a binding of another replica.
 
-        The higher version is valid; of equal versions, the one stored first. A claim for the same host renews the
-        stored binding's tokens and time to live.
+        The binding with the higher version is valid; with equal versions, the binding that was stored first. A claim
+        for the same host renews the stored binding's tokens and time to live.
         """
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:

@@ -1,9 +1,10 @@
 """The task that exchanges replication updates with the other routers through the store, ten times a second.
 
-It takes updates from the picker, publishes them to the store, and passes the other routers' updates to the picker. No
-request waits for it. A starting router reads the last minutes back page by page, oldest first, while it routes. While
-the store is unreachable, routing continues, unsent updates are kept within bounds (``unsent``), and the task retries at
-least once a second. It logs once when the store is lost and once when it recovers.
+The task publishes the picker's updates to the store, and passes the other routers' updates to the picker. No request
+waits for the task. A starting router reads the updates of the last minutes page by page, oldest first, while it routes.
+While the store is unreachable, routing continues, and the task retries at least once a second. The task keeps unsent
+updates within bounds (``unsent``). The task logs once when the store becomes unreachable and once when the store
+recovers.
 """
 
 import asyncio
@@ -19,27 +20,28 @@ from dualmap_extproc.store.unsent import Unsent
 
 INTERVAL_S: Final = 0.1
 SHORTEST_HISTORY_S: Final = 300.0
-"""The least that a starting router reads back: a conversation's turns are minutes apart (bench/results/replicas.md)."""
+"""The shortest history that a starting router reads. A conversation's turns are minutes apart."""
 LONGEST_PAUSE_S: Final = 1.0
 """The longest pause between two attempts while the store does not answer."""
 LEAVE_S: Final = 1.0
-# Entries are this much older than what is read back before they are dropped, for replicas that read them late.
+# The store keeps entries for this time after the end of the history, for replicas that read with a delay.
 _KEEP_LONGER_S: Final = 5.0
-# Applying an update takes up to a millisecond: the event loop serves requests after this many.
+# The most updates that the task applies without a pause. An update takes up to a millisecond, during which requests
+# wait.
 _ENTRIES_AT_ONCE: Final = 4
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 _log = get_logger(__name__)
 
 
 class SharingPicker(Protocol):
-    """The part of ``picker.Picker`` that the exchange uses."""
+    """The methods of ``picker.Picker`` that the exchange uses."""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools that are served now."""
+        """The pools that this router currently serves."""
 
     def take_update(self, now: float) -> Sequence[tuple[str, ReplicaUpdate]]:
-        """Return new updates by pool id."""
+        """Return new updates, each with its pool's id."""
 
     def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
         """Apply another replica's update."""
@@ -49,29 +51,29 @@ class SharingPicker(Protocol):
 
 
 class Reporter(Protocol):
-    """The part of ``pool_demand.PoolDemand`` that the exchange uses."""
+    """The methods of ``pool_demand.PoolDemand`` that the exchange uses."""
 
     def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
-        """Return the reports that are due of these pools, which are all served pools."""
+        """Return the reports that are due. ``pools`` must contain all served pools."""
 
     def reported(self, reports: Mapping[str, Report]) -> None:
         """Mark these reports as published."""
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
-        """Note that another replica was alive ``age_s`` seconds ago."""
+        """Record that another replica was running ``age_s`` seconds ago."""
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
         """Apply another replica's report."""
 
     def exchanged(self) -> None:
-        """Note that an exchange succeeded."""
+        """Record that an exchange succeeded."""
 
 
 class StoreObserver(Protocol):
-    """Counts exchanges and failures; ``metrics`` implements it."""
+    """The counters of exchanges and failures; ``store.metrics`` implements this interface."""
 
     def exchanged(self, seconds: float) -> None:
-        """Count an exchange that succeeded, and its duration."""
+        """Count a successful exchange, and record its duration."""
 
     def failed(self, failure: Failure) -> None:
         """Count an exchange that failed."""
@@ -80,13 +82,13 @@ class StoreObserver(Protocol):
         """Count entries and bindings in the store that no router wrote."""
 
     def dropped(self, count: int) -> None:
-        """Count parts of updates that were dropped because too many were unsent."""
+        """Count items of updates that were dropped because too many were unsent."""
 
 
 class Exchange:
-    """Exchanges updates and reports with ``store``; ``peer`` names this router and its incarnation.
+    """The exchange of updates and reports with ``store``; ``peer`` identifies this router and its incarnation.
 
-    ``clock`` returns the picker's ``now``; ``shown`` names the store in log lines.
+    ``clock`` returns the time for the picker's argument ``now``. ``shown`` is the store's name in log lines.
     """
 
     def __init__(
@@ -110,16 +112,16 @@ class Exchange:
         self._unsent: dict[str, Unsent] = {}
         self._cursors: dict[str, str] = {}
         self._deliveries: dict[str, AnswerDelivery] = {}
-        # The time at which the store was lost; None while it is reachable, and before the first attempt.
+        # The time since which the store is unreachable; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
 
     @property
     def lost_for_s(self) -> float | None:
-        """How long the store has been unreachable; None while it is reachable, and before the first attempt."""
+        """The time since the store became unreachable; None while it is reachable, and before the first attempt."""
         return None if self._lost_s is None else self._clock() - self._lost_s
 
     async def run(self) -> None:
-        """Exchange until cancelled."""
+        """Exchange updates regularly until cancelled."""
         pause_s = INTERVAL_S
         while True:
             began_s = self._clock()
@@ -154,7 +156,7 @@ class Exchange:
         return True
 
     async def leave(self) -> None:
-        """Publish that this router has no load any more, if the store is reachable, and close the store."""
+        """Publish empty loads of this router if the store is reachable, and close the store."""
         pools = self._picker.pools if self._lost_s is None else ()
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -163,7 +165,7 @@ class Exchange:
                     await self._store.publish(self._peer, nothing)
                 await self._store.close()
         except (StoreError, TimeoutError):
-            # The other routers notice the end of this one by a timeout.
+            # The other routers detect the end of this router by a timeout.
             _log.info("Could not tell the other routers that this router ends", store=self._shown)
 
     def _collect(self, pools: dict[str, Pool]) -> None:
@@ -180,13 +182,13 @@ class Exchange:
         self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
 
     async def _read(self, pools: dict[str, Pool]) -> None:
-        """Read new entries; further pages only until the next exchange is due."""
+        """Read new entries; stop between pages when the next exchange is due."""
         until_s = self._clock() + INTERVAL_S
         while await self._read_page(pools) and self._clock() < until_s:
             pass
 
     async def _read_page(self, pools: dict[str, Pool]) -> bool:
-        """Read one page of new entries, and the bindings of sessions that the router does not know.
+        """Read one page of new entries, and the bindings of the wanted sessions.
 
         Returns whether there are more pages.
         """
@@ -210,7 +212,7 @@ class Exchange:
             self._reporter.on_report(pool, entry.peer, entry.report, entry.age_s)
 
     async def _resolve(self, pools: dict[str, Pool]) -> None:
-        """Claim the bindings made here; replace each that lost with the one that it lost to."""
+        """Claim this router's new bindings in the store; replace each rejected binding by the store's binding."""
         claims = [
             Claim(pool=id_, ttl_s=pools[id_].routing.session.ttl_s, bindings=bindings)
             for id_, unsent in self._unsent.items()
@@ -250,7 +252,7 @@ class Exchange:
 
 
 class AnswerDelivery:
-    """Passes a store's answers about one pool to the picker."""
+    """The object that passes a store's answers about one pool to the picker."""
 
     def __init__(self, picker: SharingPicker, clock: Callable[[], float], pool: str) -> None:
         self._picker = picker
@@ -258,8 +260,8 @@ class AnswerDelivery:
         self._pool = pool
 
     async def deliver(self, answer: Answer) -> None:
-        """Apply an answer; the event loop serves requests in between."""
-        # Entries age while the picker applies earlier ones.
+        """Apply an answer; pause regularly, so that the event loop can serve requests."""
+        # An entry's age grows while the picker applies earlier entries.
         read_s = self._clock()
         for said in answer.loads:
             update = ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=said.loads)
@@ -274,7 +276,7 @@ class AnswerDelivery:
 
 
 def history_s(pool: Pool) -> float:
-    """Return how many seconds of a pool's updates a starting router reads back."""
+    """Return the length of a pool's history that a starting router reads, in seconds."""
     return max(pool.routing.prefix.window_s, SHORTEST_HISTORY_S)
 
 

@@ -1,6 +1,6 @@
 """A store for several routers in one process, without a server: implements ``contract.Store``.
 
-Tests and benchmarks of several replicas use it. A router without ``--redis`` is a single one and has no store.
+Tests and benchmarks of several replicas use this store. A router without ``--redis`` has no store.
 """
 
 import math
@@ -64,28 +64,28 @@ class _PoolState:
     updates: deque[_StoredUpdate] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
     loads: dict[str, _StoredLoads] = field(default_factory=dict)
     reports: dict[str, _StoredReport] = field(default_factory=dict)
-    # Numbers all posts in the order in which they were published.
+    # The number of the last post; posts are numbered in the order of publication.
     numbers: int = 0
     bindings: dict[int, _StoredBinding] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """Keeps the shared state of any number of replicas, which use this object; ``clock`` returns seconds."""
+    """A store in memory: all replicas use the same object. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pools: dict[str, _PoolState] = {}
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Return the answer to each question (Store)."""
+        """Return the answer to each question (``contract.Store``)."""
         return tuple(self._answer(peer, question) for question in questions)
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the valid bindings (Store)."""
+        """Return the valid bindings (``contract.Store``)."""
         return tuple(tuple(self._resolve(claim, binding) for binding in claim.bindings) for claim in claims)
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Publish to the other replicas (Store)."""
+        """Publish to the other replicas (``contract.Store``)."""
         now = self._clock()
         for post in posts:
             state = self._pool(post.pool)
@@ -105,14 +105,14 @@ class MemoryStore:
                 state.reports[peer] = _StoredReport(number=state.numbers, report=post.report, at_s=now)
 
     async def close(self) -> None:
-        """Do nothing: there are no connections (Store)."""
+        """Do nothing: there are no connections (``contract.Store``)."""
 
     def _answer(self, peer: str, question: Question) -> Answer:
         now = self._clock()
         state = self._pool(question.pool)
         after, last_words_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
         since_s = now - question.window_s if question.cursor is None else -math.inf
-        # From the newest: a replica that reads regularly has few new updates, of thousands that are kept.
+        # The search starts at the newest update: a replica that reads regularly needs few of the thousands of updates.
         new = takewhile(lambda told: told.number > after and told.at_s >= since_s, reversed(state.updates))
         heard = [told for told in new if told.peer != peer][::-1]
         more, page = len(heard) > PAGE_ENTRIES, heard[:PAGE_ENTRIES]
@@ -144,7 +144,8 @@ class MemoryStore:
                 return held.at(now)
             moved_at_s = held.moved_at_s
         kept = _StoredBinding(binding=binding, moved_at_s=moved_at_s, until_s=now + claim.ttl_s)
-        # Moving it to the end keeps the dictionary in order of renewal. Each call removes one expired binding.
+        # The move to the end keeps the dictionary in the order of renewal. Each call removes at most one expired
+        # binding.
         bindings.pop(binding.session, None)
         bindings[binding.session] = kept
         oldest = next(iter(bindings))

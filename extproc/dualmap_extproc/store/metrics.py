@@ -1,4 +1,4 @@
-"""Prometheus metrics of the shared state, besides the router's own (``dualmap_extproc.telemetry.metrics``)."""
+"""Prometheus metrics of the shared state. The router's other metrics are in ``dualmap_extproc.telemetry.metrics``."""
 
 from typing import Final
 
@@ -6,12 +6,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dualmap_extproc.store.contract import Failure
 
-# A round trip takes a millisecond; a call of a server that hangs times out after 0.5 s (store.redis).
+# A round trip takes a millisecond. If the server hangs, a call times out after 0.5 s (store.redis).
 _EXCHANGE_BUCKETS_S: Final = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2)
 
 
 class StoreMetrics:
-    """Implements ``exchange.StoreObserver``. The metrics are exported only if there is a store."""
+    """Implements ``exchange.StoreObserver``. The router exports these metrics only if it has a store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._up = Gauge("dualmap_store_up", "1 while replication updates are exchanged, else 0.", registry=registry)
@@ -50,5 +50,5 @@ class StoreMetrics:
         self._unreadable.inc(count)
 
     def dropped(self, count: int) -> None:
-        """Count dropped parts of updates (StoreObserver)."""
+        """Count dropped items of updates (StoreObserver)."""
         self._dropped.inc(count)

@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def redis_options(function: _Function) -> _Function:
-    """Add the options to a command, which passes their values to ``redis_settings``."""
+    """Add the options to a command; the command must pass their values to ``redis_settings``."""
     options = (
         click.option(
             "--redis", metavar="URL", help="Redis for state shared with other routers: redis://, rediss://, unix://."
@@ -33,7 +33,7 @@ def redis_options(function: _Function) -> _Function:
             metavar="FILE",
             help="CA certificates that verify a rediss:// server, as PEM. [default: the system's]",
         ),
-        # Hidden: click reads it from the environment only.
+        # The option is hidden, because click must read the password only from the environment.
         click.option("--redis-password", envvar=PASSWORD_VARIABLE, hidden=True, callback=_not_on_the_command_line),
     )
     for option in reversed(options):
@@ -44,7 +44,7 @@ def redis_options(function: _Function) -> _Function:
 def redis_settings(
     redis: str | None, redis_password: str | None, redis_password_file: Path | None, redis_ca: Path | None
 ) -> RedisSettings | None:
-    """Return the settings that the options describe; None without ``--redis``. Raises click.UsageError."""
+    """Return the settings from the options, or None without ``--redis``. Raises click.UsageError."""
     if redis is None:
         for name, value in (("--redis-password-file", redis_password_file), ("--redis-ca", redis_ca)):
             if value is not None:

@@ -1,7 +1,8 @@
-"""The store in a Redis server (6.2 or later) or Redis Cluster; the only module that imports the redis library.
+"""The store in a Redis server (6.2 or later) or a Redis Cluster. Only this module imports the redis library.
 
-docs/state.md describes the keys. All keys of a pool have the same hash tag, and no command uses keys of two pools.
-The first call creates the client. Every failure discards it, so that no broken connection is reused.
+docs/state.md describes the keys. In a Redis Cluster, all keys of a pool have the same hash tag, and no command uses
+keys of two pools. The first call creates the client. Every failure discards the client, so that no broken connection is
+reused.
 """
 
 import asyncio
@@ -46,36 +47,36 @@ from dualmap_extproc.store.target import Target
 
 CONNECT_S: Final = 1.0
 REPLY_S: Final = 0.5
-# The limit of a whole call. The library's timeouts limit single steps, such as reading a cluster's map.
+# The timeout of a whole call. The library's timeouts limit only single steps, such as reading a cluster's map.
 _CALL_S: Final = 2.0
 _CLUSTER_RETRIES: Final = 3
-# Five minutes of 350 requests per second of 8000 tokens each.
+# The most bytes of a pool's updates: five minutes of 350 requests per second, with 8000 tokens each.
 _UPDATES_BYTES_MAX: Final = 64 * 2**20
-# Kept for longer than they are valid, so that routers that read late still find a router's last loads.
+# Redis keeps loads longer than they are valid, so that routers with delayed reads still find a router's last loads.
 _LOADS_KEEP_S: Final = 3 * PEER_TTL_S
-# Entries are trimmed by age. These limits apply when the server's clock was set back.
+# Redis trims entries by age. These limits apply only if the server's clock was set back.
 _LOADS_ENTRIES_MAX: Final = 4096
 _LOADS_BYTES_MAX: Final = 16 * 2**20
 _LOADS_PAGE_ENTRIES: Final = 256
-# Likewise, for a minute of a hundred routers.
+# The corresponding limits of demand reports: a minute of a hundred routers.
 _REPORTS_KEEP_S: Final = REMEMBERED_S + 2 * PEER_TTL_S
 _REPORTS_ENTRIES_MAX: Final = 8192
 _REPORTS_BYTES_MAX: Final = 2**20
 _REPORTS_PAGE_ENTRIES: Final = 1024
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
-# Above any binding of a router, below the limits of the codec.
+# Limits of a binding's values: greater than any value of a router, and below the limits of the codec.
 _VERSIONS: Final = 2**31
 _TOKENS: Final = 2**53
-# Texts of errors that a script passed on; the library raises other errors as a class of their own.
+# Texts of errors that a script returned. For other errors, the library raises specific classes.
 _FAILURES_BY_TEXT: Final = {
     "OOM ": Failure.FULL,
     "READONLY ": Failure.READ_ONLY,
     "NOAUTH ": Failure.DENIED,
-    # Redis 6.2, then later versions.
+    # The first text is that of Redis 6.2, the second that of later versions.
     "can't run this command": Failure.DENIED,
     "ACL failure": Failure.DENIED,
 }
-# The first match counts: authentication errors and timeouts are connection errors too.
+# The first match applies, because authentication errors and timeouts are also connection errors.
 _FAILURES_BY_CLASS: Final = (
     ((AuthenticationError, NoPermissionError), Failure.DENIED),
     ((OutOfMemoryError,), Failure.FULL),
@@ -89,7 +90,7 @@ _Command = tuple[str | bytes | int, ...]
 
 
 class RedisStore:
-    """Keeps the shared state in the Redis server at ``target`` (contract.Store)."""
+    """A store in the Redis server at ``target`` (contract.Store)."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -97,18 +98,18 @@ class RedisStore:
         self._clustered = False
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Return the answer to each question (Store)."""
+        """Return the answer to each question (``contract.Store``)."""
         replies = await self._run([_read(question) for question in questions])
         with _replies_as_scripted():
             return tuple(_answer(peer, *each) for each in zip(questions, replies, strict=True))
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the valid bindings (Store)."""
+        """Return the valid bindings (``contract.Store``)."""
         replies = await self._run([_resolve(claim) for claim in claims])
         with _replies_as_scripted():
             return tuple(
                 tuple(
-                    # The script accepted a value that is not a valid binding; it is ignored.
+                    # The script may accept a value that is not a valid binding. The router ignores such a value.
                     _binding(binding.session, value, int(now_ms)) or binding
                     for binding, value in zip(claim.bindings, values, strict=True)
                 )
@@ -116,18 +117,18 @@ class RedisStore:
             )
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Publish to the other replicas (Store)."""
+        """Publish to the other replicas (``contract.Store``)."""
         await self._run([_publish(peer, post) for post in posts])
 
     async def close(self) -> None:
-        """Close the connections (Store)."""
+        """Close the connections (``contract.Store``)."""
         client, self._client = self._client, None
         if client is not None:
-            # Shielded: nothing else would close these connections if this task is cancelled.
+            # The shield is necessary because no other code closes these connections if this task is cancelled.
             await asyncio.shield(client.aclose())
 
     async def _run(self, commands: Sequence[_Command]) -> list[Any]:
-        """Send commands in one go and return their replies. Raises StoreError."""
+        """Send commands in one pipeline and return their replies. Raises StoreError."""
         try:
             async with asyncio.timeout(_CALL_S):
                 try:
@@ -139,7 +140,7 @@ class RedisStore:
                     replies = await self._send(commands)
             _raise_if_cancelled()
             return replies
-        # Any exception: if the server is not Redis, the library's parser raises errors of other classes too.
+        # The clause covers all exceptions: if the server is not Redis, the library's parser raises various errors.
         except Exception as error:  # noqa: BLE001
             await self._drop()
             _raise_if_cancelled()
@@ -151,7 +152,7 @@ class RedisStore:
     async def _send(self, commands: Sequence[_Command]) -> list[Any]:
         if self._client is None:
             self._client = _client(self._target, clustered=self._clustered)
-        # Errors are raised after all replies were read, so that the connection stays in a known state.
+        # The client reads all replies before it raises an error, so that the connection stays in a known state.
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -164,7 +165,7 @@ class RedisStore:
     async def _drop(self) -> None:
         try:
             await self.close()
-        # Closing a broken connection may fail; nothing is left to close then.
+        # The close of a broken connection may fail. No connection remains in this case.
         except Exception:  # noqa: BLE001
             self._client = None
 
@@ -178,7 +179,8 @@ class RedisStore:
 def _raise_if_cancelled() -> None:
     """Raise CancelledError if the task was cancelled.
 
-    The library may treat a cancellation as its own timeout, and loses one that arrives together with a reply.
+    The library may treat a cancellation as its own timeout. The library also loses a cancellation that arrives together
+    with a reply.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -187,7 +189,10 @@ def _raise_if_cancelled() -> None:
 
 @contextmanager
 def _replies_as_scripted() -> Iterator[None]:
-    """Raise StoreError for replies of another form than the scripts': the server is not Redis, or has no scripts."""
+    """Raise StoreError for a reply that does not have the form of the scripts' replies.
+
+    Such a reply means that the server is not Redis, or does not support scripts.
+    """
     try:
         yield
     except (TypeError, ValueError, AttributeError):
@@ -235,7 +240,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         if told is None:
             unreadable += 1
         elif told[0] != peer:
-            # An update in this stream has no loads: their age would be unknown.
+            # Loads in this stream are ignored, because their age is unknown.
             age_s = _age_s(id_, now_ms)
             entries.append(Entry(peer=told[0], update=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
@@ -266,7 +271,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
 
 
 def _told(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, _Value] | None:
-    """Return the replica and the value that an entry's fields contain, None if they are invalid."""
+    """Return the replica and the value in an entry's fields, or None if the fields are invalid."""
     values = dict(zip(fields[::2], fields[1::2], strict=False))
     try:
         return values[b"p"].decode(), decode(values[b"n"])
@@ -289,7 +294,7 @@ def _client(target: Target, *, clustered: bool) -> Redis | RedisCluster:
         return RedisCluster(host=target.host, port=target.port, retry=retry, **options)
     if target.path:
         options["unix_socket_path"] = target.path
-    # No retries by the library, which could send a command twice; the exchange retries.
+    # The library must not retry, because it could send a command twice. The exchange retries instead.
     return Redis(host=target.host, port=target.port, db=target.db, retry=Retry(NoBackoff(), 0), **options)
 
 
@@ -305,7 +310,8 @@ def _resolve(claim: Claim) -> _Command:
 def _publish(peer: str, post: Post) -> _Command:
     keys: list[str] = []
     streams: list[int | bytes] = []
-    # Loads first: if they fail, the update is not written either, and does not count twice when it is sent again.
+    # The loads come first. If Redis rejects the loads, the script does not write the update. The update therefore does
+    # not count twice when the router sends it again.
     if post.loads is not None:
         keys.append(loads_key(post.pool))
         told = encode_update(ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=post.loads))
@@ -322,7 +328,7 @@ def _publish(peer: str, post: Post) -> _Command:
 
 
 def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | None:
-    """Return the binding in a key's value; None without a value or for an invalid one."""
+    """Return the binding in a key's value, or None for an absent or invalid value."""
     try:
         form, version, moved_ms, tokens, host = (value or b"").decode().split(" ", 4)
         binding = SharedBinding(
@@ -334,7 +340,7 @@ def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | 
         )
     except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
         return None
-    # A binding beyond these bounds cannot be encoded for the other replicas.
+    # The codec cannot encode a binding outside these limits for the other replicas.
     within = 0 <= binding.version < _VERSIONS and 0 <= binding.tokens < _TOKENS
     return binding if form == "1" and within else None
 

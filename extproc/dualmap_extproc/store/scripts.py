@@ -1,8 +1,10 @@
-"""The Lua scripts that run in Redis. Each uses keys of one pool, which share a hash tag and therefore a node.
+"""The Lua scripts that run in Redis.
 
-Scripts are sent as text (EVAL): Redis compiles a text once, and nothing has to be loaded again after a restart, a
-failover or SCRIPT FLUSH. A reply is an error if Redis rejected a write. Scripts replace a key of another type, because
-keys with this prefix belong to the router.
+Each script uses keys of one pool, which have the same hash tag and are therefore on the same node.
+
+The router sends scripts as text (EVAL). Redis compiles a text once, and the router need not load scripts again after a
+restart, SCRIPT FLUSH or a failover. A reply is an error if Redis rejected a write. Scripts replace a key of the wrong
+type, because keys with this prefix belong to the router.
 """
 
 from typing import Final
@@ -62,10 +64,10 @@ end
 return {string.format('%.0f', now_ms), mended, streams, bindings}
 """
 )
-"""Read new entries of three streams, and session bindings. A read-only replica can run it too.
+"""Read new entries of three streams, and session bindings. A read-only replica of Redis can also run the script.
 
-Returns the server's milliseconds; the number of keys of another type; for each stream the new cursor and the entries,
-oldest first; and a value or nil per session key.
+The script returns the server's time in milliseconds and the number of keys of the wrong type. For each stream, the
+script returns the new cursor and the entries, oldest first. For each session key, the script returns a value or nil.
 """
 
 RESOLVE: Final = (
@@ -97,7 +99,7 @@ end
 return {string.format('%.0f', now_ms), held}
 """
 )
-"""Compare and set session bindings; returns the server's milliseconds and the valid value per key."""
+"""Compare and set session bindings; return the server's time in milliseconds and the valid value per key."""
 
 PUBLISH: Final = (
     _BEGIN
@@ -150,6 +152,6 @@ return 'OK'
 )
 """Append an entry to each stream, drop entries that are too old or too many, and extend the streams' expiry.
 
-The field ``b`` of an entry is the total bytes of its stream so far, which limits the stream's size. If one stream
-rejects its entry, the later ones get none.
+The field ``b`` of an entry is the total number of bytes that its stream has received. The script uses this number to
+limit the stream's size. If one stream rejects its entry, the script does not write to the later streams.
 """

@@ -1,6 +1,6 @@
-"""Parses ``--redis`` URLs and the options that belong to them, without the Redis library.
+"""Parses ``--redis`` URLs and the related options, without the Redis library.
 
-Messages never quote the URL, which may hold a password.
+Messages never quote the URL, because it may contain a password.
 """
 
 import ssl
@@ -15,12 +15,12 @@ ACCEPTED: Final = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss:// likewis
 
 
 class RedisSettingsError(Exception):
-    """An option for Redis is invalid; the message names the option and what is accepted, and contains no secret."""
+    """An option for Redis is invalid; the message names the option and the accepted values, and contains no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A Redis server and its credentials. ``path`` is a Unix socket's, empty for TCP."""
+    """A Redis server and its credentials. ``path`` is the path of a Unix socket, empty for TCP."""
 
     host: str = ""
     port: int = 6379
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The server's address as logs and messages name it."""
+        """The server's address in logs and messages."""
         if self.path:
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -41,9 +41,9 @@ class Target:
 
 
 def read_settings(url: str, *, password: str | None, password_file: Path | None, ca_file: Path | None) -> RedisSettings:
-    """Return the settings that the options describe. Raises RedisSettingsError.
+    """Return the settings from the options. Raises RedisSettingsError.
 
-    A password file takes precedence over ``password``, which takes precedence over the URL's.
+    A password file takes precedence over ``password``, and ``password`` takes precedence over the URL's password.
     """
     if password_file is not None:
         try:
@@ -60,19 +60,20 @@ def read_settings(url: str, *, password: str | None, password_file: Path | None,
             raise RedisSettingsError("--redis-ca requires rediss://; give --redis rediss://... or omit --redis-ca")
         try:
             ssl.create_default_context(cafile=ca_file)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is an OSError
             reason = "no PEM certificates" if isinstance(error, ssl.SSLError) else error.strerror
             raise RedisSettingsError(f"--redis-ca: {ca_file}: {reason}; give a PEM file") from None
     return settings
 
 
 def target_of(settings: RedisSettings) -> Target:
-    """Return the server that ``settings`` name. Raises RedisSettingsError."""
+    """Return the server in ``settings``. Raises RedisSettingsError."""
     try:
         parts = urlsplit(settings.url)
         port = parts.port
     except ValueError:
-        # The library's message quotes the invalid port, which is part of the password if that contains a slash.
+        # The library's message quotes the invalid port. If the password contains a slash, this port is a piece of the
+        # password.
         raise _refused("it is not a URL, or its port is not a number (write / in a password as %2F)") from None
     password = settings.password or (unquote(parts.password) if parts.password else None)
     user = unquote(parts.username) if parts.username else None

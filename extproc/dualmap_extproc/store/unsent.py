@@ -1,8 +1,8 @@
-"""Keeps one pool's updates until the store has accepted them. All parts are bounded; the oldest are dropped first.
+"""Keeps one pool's updates until the store has accepted them. All collections are bounded and drop their oldest items.
 
-Usually these are the updates of a tenth of a second. While the store is unreachable, they are the last loads, recent
-traffic, and the newest placements and bindings. Loads are complete each time and by far the largest part, so they are
-sent less often than the rest.
+Usually the unsent updates cover a tenth of a second. While the store is unreachable, the unsent updates contain the
+last loads, the traffic of the last seconds, and the newest placements and bindings. Loads are always complete and are
+most of the bytes, so the router sends loads less often than other updates.
 """
 
 from collections import deque
@@ -16,21 +16,23 @@ from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, Sha
 from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0
-"""Older counts are dropped: receivers would count them as present traffic."""
+"""The greatest age of counts. Receivers would count older requests as current traffic."""
 PLACEMENT_HASHES_MAX: Final = 8192
-"""The most block hashes per entry (64 KiB): ten million prompt tokens per second, at 128 per block."""
+"""The most block hashes per entry (64 KiB), enough for ten million prompt tokens per second (128 per block)."""
 BINDINGS_MAX: Final = 1024
 LOADS_INTERVAL_S: Final = 0.25
-"""The interval at which changing loads are sent. Loads are most of the written bytes (bench/results/replicas.md)."""
+"""The shortest interval of messages with loads. Loads are most of the bytes (bench/results/replicas.md)."""
 HEARTBEAT_S: Final = 1.0
-"""The interval at which unchanged loads are sent; other routers drop one that is silent for 3 s
-(dualmap.replicas.peers)."""
+"""The interval of messages with unchanged loads.
+
+Other routers drop a router that sends no loads for 3 s (dualmap.replicas.peers).
+"""
 
 _Value = TypeVar("_Value")
 
 
 class Unsent:
-    """Collects updates of one pool until a store has accepted them. Every ``now`` is in seconds of one clock."""
+    """The updates of one pool that a store has not accepted yet. Every ``now`` is in seconds of one clock."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -38,7 +40,8 @@ class Unsent:
         self._placements: deque[Placement] = deque()
         self._placed_hashes = 0
         self._loads: dict[str, SharedLoad] = {}
-        # By session, with the time they were added: claims to be sent, and won bindings to be sent.
+        # By session: bindings to claim, and successfully claimed bindings to publish. Each binding has the time when it
+        # was added.
         self._claims: dict[int, tuple[float, SharedBinding]] = {}
         self._won: dict[int, tuple[float, SharedBinding]] = {}
         self._wanted: dict[int, None] = {}
@@ -47,11 +50,11 @@ class Unsent:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The sessions whose bindings the router looks up."""
+        """The sessions for which the router requests bindings."""
         return tuple(self._wanted)
 
     def take_dropped(self) -> int:
-        """Return the number of parts dropped since the last call."""
+        """Return the number of items dropped since the last call."""
         dropped, self._dropped = self._dropped, 0
         return dropped
 
@@ -75,7 +78,7 @@ class Unsent:
         self._dropped += _bound(self._claims) + _bound(self._wanted)
 
     def claims(self, now: float) -> tuple[SharedBinding, ...]:
-        """Return the bindings that are to be claimed."""
+        """Return the bindings to claim."""
         return _as_of(now, self._claims)
 
     def answered(self) -> None:
@@ -83,7 +86,7 @@ class Unsent:
         self._wanted.clear()
 
     def resolved(self, now: float, valid: tuple[SharedBinding, ...]) -> tuple[SharedBinding, ...]:
-        """Apply the store's answer to the claims; return the bindings that won against claims made here."""
+        """Apply the store's answer to the claims; return the valid bindings that differ from this router's claims."""
         claims, self._claims = self._claims, {}
         lost: list[SharedBinding] = []
         for held in valid:
@@ -97,13 +100,17 @@ class Unsent:
         return tuple(lost)
 
     def loads(self, now: float) -> Mapping[str, SharedLoad] | None:
-        """Return the loads if they are due: HEARTBEAT_S after they were sent, LOADS_INTERVAL_S if they changed."""
+        """Return the loads if they are due, else None.
+
+        Unchanged loads are due HEARTBEAT_S after the last message. Changed loads are due LOADS_INTERVAL_S after the
+        last message.
+        """
         since_s = inf if self._sent_loads_s is None else now - self._sent_loads_s
         interval_s = HEARTBEAT_S if self._loads == self._sent_loads else LOADS_INTERVAL_S
         return self._loads if since_s >= interval_s else None
 
     def update(self, now: float) -> ReplicaUpdate | None:
-        """Return all unsent parts without the loads, with won bindings only; None if there are none."""
+        """Return the unsent updates without loads and without unclaimed bindings, or None if there are none."""
         if not (self._hotness or self._placements or self._won):
             return None
         nodes: dict[int, int] = {}
@@ -122,11 +129,11 @@ class Unsent:
         )
 
     def sent_loads(self, now: float, loads: Mapping[str, SharedLoad]) -> None:
-        """Note that the store has accepted the result of ``loads``."""
+        """Record that the store has accepted the result of ``loads``."""
         self._sent_loads_s, self._sent_loads = now, loads
 
     def sent_update(self) -> None:
-        """Clear the parts that ``update`` returned, which the store has accepted."""
+        """Clear the items that ``update`` returned, after the store has accepted them."""
         self._hotness.clear()
         self._placements.clear()
         self._placed_hashes = 0

@@ -1,5 +1,5 @@
-"""What the router shows: Prometheus metrics, the HTTP port that serves them, spans, and the dashboard.
+"""The router's telemetry: Prometheus metrics, the HTTP server for metrics and status, spans, and the dashboard.
 
-Subscribes to ``request.observations``; may also import ``autoscaling``. Never reaches gRPC; only ``tracing`` imports
-OpenTelemetry.
+This package subscribes to ``request.observations``, and may also import ``autoscaling``. This package never imports
+gRPC, and only ``tracing`` imports OpenTelemetry.
 """

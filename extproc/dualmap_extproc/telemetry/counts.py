@@ -1,9 +1,10 @@
-"""Counts what happens to requests, by pool and endpoint, and makes Prometheus series of the counts at a scrape.
+"""Counts observations of requests by pool and endpoint, and converts the counts to Prometheus series at a scrape.
 
-``RequestCounts`` subscribes to observations. It counts in plain numbers: an increment of prometheus_client's takes 1 us
-and a histogram's observation 2 us, ten to twenty times as much. The event loop adds while another thread may read: each
-number is right, together they may be an event apart. An endpoint or pool that goes takes its counts along, so that no
-series of it stays behind.
+``RequestCounts`` subscribes to observations and counts in plain numbers. A counter of prometheus_client takes 1 us per
+increment, and a histogram 2 us per observation. An update of a plain number takes a tenth to a twentieth of this time.
+
+The event loop writes the numbers while another thread may read them. Each number is correct, but two numbers may differ
+by one event. For a removed endpoint or pool, ``set_pools`` also removes all counts and series.
 """
 
 from bisect import bisect_left
@@ -32,11 +33,12 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
 )
 
-# Around the objectives that pools set: 100 ms to 10 min by the schema, seconds in practice (5 s in the paper).
+# The bounds cover the TTFT objectives of pools: 100 ms to 10 min by the CRD's schema, usually seconds (5 s in the
+# paper).
 _TTFT_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120)
-# Up to the longest queueing time that pools may set, 10 min.
+# The last bound is the longest queueing time that pools may set, 10 min.
 _QUEUED_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
-# A decision takes a few hundred microseconds; a long prompt takes milliseconds.
+# A decision takes a few hundred microseconds, and milliseconds for a long prompt.
 _DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
 _POOL: Final = ("pool",)
@@ -50,9 +52,9 @@ _OUTCOMES: Final = (*(ending.value for ending in Ending), _EXPIRED)
 class Traffic:
     """Totals of one pool's requests since this router began to serve it; every number only grows.
 
-    ``first_tokens`` counts responses whose first token was seen (event streams), ``slo_met`` those within the SLO.
-    ``prompt_tokens`` and ``predicted_cached_tokens`` are the router's estimates for all requests it routed;
-    ``measured_cached_tokens`` is what engines reported.
+    ``first_tokens`` counts responses with an observed first token (event streams). ``slo_met`` counts first tokens
+    within the SLO. ``prompt_tokens`` and ``predicted_cached_tokens`` are the router's estimates for all requests that
+    it routed. ``measured_cached_tokens`` is the sum of the engines' reports.
     """
 
     requests: int = 0
@@ -65,7 +67,7 @@ class Traffic:
 
 
 class Distribution:
-    """Counts of values up to each of the ascending ``bounds`` and beyond the last, and the sum of the values."""
+    """A histogram: counts of values up to each of the ascending ``bounds`` and above the last bound, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
@@ -80,13 +82,13 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """Return the count of values up to each bound, and last the count of all."""
+        """Return the count of values up to each bound, followed by the count of all values."""
         return list(accumulate(self._counts))
 
 
 @dataclass(slots=True, kw_only=True)
 class _EndpointCounts:
-    """Counts of one endpoint; ``checked_cached_tokens`` are the predicted ones of requests measured since."""
+    """Counts of one endpoint; ``checked_cached_tokens`` are the predicted cached tokens of measured requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -112,7 +114,7 @@ class _PoolCounts:
     rejections: dict[str, int] = field(default_factory=dict)
 
 
-# Name, help, and the value's place in the counts.
+# Name, help text, and a function that reads the value from the counts.
 _ENDPOINT_COUNTERS: Final[tuple[tuple[str, str, Callable[[_EndpointCounts], int]], ...]] = (
     ("dualmap_requests", "Requests sent to the endpoint.", lambda counts: counts.requests),
     ("dualmap_prompt_tokens", "Prompt tokens sent to the endpoint, estimated.", lambda counts: counts.prompt_tokens),
@@ -132,7 +134,7 @@ _ENDPOINT_COUNTERS: Final[tuple[tuple[str, str, Callable[[_EndpointCounts], int]
         lambda counts: counts.measured_cached_tokens,
     ),
 )
-# The same by one more label.
+# Further counters of endpoints, with an additional label.
 _ENDPOINT_KINDS: Final[tuple[tuple[str, str, str, Callable[[_EndpointCounts], dict[str, int]]], ...]] = (
     ("dualmap_completions", "Requests that ended, by outcome.", "outcome", lambda counts: counts.outcomes),
     ("dualmap_first_tokens", "First tokens, within the SLO or not.", "slo", lambda counts: counts.first_tokens),
@@ -168,25 +170,25 @@ _POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_Poo
 
 
 class RequestCounts(Collector):
-    """The counts of one router. All methods but ``collect`` belong to the event loop.
+    """The counts of one router. Only ``collect`` may run outside the event loop's thread.
 
-    ``set_pools`` must precede observations of a pool or member. Observations of an unknown endpoint (a request that
-    outlives it) count for the pool only.
+    Call ``set_pools`` with a pool or member before the first observation of it. Observations of a removed endpoint
+    count for the pool only.
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, _PoolCounts] = {}
         self._decision_s = Distribution(_DECISION_BUCKETS_S)
-        # Rejections of requests that reached no pool, by code.
+        # Rejections of requests without a known pool, by code.
         self._poolless: dict[str, int] = {}
 
     @property
     def pools(self) -> set[str]:
-        """The pools that are counted, by ``namespace/name``."""
+        """The ``namespace/name`` of each counted pool."""
         return set(self._pools)
 
     def subscribe(self, observations: FanOut) -> None:
-        """Count these observations."""
+        """Subscribe to the observations that are counted."""
         observations.subscribe(Routed, self._routed)
         observations.subscribe(RoutedBodiless, self._routed_bodiless)
         observations.subscribe(Rejected, self._rejected)
@@ -199,7 +201,7 @@ class RequestCounts(Collector):
         observations.subscribe(ServedElsewhere, self._served_elsewhere)
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
-        """Keep counts of exactly these pools and their members; counts of those that stay go on."""
+        """Keep the counts of these pools and their members, and discard the counts of all others."""
         members = {pool.id: {member.id for member in pool.members} for pool in pools}
         for pool in self._pools.keys() - members.keys():
             del self._pools[pool]
@@ -217,7 +219,8 @@ class RequestCounts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family (prometheus_client's Collector), in the scrape's thread."""
-        # Lists, here and below: the event loop may add a pool, an endpoint or a rule meanwhile.
+        # This thread copies dictionaries to lists, because the event loop may add a pool, an endpoint or a rule
+        # meanwhile.
         pools = list(self._pools.items())
         yield from _endpoint_families(pools)
         for name, text, pool_count in _POOL_COUNTERS:
@@ -262,7 +265,7 @@ class RequestCounts(Collector):
             self._pools[routed.pool].bodiless += 1
 
     def _rejected(self, rejected: Rejected) -> None:
-        """Count an error answer; one that reached no pool, or whose pool is gone, has an empty ``pool`` label."""
+        """Count an error answer; without a known pool, its ``pool`` label is empty."""
         counts = self._pools.get(rejected.pool)
         if counts is not None:
             counts.traffic.refused += 1
@@ -299,7 +302,7 @@ class RequestCounts(Collector):
         self._count_outcome(expired.pool, expired.completion, _EXPIRED)
 
     def _measured(self, measured: Measured) -> None:
-        """Count the cached tokens an engine reported, beside those predicted for the same request."""
+        """Count a request's cached tokens: the engine's report, and the prediction for the same request."""
         counts, completion = self._pools.get(measured.pool), measured.completion
         if counts is None or completion.measured_cached_tokens is None:
             return

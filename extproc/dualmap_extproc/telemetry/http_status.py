@@ -1,7 +1,7 @@
-"""The metrics port: ``GET /metrics`` for Prometheus, ``GET /pools`` for people and the operator, and the dashboard.
+"""The HTTP server of the metrics port: metrics for Prometheus, status for people and the operator, and the dashboard.
 
-It shares the event loop with routing: it takes the statuses there, which is quick. A thread writes the metrics page,
-which takes long for a thousand endpoints.
+The server runs in the event loop, where it reads the pools' statuses quickly. A separate thread renders the metrics
+page, because this takes a long time for a thousand endpoints.
 """
 
 import asyncio
@@ -23,16 +23,18 @@ from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
 
 CONNECTIONS_MAX: Final = 256
-"""Connections open at a time; further ones would take file descriptors that routing needs."""
+"""The most open connections. More connections could use up the file descriptors that routing needs."""
 STALLED_TIMEOUT_S: Final = 30.0
-"""A client that reads nothing of an answer for this long is disconnected."""
+"""The server disconnects a client that does not read an answer for this time."""
 
 
 class StatusServer:
-    """Serves ``metrics`` with the ``statuses`` and ``signals`` at each request; ``router`` is this router's name.
+    """The HTTP server of the metrics port.
 
-    Without ``dashboard`` there is nothing at ``/``. A client that completes no request within ``idle_timeout_s``, or
-    reads nothing of an answer for ``stalled_timeout_s``, is disconnected, so that Prometheus finds a free connection.
+    Each request reads the current ``statuses`` and ``signals``. ``router`` is this router's name.
+    Without ``dashboard``, the path ``/`` does not exist. The server disconnects a client that completes no request
+    within ``idle_timeout_s``, or does not read an answer for ``stalled_timeout_s``. These timeouts keep connections
+    free for Prometheus.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class StatusServer:
         self._metrics = metrics
         self._dashboard = dashboard
         self._stalled_timeout_s = stalled_timeout_s
-        # One page at a time: several threads would leave the event loop little time of the interpreter.
+        # The lock allows one page at a time, because several threads would leave the event loop little time of the
+        # interpreter.
         self._writing = asyncio.Lock()
         application = web.Application()
         application.add_routes(
@@ -64,15 +67,15 @@ class StatusServer:
         )
         if dashboard is not None:
             application.add_routes(dashboard.routes())
-        # aiohttp's keepalive timeout starts with a connection and after each answer, and pauses while one is answered.
-        # A shutdown does not wait aiohttp's default minute for open connections.
+        # aiohttp's keepalive timeout starts when a connection opens and after each answer, and pauses during a request.
+        # The shutdown timeout replaces aiohttp's default, which waits a minute for open connections.
         self._runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
         )
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError when it cannot be bound."""
+        """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError if the bind fails."""
         await self._runner.setup()
         try:
             self._listener = await asyncio.get_running_loop().create_server(self._admit, host, port)
@@ -80,8 +83,8 @@ class StatusServer:
             await self._runner.cleanup()
             raise
         if sys.platform == "linux":
-            # aiohttp and asyncio wait forever for a client that does not read. TCP_USER_TIMEOUT closes such
-            # connections, which inherit it from the listening socket.
+            # aiohttp and asyncio wait without a limit for a client that does not read. TCP_USER_TIMEOUT closes
+            # connections to such clients. Connections inherit this option from the listening socket.
             for listening in self._listener.sockets:
                 timeout_ms = int(self._stalled_timeout_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
@@ -89,7 +92,7 @@ class StatusServer:
         return bound
 
     def _admit(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection; one too many is closed."""
+        """Return the protocol of a new connection; above the limit, a protocol that closes the connection."""
         server = self._runner.server
         assert server is not None
         return server() if len(server.connections) < CONNECTIONS_MAX else _Closed()
@@ -127,14 +130,14 @@ class StatusServer:
 
 
 class _Closed(asyncio.Protocol):
-    """Closes a connection at once."""
+    """A protocol that closes its connection immediately."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 def _logger() -> logging.Logger:
-    """Return a log without errors about invalid HTTP, which is answered 400 and is the client's fault."""
+    """Return a logger that drops errors about invalid HTTP: these are the client's fault and are answered with 400."""
     logger = logging.getLogger(f"{__name__}.aiohttp")
     logger.addFilter(_is_ours)
     return logger
@@ -147,10 +150,10 @@ def _is_ours(record: logging.LogRecord) -> bool:
 def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[str, object]:
     """Return the answer to ``GET /pools/NAMESPACE/NAME``, as JSON values (docs/metrics.md).
 
-    ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
-    ``held`` counts the requests queued in this router, those of a pool without members included. The ring version is
-    the one that the picker applies, which may be a moment behind the latest (``app.adoption``). A ``suspended``
-    endpoint failed several times and gets no requests for a while.
+    ``traffic`` contains totals that only grow, so that a client can sum them over routers and compute differences.
+    ``held`` is the number of requests queued in this router, even for a pool without members. The ring version is the
+    version that the picker uses, which may briefly be older than the latest version (``app.adoption``). A ``suspended``
+    endpoint failed several times and temporarily gets no requests.
     """
     return {
         "router": router,

@@ -1,8 +1,9 @@
-"""The metrics page of one router; every name begins with ``dualmap_``.
+"""The metrics page of one router; every metric's name begins with ``dualmap_``.
 
-Requests are counted in ``counts``. This module has the rest: counters of discovery, the access log and pool changes,
-and gauges of each pool's load, which it makes at a scrape from the pools' statuses and signals. docs/metrics.md lists
-every name with its meaning and use; a test holds the two equal. ``http_status`` serves the page.
+The module ``counts`` counts requests. This module has counters of discovery, the access log and pool changes. The
+module also makes gauges of each pool's load at a scrape, from the pools' statuses and signals. The page docs/metrics.md
+lists every name with its meaning and use, and a test compares this list with the metrics. ``http_status`` serves the
+page.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ _EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
 _PoolGauge = tuple[str, str, Callable[[PoolSnapshot], float]]
 _Signal = tuple[str, str, Callable[[PoolSignals], float | None]]
 
-# Name after ``dualmap_endpoint_``, help, and the value's place in a status.
+# Name after ``dualmap_endpoint_``, help text, and a function that reads the value from a status.
 _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
     (
         "pending_prefill_tokens",
@@ -45,7 +46,7 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
     (
         "prefill_tokens_per_second",
         "Prefill speed learnt from first tokens, in tokens per second.",
-        # A quotient of averages: further digits mean nothing.
+        # The value is a quotient of averages, so more digits have no meaning.
         lambda endpoint: round(endpoint.prefill_tokens_per_second, 1),
     ),
     (
@@ -61,7 +62,7 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
     ("weight", "Weight of the endpoint on the rings, 100 for a full member.", lambda endpoint: endpoint.weight),
     ("suspended", "Suspension of the endpoint after failures: 1 or 0.", lambda endpoint: endpoint.suspended),
 )
-# The same of pools, after ``dualmap_``.
+# The gauges of pools, with the name after ``dualmap_``.
 _POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
     ("pool_held_requests", "Requests queued in this router.", lambda status: status.held),
     ("pool_sessions", "Sessions whose endpoint this router remembers.", lambda status: status.sessions),
@@ -70,7 +71,8 @@ _POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
     ("hotness_nodes", "Prefixes whose traffic share is tracked.", lambda status: status.hotness_nodes),
     ("split_prefixes", "Hot prefixes with a longer key.", lambda status: status.split_prefixes),
 )
-# What autoscalers read, after ``dualmap_pool_``. They are rates and shares: further digits mean nothing.
+# The signals for autoscalers, with the name after ``dualmap_pool_``. Values are rounded, because more digits of rates
+# and shares have no meaning.
 _SIGNALS: Final[tuple[_Signal, ...]] = (
     (
         "pending_prefill_tokens_per_endpoint",
@@ -96,9 +98,9 @@ _SIGNALS: Final[tuple[_Signal, ...]] = (
 
 
 class Metrics:
-    """Every metric of one router, in its own registry. All methods but ``render`` belong to the event loop.
+    """Every metric of one router, in its own registry. Only ``render`` may run outside the event loop's thread.
 
-    It implements ``envoy.discovery.service.DiscoveryObserver`` and ``envoy.access_log.sink.AccessLogObserver``.
+    The class implements ``envoy.discovery.service.DiscoveryObserver`` and ``envoy.access_log.sink.AccessLogObserver``.
     """
 
     def __init__(self, *, version: str, replica_id: str) -> None:
@@ -141,7 +143,7 @@ class Metrics:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """The registry, for metrics of other modules that belong on the same page."""
+        """The registry, to which other modules add metrics."""
         return self._registry
 
     def show_buffered(self, buffered_bytes: Callable[[], float]) -> None:
@@ -149,13 +151,13 @@ class Metrics:
         self._buffered.set_function(buffered_bytes)
 
     def subscribe(self, observations: FanOut) -> None:
-        """Count these observations."""
+        """Subscribe to the observations that are counted."""
         self._counts.subscribe(observations)
 
     def set_pools(self, pools: Sequence[Pool]) -> None:
-        """Have series for exactly these pools and their members; counts of those that stay go on.
+        """Keep the series of these pools and their members, and discard the series of all others.
 
-        It must precede observations of a pool or member (``RequestCounts``).
+        Call this method with a pool or member before the first observation of it (``RequestCounts``).
         """
         for pool in self._counts.pools - {pool.id for pool in pools}:
             self._slo_ttft_s.remove(pool)
@@ -170,7 +172,7 @@ class Metrics:
         return self._counts.traffic(pool)
 
     def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
-        """Return the page in Prometheus' text format, with these loads and ``signals``; safe in any thread."""
+        """Return the page in Prometheus' text format, with these statuses and signals. Any thread may call it."""
         return generate_latest(_Scrape(self._registry, statuses, signals))
 
     def discovery_streams(self, count: int) -> None:
@@ -195,7 +197,7 @@ class Metrics:
         self._unreadable.inc()
 
     def pools_refused(self) -> None:
-        """Count a change of pools that was rejected while the last valid pools stay in use."""
+        """Count a rejected change of pools; the last valid pools stay in use."""
         self._pool_refusals.inc()
 
     def pool_file_refused(self, refused: bool) -> None:
@@ -204,7 +206,7 @@ class Metrics:
 
 
 class _Scrape(Collector):
-    """One scrape: the registry's families, and the loads in these statuses and signals."""
+    """A collector for one scrape: the registry's metrics, and gauges from these statuses and signals."""
 
     def __init__(
         self, registry: CollectorRegistry, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]
@@ -216,14 +218,15 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family (prometheus_client's Collector)."""
         for family in self._registry.collect():
-            # prometheus_client adds the creation time to each series, which nothing reads and which doubles the page.
+            # prometheus_client adds a creation time to each series. No reader needs the creation times, and they double
+            # the page.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
         yield from _load_gauges(self._statuses, self._signals)
 
 
 def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
-    """Yield every gauge of these pools and their endpoints; ``signals`` by pool."""
+    """Yield every gauge of these pools and their endpoints; the keys of ``signals`` are pools."""
     for name, text, endpoint_value in _ENDPOINT_GAUGES:
         family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
         for status in statuses:

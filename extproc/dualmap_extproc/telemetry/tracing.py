@@ -1,7 +1,8 @@
-"""OpenTelemetry: one span for each decision, with its receipt, in the trace of the request.
+"""OpenTelemetry tracing: one span for each decision, with the fields of its receipt, in the trace of the request.
 
-The only module that imports OpenTelemetry. ``app.wiring`` imports it only where spans are exported
-(``--otlp-endpoint``). Spans have what receipts have, never a prompt. docs/tracing.md lists their attributes.
+Only this module imports OpenTelemetry. ``app.wiring`` imports this module only if spans are exported
+(``--otlp-endpoint``). Spans contain the fields of receipts, and never a prompt. docs/tracing.md lists the attributes of
+spans.
 """
 
 import logging
@@ -27,32 +28,35 @@ from dualmap_extproc.request.observations import Abandoned, Arrival, FanOut, Rej
 from dualmap_extproc.settings import TracingError
 
 SPAN: Final = "dualmap.route"
-# W3C Trace Context: the trace of a request, and whether the client records it.
+# The headers of W3C Trace Context: the trace of a request, and whether the client records the trace.
 TRACE_HEADERS: Final = frozenset({"traceparent", "tracestate"})
 
-# Spans that wait for export; while so many wait, none are made. They are exported in batches, after a second at the
-# latest. A batch that the collector does not accept within the timeout is dropped.
+# The most spans that wait for export. While the queue is full, the router makes no spans. The library exports spans in
+# batches, at the latest after a second. The library drops a batch that the collector does not accept within the
+# timeout.
 QUEUE_SPANS: Final = 2048
 _BATCH_SPANS: Final = 512
 _DELAY_MS: Final = 1000
 _EXPORT_TIMEOUT_S: Final = 5.0
-# The longest time that the router's end waits for the last export.
+# The longest time that the router waits for the last export before it ends.
 FLUSH_S: Final = 3.0
 
 _log = get_logger(__name__)
 
 
 def clock_offset_ns() -> int:
-    """Return the wall clock's lead over the monotonic clock, in nanoseconds."""
+    """Return the wall clock's time minus the monotonic clock's time, in nanoseconds."""
     return time.time_ns() - time.monotonic_ns()
 
 
 class Tracing:
-    """Makes spans of observations and exports them in a thread; only ``close`` waits for the collector.
+    """A subscriber that makes spans from observations.
 
-    ``shown`` names the collector in log lines. Spans are on the wall clock, observations on the monotonic one:
-    ``offset_ns`` returns their difference. It is read at the start and again at each export, never for a span, so spans
-    follow a jump of the wall clock from the next batch on.
+    A thread exports the spans. Only ``close`` waits for the collector.
+
+    ``shown`` is the collector's name in log lines. Spans use the wall clock, and observations use the monotonic clock;
+    ``offset_ns`` returns the difference. The exporter calls ``offset_ns`` at the start and at each export, but not for
+    each span. After a jump of the wall clock, spans have correct times from the next batch on.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Tracing:
         shown: str = "",
         offset_ns: Callable[[], int] = clock_offset_ns,
     ) -> None:
-        # The library logs several lines for each batch that fails; _Exports logs one.
+        # The library's own log is disabled, because it has several lines per failed batch. _Exports logs one line.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create(
             {"service.name": "dualmap-router", "service.instance.id": replica_id, "service.version": version}
@@ -83,7 +87,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def subscribe(self, observations: FanOut) -> None:
-        """Make a span of each of these observations."""
+        """Subscribe to the observations that become spans."""
         observations.subscribe(Routed, self._routed)
         observations.subscribe(Rejected, self._rejected)
         observations.subscribe(Abandoned, self._abandoned)
@@ -110,10 +114,10 @@ class Tracing:
         *,
         failed: bool = False,
     ) -> None:
-        """Make the span of a request that arrived at ``arrival`` and was decided on at ``now``.
+        """Make the span of a request with this ``arrival`` and a decision at ``now``.
 
-        There is none where the client does not record the trace, or while the export queue is full. A request without
-        a trace begins one.
+        The method makes no span if the client does not record the trace, or while the export queue is full. For a
+        request without a trace, the span begins a new trace.
         """
         context = self._propagator.extract(arrival.headers, Context())
         parent = trace.get_current_span(context).get_span_context()
@@ -127,36 +131,36 @@ class Tracing:
         span = self._tracer.start_span(SPAN, context=context, attributes=attributes, start_time=start_ns)
         if failed:
             span.set_status(trace.StatusCode.ERROR)
-        # A span that the sampler or OTEL_SDK_DISABLED leaves out is never exported and does not count as queued.
+        # If the sampler or OTEL_SDK_DISABLED excludes a span, the span is not exported and does not count as queued.
         if span.is_recording() and span.get_span_context().trace_flags.sampled:
             self._exports.came()
         span.end(end_ns)
 
     def close(self) -> None:
-        """Export what is queued; blocks for FLUSH_S at most."""
-        # A daemon thread: with several batches each may take its whole timeout.
+        """Export the queued spans; block for at most FLUSH_S."""
+        # The flush runs in a daemon thread, because each of several batches may take its whole timeout.
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
 
 
 def tracing_to(endpoint: str, *, replica_id: str, version: str) -> Tracing:
-    """Return a Tracing to a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC).
+    """Return a Tracing object for a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC).
 
     Raises TracingError for OTEL_* settings in the environment that OpenTelemetry rejects.
     """
     try:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
         return Tracing(exporter, replica_id=replica_id, version=version, shown=endpoint)
-    except Exception as error:  # The library raises whatever its parsing of OTEL_* happens to raise.
+    except Exception as error:  # The library may raise any error for invalid OTEL_* settings.
         raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
 
 
 class _Exports(SpanExporter):
-    """Exports spans, and logs when spans begin to be dropped and when that ends.
+    """An exporter of spans, which logs the beginning and the end of a period with dropped spans.
 
-    Spans are dropped when the collector does not accept them, and while ``queue_spans`` are queued. The event loop
-    counts the queued ones, the export thread the exported ones.
+    The router drops spans that the collector does not accept, and new spans while ``queue_spans`` spans are queued. The
+    event loop counts queued spans, and the export thread counts exported spans.
     """
 
     def __init__(self, exporter: SpanExporter, shown: str, *, queue_spans: int, offset_ns: Callable[[], int]) -> None:
@@ -164,7 +168,7 @@ class _Exports(SpanExporter):
         self._shown = shown
         self._queue_spans = queue_spans
         self._read_offset_ns = offset_ns
-        # A monotonic time plus this offset is the time of the wall clock. The export thread keeps it up to date.
+        # A monotonic time plus this offset is the time of the wall clock. The export thread updates the offset.
         self.offset_ns = offset_ns()
         self._failing = False
         self._behind = False

@@ -1,4 +1,5 @@
-"""The gRPC side of the router: servers and ports, TLS, the ext_proc service, deadlines.
+"""The router's gRPC transport: servers and ports, TLS, the ext_proc service, and deadlines.
 
-It does the I/O and reads the clock for ``request``. It may import ``request`` and the rooms below it.
+This package does the I/O and reads the clock for ``request``. This package may import ``request`` and the packages
+below ``request``.
 """

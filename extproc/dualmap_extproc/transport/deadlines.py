@@ -7,9 +7,10 @@ from typing import Final
 from dualmap_extproc.request.picker import Picker
 
 _POLL_S: Final = 1.0
-# While requests are queued, every event may move deadlines; looking at all members' deadlines may take 0.1 ms.
+# The poll interval while requests are queued. Every event may then change deadlines, and a check of all members'
+# deadlines may take 0.1 ms.
 _QUEUED_POLL_S: Final = 0.02
-# Deadlines closer together than this are handled in one call.
+# The shortest sleep. One call of the picker handles all deadlines within this time.
 _PAUSE_S: Final = 0.005
 
 
@@ -29,7 +30,7 @@ async def keep_deadlines(picker: Picker) -> None:
         first_queued.clear()
         sleep_s = _QUEUED_POLL_S if picker.has_queued else _POLL_S
         if deadline_s is not None:
-            # Never zero: a deadline that stays in the past must not block the event loop.
+            # The sleep is never zero, so that a deadline that stays in the past does not block the event loop.
             sleep_s = min(max(deadline_s - clock(), _PAUSE_S), sleep_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(sleep_s):

@@ -1,4 +1,4 @@
-"""The ext_proc service in grpc.aio: feeds each stream's state machine and writes its answers."""
+"""The ext_proc service in grpc.aio: passes messages to each stream's state machine and writes the answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,8 +19,9 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 _Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
 Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
 
-_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
-# Deadlines of streams are 0.1 s and more, and only requests with trailers or slow clients reach them.
+_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # grpc-stubs declares only the type
+# The poll interval of streams' deadlines. Deadlines are at least 0.1 s away, and only requests with trailers or slow
+# clients reach them.
 _POLL_S: Final = 0.02
 
 
@@ -42,7 +43,7 @@ class ExternalProcessor:
         self._idle.set()
 
     def handler(self) -> Handler:
-        """Return the service as grpc.aio registers it."""
+        """Return the service's handler, for registration in grpc.aio."""
         method = grpc.stream_stream_rpc_method_handler(
             self._process,
             request_deserializer=wire.ProcessingRequest.FromString,
@@ -52,7 +53,7 @@ class ExternalProcessor:
 
     @property
     def open_requests(self) -> int:
-        """The number of open streams: requests that Envoy may still send messages about."""
+        """The number of open streams; Envoy may still send messages about their requests."""
         return self._streams
 
     @property
@@ -61,15 +62,15 @@ class ExternalProcessor:
         return self._buffered.held_bytes
 
     async def idle(self) -> None:
-        """Return when no stream is open."""
+        """Wait until no stream is open."""
         await self._idle.wait()
 
     def stop_queueing(self) -> None:
-        """Dispatch or reject all queued requests, and queue none from now on."""
+        """Dispatch or reject all queued requests, and queue no further requests."""
         self._picker.stop_queueing(asyncio.get_running_loop().time())
 
     async def _process(self, _: object, context: _Context) -> None:
-        """Serve one stream, and close its state machine however the stream ends."""
+        """Serve one stream, and close its state machine after any end of the stream."""
         clock = asyncio.get_running_loop().time
         writer = _UnpromptedWriter(context)
         stream = Stream(self._picker, self._limits, writer.write, self._buffered, self._reader)
@@ -109,10 +110,10 @@ class ExternalProcessor:
 
 
 class _UnpromptedWriter:
-    """Writes the answers that follow no message: after a stream's deadline, and when a queued request is decided.
+    """The writer of answers without a preceding message: after a stream's deadline or a queued request's decision.
 
-    The stream's handler awaits the next message meanwhile. gRPC takes one write at a time: ``writing`` must be awaited
-    before anything else is written.
+    The stream's handler awaits the next message meanwhile. gRPC accepts only one write at a time, so the handler must
+    await ``writing`` before it writes anything.
     """
 
     def __init__(self, context: _Context) -> None:
@@ -121,13 +122,14 @@ class _UnpromptedWriter:
         self.on_written: Callable[[], None] = lambda: None
 
     def write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
-        """Start writing answers, after those that are being written."""
+        """Start to write answers after the current write ends."""
         self.writing = asyncio.create_task(self._write(answers, after=self.writing))
-        # If the call ends meanwhile, the write fails. The handler sees the end itself, so the error is dropped here.
+        # If the call ends meanwhile, the write fails. The handler also detects the end, so the callback drops the
+        # error.
         self.writing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def cancel(self) -> None:
-        """Stop writing; the stream is over."""
+        """Stop writing, because the stream has ended."""
         if self.writing is not None:
             self.writing.cancel()
 
@@ -140,11 +142,11 @@ class _UnpromptedWriter:
 
 
 class _StreamDeadlines:
-    """Calls the streams whose deadlines pass before their next messages arrive.
+    """The deadlines of streams: a stream is called if its deadline passes before its next message arrives.
 
-    One timer looks at all of them 50 times a second while there are any. Nearly every request sets a deadline and
-    nearly none reaches it; a timer for each would cost 6 us a request. If the answer ends its stream (a rejection),
-    Envoy closes the call, and no message is left to read.
+    One timer checks all deadlines 50 times a second while there are any. Nearly every request sets a deadline, but few
+    requests reach their deadline. A timer for each request would cost 6 us per request. If an answer ends its stream (a
+    rejection), Envoy closes the call, so the handler's read returns.
     """
 
     def __init__(self) -> None:
@@ -152,7 +154,7 @@ class _StreamDeadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, stream: Stream, writer: _UnpromptedWriter) -> None:
-        """Watch the stream if it has a deadline; ``writer`` writes the answers at that deadline."""
+        """Watch the stream if it has a deadline; ``writer`` writes the answers at this deadline."""
         if stream.deadline_s is not None:
             self._watched[stream] = writer
             if self._timer is None:

@@ -19,15 +19,16 @@ from dualmap_extproc.transport.processor import ExternalProcessor, Handler
 Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
 
 LIVENESS_SERVICE: Final = "liveness"
-# Envoy and Kubernetes ask for the empty name by default, which stands for the whole server.
+# Envoy and Kubernetes request the health of the empty name by default, which means the whole server.
 READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
 
-# Time for Envoy and Kubernetes, which poll health, to see the change before the port closes.
+# The delay before the port closes, in which Envoy and Kubernetes detect the change of the health status.
 NOTICE_S = 0.5
 _NO_END_S: Final = 1e6
-# gRPC sends the end of a call after its handler has returned. A call that is cut before breaks the response in Envoy.
+# The time in which gRPC sends the end of calls after their handlers have returned. A call that is cut before its end
+# breaks the response in Envoy.
 _FLUSH_S: Final = 0.25
-# As many as a pool may queue (docs/pool.md), and more than Envoy's circuit breakers let through.
+# The most pending streams: as many as a pool may queue (docs/pool.md), and more than Envoy's circuit breakers allow.
 _STREAMS_PENDING_MAX: Final = 100_000
 _log = get_logger(__name__)
 
@@ -44,7 +45,8 @@ class Ports:
 class GrpcServers:
     """The router's three gRPC servers: all services for Envoy, health without TLS, and the access log.
 
-    The main server has ext_proc, health, ``services`` and ``access_log``; the access log server has ``access_log``.
+    The main server offers ext_proc, health, ``services`` and ``access_log``. The access log server offers
+    ``access_log``.
     """
 
     def __init__(
@@ -57,15 +59,16 @@ class GrpcServers:
     ) -> None:
         self._processor = processor
         self._health = health_aio.HealthServicer()
-        # Above the body limit: the router answers a body that is too large with 413 before gRPC fails the stream.
+        # The gRPC limit is above the body limit, so that the router can answer 413 to a large body before gRPC fails
+        # the stream.
         receive_bytes = 4 * limits.body_bytes
         options = [
             ("grpc.max_receive_message_length", receive_bytes),
             ("grpc.max_send_message_length", -1),
-            # A port in use is an error; it must not be shared with the process that has it.
+            # A port in use must be an error: the router must not share the port with another process.
             ("grpc.so_reuseport", 0),
-            # Queued requests are open streams. By default gRPC itself rejects some of more than 1000 that arrive at
-            # once, and Envoy sends those requests on unrouted.
+            # Queued requests are open streams. By default, if more than 1000 streams arrive together, gRPC itself
+            # rejects some of them. Envoy then forwards the requests of rejected streams without a pick.
             ("grpc.server.max_pending_requests", _STREAMS_PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _STREAMS_PENDING_MAX),
             # Envoy may send keepalive pings at any rate.
@@ -87,9 +90,9 @@ class GrpcServers:
         als_port: int,
         credentials: Credentials | None,
     ) -> Ports:
-        """Bind the ports and serve, not ready yet; return the ports. Raises AddressError.
+        """Bind the ports and start to serve, with the status not ready; return the ports. Raises AddressError.
 
-        ``credentials`` makes the TLS credentials of one port; None serves without TLS.
+        ``credentials`` makes the TLS credentials of one port (None: no TLS).
         """
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
@@ -107,10 +110,11 @@ class GrpcServers:
         await self._set_ready(HealthCheckResponse.SERVING)
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop within ``timeout_s``: first readiness ends, then new streams are rejected and open ones are finished.
+        """Stop within ``timeout_s``: report not ready, then reject new streams and finish open streams.
 
-        The drain waits for ext_proc streams only; clients keep discovery, access log and health streams open. Queued
-        requests are dispatched once NOTICE_S is over, because their members may need longer than the time left.
+        The drain waits only for ext_proc streams, because clients keep discovery, access log and health streams open.
+        After NOTICE_S, the router dispatches all queued requests, because their members may need more time than the
+        drain allows.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -118,7 +122,7 @@ class GrpcServers:
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(NOTICE_S, timeout_s))
         self._processor.stop_queueing()
-        # The grace period never ends: grpc.aio 1.85 crashes if it ends while another `stop` is running.
+        # The grace period must not end: grpc.aio 1.85 crashes if a grace period ends while another `stop` is running.
         stopping = asyncio.create_task(self._main.stop(_NO_END_S))
         idle = asyncio.create_task(self._processor.idle())
         left_s = max(0.0, deadline_s - loop.time())
@@ -132,7 +136,7 @@ class GrpcServers:
         _log.info("Stopped", cut_requests=cut)
 
     async def close(self) -> None:
-        """Stop at once and cut open streams."""
+        """Stop immediately, and cut open streams."""
         await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
 
     async def _set_ready(self, status: "HealthCheckResponse.ServingStatus") -> None:

@@ -1,10 +1,10 @@
 """Transport security of the gRPC and access log ports: ``--tls off|self-signed|DIR`` and ``--tls-client-ca FILE``.
 
-By default, gateways use TLS to an endpoint picker and do not verify its certificate, hence ``self-signed``. A folder
-holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does. With a client CA, clients need a certificate
-that it signed. The router reads the three files again when they change.
+By default, gateways use TLS to an endpoint picker and do not verify its certificate. For such gateways, ``self-signed``
+is sufficient. A folder contains ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does. With a client CA,
+clients need a certificate that this CA signed. The router reads the three files again when they change.
 
-Functions import cryptography themselves: a router without TLS starts 0.1 s earlier without it.
+Functions import the package cryptography only when they need it, because the import takes 0.1 s.
 """
 
 import datetime
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 _LIFETIME = datetime.timedelta(days=3650)
 _CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
-# A gRPC handshake creates its TLS object within microseconds after it has asked for the certificate.
+# The pause after a change of certificates. A gRPC handshake creates its TLS object microseconds after it has requested
+# the certificate.
 _SETTLED_S = 0.05
 _log = get_logger(__name__)
 
-# A private key and the chain of certificates for it, both PEM.
+# A private key and its certificate chain, both PEM.
 Pair: TypeAlias = tuple[bytes, bytes]
 
 
 class TlsError(Exception):
-    """``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file and the fault."""
+    """The option ``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file, and the fault."""
 
 
 def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], grpc.ServerCredentials] | None:
-    """Return a function that makes the credentials of one gRPC port, to be called once a port; None without TLS.
+    """Return a function that makes the credentials of one gRPC port (call it once per port), or None without TLS.
 
-    With ``client_ca`` (a file of PEM certificates), clients need a certificate that one of them signed. Raises
+    With ``client_ca`` (a file of PEM certificates), clients need a certificate that one of these CAs signed. Raises
     TlsError.
     """
     if tls == "off":
@@ -54,7 +55,7 @@ def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], 
 
 
 def self_signed() -> Pair:
-    """Return a new private key and a self-signed certificate for it, both as PEM."""
+    """Return a new private key and its self-signed certificate, both as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -82,13 +83,14 @@ def self_signed() -> Pair:
 
 
 class Certificates:
-    """The certificate and client CA of the ports: those in the files now, or the last valid ones.
+    """The current certificate and client CA of the ports. If the files are invalid, the last valid content applies.
 
-    ``pair`` is the pair itself, or a folder with tls.key and tls.crt. The constructor raises TlsError for invalid
-    files.
+    ``pair`` is a key with its certificates, or a folder with tls.key and tls.crt. The constructor raises TlsError for
+    invalid files.
 
-    gRPC asks for them at every handshake, on its own threads. Contents are compared, not time stamps: reading three
-    small files costs less than a handshake, and works with the symbolic links of a mounted Secret.
+    gRPC requests the certificates at every handshake, on its own threads. The class compares the contents of files, not
+    time stamps. To read three small files costs less than a handshake, and works with the symbolic links of a mounted
+    Secret.
     """
 
     def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
@@ -108,21 +110,22 @@ class Certificates:
             current = self.current()
             if current is given:
                 return None
-            # gRPC 1.85 frees the old configuration although another handshake may be about to use it, which crashes the
-            # process (seen within a thousand handshakes when each brought a change). gRPC holds a lock around this call
-            # that stops further handshakes; those already past the lock have finished with it after the pause.
+            # gRPC 1.85 frees the old configuration even if another handshake still needs it, which crashes the process.
+            # In a test with a change at each handshake, the crash occurred within a thousand handshakes. During this
+            # call, gRPC holds a lock that stops further handshakes. Handshakes that have passed the lock no longer need
+            # the old configuration after the pause.
             time.sleep(_SETTLED_S)
             given = current
             return current
 
         return grpc.dynamic_ssl_server_credentials(
             given,
-            changed,  # type: ignore[arg-type]  # grpc-stubs does not know that None means unchanged
+            changed,  # type: ignore[arg-type] # grpc-stubs does not declare None, which means unchanged
             require_client_authentication=self._client_ca is not None,
         )
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files and return the last valid configuration; repeated faults are logged once."""
+        """Read the files and return the last valid configuration; log a repeated fault only once."""
         with self._lock:
             try:
                 contents = self._read()
@@ -132,7 +135,7 @@ class Certificates:
                     _log.info("Loaded changed certificate files")
                 self._refused = ""
             except TlsError as error:
-                # Also happens while files are being replaced; the next handshake reads them again.
+                # This error also occurs while files are being replaced. The next handshake reads the files again.
                 if str(error) != self._refused:
                     _log.warning("Keeping last valid certificates", reason=str(error))
                 self._refused = str(error)
@@ -146,7 +149,7 @@ class Certificates:
 
 
 def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificateConfiguration:
-    """Return gRPC's configuration after the checks that gRPC makes only at a handshake. Raises TlsError."""
+    """Return gRPC's configuration. First make the checks that gRPC makes only at a handshake. Raises TlsError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -166,9 +169,9 @@ def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificat
 
 
 def _certificates(content: bytes, name: str) -> "list[x509.Certificate]":
-    """Return the PEM certificates of a file. Raises TlsError, also if the file ends in the middle of one.
+    """Return the PEM certificates of a file. Raises TlsError, also for a truncated certificate.
 
-    gRPC would accept such a file without its last certificate.
+    gRPC would ignore a truncated last certificate.
     """
     from cryptography import x509
 

@@ -1,6 +1,6 @@
-"""Builds ext_proc answers, and reads the fields of messages that need more than an attribute.
+"""Builds ext_proc answers, and reads those message fields that need a conversion.
 
-``dualmap_extproc.request.stream`` decides which answer to send when.
+``dualmap_extproc.request.stream`` decides which answers to send.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from dualmap_extproc import names
 from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-# Answers that change nothing. All streams share them; they must not be modified.
+# Answers without changes to a message. All streams share these objects, so they must not be modified.
 PLAIN_REQUEST_BODY: Final = wire.ProcessingResponse(request_body=wire.BodyResponse())
 PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
 PLAIN_RESPONSE_TRAILERS: Final = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
-# The answers that can change request headers.
+# The kinds of answers that can change request headers.
 _WITH_HEADERS: Final = ("request_headers", "request_body")
-# Cached picks, about 1 KB each.
+# The number of cached picks, of about 1 KB each.
 _PICKS: Final = 1024
 _OVERWRITE: Final = base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -33,8 +33,8 @@ def header_value(header: base.HeaderValue) -> bytes:
 
 
 def set_header(mutation: wire.HeaderMutation, key: str, value: str) -> None:
-    """Set a header, replacing all its values."""
-    # An access to a submessage costs as much as setting a field, hence one access.
+    """Set a header; replace all its values."""
+    # An access to a submessage costs as much as setting a field, so the function accesses the header only once.
     header = mutation.set_headers.add(append_action=_OVERWRITE).header
     header.key = key
     header.raw_value = value.encode()
@@ -51,9 +51,10 @@ def add_pick(
 ) -> None:
     """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
-    The destination is sent as a header and as dynamic metadata, because gateways differ in which they read. The access
-    log returns the request id. An answer to trailers cannot set headers and carries the metadata only, which selects an
-    endpoint in Envoy's default cluster. With several pools, the stream therefore refuses such requests.
+    The answer contains the destination as a header and as dynamic metadata, because some gateways read only one of
+    them. The access log returns the request id. An answer to trailers cannot set headers. Such an answer contains only
+    the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
+    requests with such an answer.
     """
     kind = answer.WhichOneof("response")
     answer.MergeFrom(_pick(kind, destination, cluster, retries))
@@ -62,16 +63,17 @@ def add_pick(
         ours[names.REQUEST_ID_KEY].string_value = request_id
     if strip and kind in _WITH_HEADERS:
         mutation = getattr(answer, kind).response.header_mutation
-        # A header that is set replaces the client's. If it were removed too, Envoy's order would decide.
+        # A header that is set replaces the client's header. If the answer also removed this header, the result would
+        # depend on Envoy's order.
         replaced = {option.header.key for option in mutation.set_headers}
         mutation.remove_headers.extend(key for key in strip if key not in replaced)
 
 
 @lru_cache(maxsize=_PICKS)
 def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.ProcessingResponse:
-    """Return the part that all picks of a destination share. It is cached and must not be modified.
+    """Return the fields that all picks of a destination share. The message is cached and must not be modified.
 
-    The cache saves two thirds of the time, and a pool has few destinations: two for each pair of members.
+    The cache saves two thirds of the time. A pool has few destinations: two for each pair of members.
     """
     pick = wire.ProcessingResponse()
     lb = pick.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value.fields
@@ -87,7 +89,7 @@ def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.Proc
 
 
 def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -> wire.ProcessingResponse:
-    """Return the answer on which Envoy sends ``body`` (JSON) to the client and drops the request."""
+    """Return the answer with which Envoy sends ``body`` (JSON) to the client and drops the request."""
     answer = wire.ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status
@@ -102,7 +104,8 @@ def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -
 def request_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.ProcessingResponse]:
     """Return a request body (FULL_DUPLEX_STREAMED) in answers of at most ``size`` bytes each.
 
-    With ``last``, the final piece ends the body, so that an empty body makes one piece; otherwise it makes none.
+    With ``last``, the final piece ends the body, so an empty body makes one piece. Without ``last``, an empty body
+    makes no piece.
     """
     for piece in _pieces(body, size, last=last):
         answer = wire.ProcessingResponse()
@@ -124,10 +127,11 @@ def subset_metadata(metadata: base.Metadata) -> Struct | None:
 
 
 def subset_hint(subset: Struct) -> frozenset[str] | None:
-    """Return the endpoints that a gateway allows (``ip:port`` or ``ip``), or None if it restricts nothing.
+    """Return the endpoints that a gateway allows (``ip:port`` or ``ip``), or None if the gateway allows all.
 
-    Gateways send a list or a comma-separated string. Any other value allows nothing. IPv6 addresses are returned in the
-    spelling that pools use (``fd00::1``, ``[fd00::1]:8000``); entries with an invalid IPv6 address are left out.
+    Gateways send a list or a comma-separated string. Any other value allows nothing. The function converts IPv6
+    addresses to the spelling that pools use (``fd00::1``, ``[fd00::1]:8000``), and omits entries with an invalid IPv6
+    address.
     """
     hint = subset.fields.get(names.SUBSET_KEY)
     if hint is None:
@@ -138,7 +142,7 @@ def subset_hint(subset: Struct) -> frozenset[str] | None:
 
 
 def served_endpoint(metadata: base.Metadata) -> str:
-    """Return the endpoint that served the request by Envoy's report, or an empty string."""
+    """Return the endpoint that served the request according to Envoy, or an empty string."""
     lb = metadata.filter_metadata.get(names.LB_NAMESPACE)
     served = None if lb is None else lb.fields.get(names.SERVED_KEY)
     return "" if served is None else served.string_value
@@ -147,7 +151,7 @@ def served_endpoint(metadata: base.Metadata) -> str:
 def _endpoint(text: str) -> str:
     """Return an endpoint in the spelling that pools use, or an empty string for an invalid IPv6 address."""
     if text.count(":") < 2 and "[" not in text:
-        # IPv4 has one spelling, and text that is no address matches no member.
+        # IPv4 has only one spelling. A text that is not an address matches no member.
         return text
     host, _, port = text.removeprefix("[").partition("]") if text.startswith("[") else (text, "", "")
     try:

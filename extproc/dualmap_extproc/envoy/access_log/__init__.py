@@ -1,4 +1,4 @@
-"""Envoy's access log: the gRPC service (``sink``), and its entries read into values (``entry``, without gRPC).
+"""Envoy's access log: the gRPC service (``sink``), and the parser of its entries (``entry``, without gRPC).
 
-May import ``request`` (how requests ended) and the rooms below it.
+This package may import ``request`` (how requests ended) and the packages below ``request``.
 """

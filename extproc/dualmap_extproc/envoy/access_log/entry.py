@@ -1,6 +1,6 @@
 """Reads entries of Envoy's access log from its protobuf messages.
 
-Messages are not trusted: absent or invalid fields become None.
+The module does not trust messages: absent or invalid fields become None.
 """
 
 import math
@@ -19,21 +19,21 @@ from dualmap_extproc.names import (
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.wire import access_log_pb2 as wire
 
-# Longer than any id that a router gives.
+# The longest accepted request id. The ids of routers are shorter.
 ID_CHARACTERS: Final = 512
-# Above any context length, below where floats lose whole numbers.
+# The largest accepted count of tokens. Every model's context is shorter, and a float represents every count exactly.
 TOKENS_MAX: Final = 10**9
 
 
 def read_id(entry: wire.HTTPAccessLogEntry) -> str:
-    """Return an entry's request id; empty where it has none, since no router picked for that request."""
+    """Return an entry's request id, or an empty string if no router picked a member for the request."""
     common = entry.common_properties
     request_id = _tag(common.custom_tags, TAG_REQUEST_ID) or _metadata_id(common)
     return request_id if len(request_id) <= ID_CHARACTERS else ""
 
 
 def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntry:
-    """Return an entry as a value, given its id; never raises."""
+    """Return an entry as a value object; ``request_id`` is the entry's id. Never raises."""
     common = entry.common_properties
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
@@ -48,14 +48,14 @@ def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntr
 
 
 def _tag(tags: Mapping[str, str], name: str) -> str:
-    """Return a custom tag's value, empty where it is absent or ``-``, which Envoy writes for a value it lacks."""
+    """Return a custom tag's value, or an empty string for an absent tag and for ``-``, Envoy's sign for "no value"."""
     value = tags.get(name, "")
     return "" if value == "-" else value
 
 
 def _metadata_id(common: wire.AccessLogCommon) -> str:
-    """Return the request id from the dynamic metadata, for gateways whose access log lacks the router's tags."""
-    # Test with `in` first: protobuf maps of messages insert an absent key when it is read.
+    """Return the request id from the dynamic metadata, for gateways without the router's tags in the access log."""
+    # The test with `in` comes first, because a read of an absent key inserts the key into a protobuf map of messages.
     namespaces = common.metadata.filter_metadata
     if DUALMAP_NAMESPACE not in namespaces:
         return ""
@@ -83,7 +83,7 @@ def _usage(tags: Mapping[str, str]) -> Usage | None:
 
 
 def _number(text: str) -> int | None:
-    """Return a count of tokens in Envoy's notation (``12``, ``1e+06``), None for anything else."""
+    """Return a count of tokens in Envoy's notation (``12``, ``1e+06``), or None for any other text."""
     if not text or len(text) > 32:
         return None
     try:

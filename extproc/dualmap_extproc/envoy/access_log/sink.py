@@ -1,7 +1,7 @@
-"""The gRPC access log service (ALS): receives from every Envoy how requests ended.
+"""The gRPC access log service (ALS): receives an entry about the end of each request from every Envoy.
 
-Every Envoy sends every entry to every router, in batches. ``app.wiring`` passes this router's entries to the picker. A
-batch that cannot be read is counted and dropped.
+Every Envoy sends every entry to every router, in batches. ``app.wiring`` passes this router's entries to the picker.
+The sink counts and drops a batch that cannot be parsed.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.wire import access_log_pb2 as wire
 
-# Entries read without a pause. Each takes 10 to 40 us, so that a batch of Envoy's takes milliseconds.
+# The most entries that the sink reads without a pause. An entry takes 10 to 40 us, so a batch from Envoy takes
+# milliseconds.
 ENTRIES_AT_ONCE: Final = 100
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
@@ -25,20 +26,20 @@ _log = get_logger(__name__)
 
 
 class AccessLogObserver(Protocol):
-    """Counts access log entries; ``telemetry.metrics`` implements it."""
+    """The counters of access log entries; ``telemetry.metrics`` implements this interface."""
 
     def access_log_entries(self, *, known: int, others: int) -> None:
-        """Count the entries of a batch with a request id and those without."""
+        """Count a batch's entries with a request id (``known``) and without a request id (``others``)."""
 
     def access_log_unreadable(self) -> None:
-        """Count a batch that cannot be read; its entries are lost."""
+        """Count a batch that cannot be parsed; its entries are lost."""
 
 
 class AccessLogSink:
     """The access log service: passes the entries of each batch to ``on_entries``, on the event loop.
 
-    Entries whose id does not begin with ``id_prefix`` are skipped: every router receives the entries of all routers.
-    Recognising another router's entry by its id costs 1 us; reading it would cost 10 us.
+    Every router receives the entries of all routers. The service skips entries with an id that does not begin with
+    ``id_prefix``. The check of an entry's id costs 1 us; reading the entry would cost 10 us.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class AccessLogSink:
         self._id_prefix = id_prefix
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """Return the service as grpc.aio registers it."""
-        # Without a deserializer, so that a batch that is not protobuf does not end the stream.
+        """Return the service's handler, for registration in grpc.aio."""
+        # The method has no deserializer, so that a batch that is not protobuf does not end the stream.
         method = grpc.stream_unary_rpc_method_handler(
             self._receive, response_serializer=wire.StreamAccessLogsResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
     async def _receive(self, batches: AsyncIterator[bytes], _context: _Context) -> wire.StreamAccessLogsResponse:
-        """Read the batches of one Envoy worker until it closes its stream."""
+        """Read the batches of one Envoy worker until the worker closes its stream."""
         async for data in batches:
             try:
                 batch = wire.StreamAccessLogsMessage.FromString(data)
@@ -77,6 +78,6 @@ class AccessLogSink:
                 self._observer.access_log_entries(known=len(ids) - without, others=without)
                 ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(self._id_prefix)]
                 self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in ours))
-                # Let requests that wait for their pick go first.
+                # The pause lets the event loop serve requests that wait for their pick.
                 await asyncio.sleep(0)
         return wire.StreamAccessLogsResponse()

@@ -1,5 +1,5 @@
-"""Generates Envoy's configuration: static bootstrap, or resources for discovery.
+"""Generates Envoy's configuration: the static bootstrap, and the resources for discovery.
 
-The only room that imports Envoy's typed configuration (envoy_data_plane). Of the router it may import only
-the rooms below ``request``.
+Only this package imports Envoy's typed configuration (envoy_data_plane). This package may import the router's packages
+below ``request``.
 """

@@ -1,7 +1,7 @@
-"""Makes Envoy's bootstrap from settings, and writes it as YAML. Pure.
+"""Makes Envoy's bootstrap from settings, and converts the bootstrap to YAML. The functions do no I/O.
 
-``clusters``, ``listeners``, ``filters`` and ``access_log`` make one part each. Comments give the reason of each value;
-numbers were measured with Envoy 1.40.
+``clusters``, ``listeners``, ``filters`` and ``access_log`` each make one section. Comments give the reason for each
+value. The numbers in comments were measured with Envoy 1.40.
 """
 
 from typing import cast
@@ -27,7 +27,7 @@ from dualmap_extproc.names import LONGEST_WAIT_KEY
 
 
 def bootstrap(settings: EnvoySettings) -> Bootstrap:
-    """Return the whole configuration of an Envoy that serves the pools."""
+    """Return the complete configuration of an Envoy that serves the pools."""
     listeners, needed = [listener(settings)], clusters(settings)
     if settings.status is not None:
         listeners.append(status_listener(settings.status))
@@ -35,8 +35,8 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
     node = Node(id="dualmap-envoy", cluster="dualmap")
     dynamic = None
     if settings.discover is not None:
-        # The routers read this and warn of pools that queue requests for longer. As text: Envoy turns a number with a
-        # decimal point in YAML into text anyway.
+        # The routers read this value and warn of pools that may queue requests for a longer time than Envoy waits. The
+        # value is text, because Envoy converts a YAML number with a decimal point to text.
         node.metadata = Struct.from_dict({LONGEST_WAIT_KEY: str(settings.discover.longest_wait_s)})
         dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
     return Bootstrap(
@@ -48,17 +48,17 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
 
 
 def to_yaml(message: betterproto2.Message) -> str:
-    """Return a bootstrap as YAML for ``envoy -c``, or a discovery file as YAML.
+    """Return a bootstrap (for ``envoy -c``) or a discovery file as YAML.
 
-    Field names are the proto's, as in Envoy's own examples.
+    The field names are those of the .proto files, as in Envoy's own examples.
     """
-    # Field names stay unchanged: both of the library's casings break "5xx" (5_xx, 5Xx), which Envoy rejects.
+    # ``str`` keeps field names unchanged. The library's casings change "5xx" to "5_xx" or "5Xx", which Envoy rejects.
     document = message.to_dict(casing=cast(betterproto2.Casing, str))
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a literal block, so that the Lua script stays readable."""
+    """A YAML writer that writes text of several lines as a literal block, so that the Lua script stays readable."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,6 +1,7 @@
-"""Makes the clusters and routes that a router serves by discovery, as bytes.
+"""Makes the serialized clusters and routes that a router serves to Envoy by discovery.
 
-The bootstrap's own functions make them, so that Envoy gets the same configuration of a pool either way.
+The functions that make the bootstrap also make these resources. Envoy therefore gets the same configuration from the
+bootstrap and from discovery.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from dualmap_extproc.wire import discovery_pb2
 
 
 class Written:
-    """Makes clusters and routes; it makes the parts that all pools share once."""
+    """A factory for clusters and routes. The factory serializes the fields shared by all pools' clusters only once."""
 
     def __init__(self) -> None:
         self._nameless = bytes(pool_cluster("", endpoints=shared_stream()))
@@ -20,11 +21,12 @@ class Written:
     def clusters(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return a serialized cluster for each name.
 
-        Serializing one with Envoy's typed classes takes 8 ms. So each is a cluster with only the name, followed by the
-        shared cluster without a name: protobuf merges concatenated messages.
+        The serialization of a cluster with Envoy's typed classes takes 8 ms. This method therefore concatenates two
+        messages: a cluster with only the name, and the shared cluster without a name. Protobuf merges concatenated
+        messages.
         """
         return {name: discovery_pb2.Cluster(name=name).SerializeToString() + self._nameless for name in names}
 
     def routes(self, unpicked: str | None) -> bytes:
-        """Return the serialized routes; requests without a pick go to ``unpicked`` (None: they are rejected)."""
+        """Return the serialized routes. Requests without a pick go to ``unpicked``, or are rejected if it is None."""
         return bytes(routes(unpicked=unpicked))

@@ -1,4 +1,4 @@
-"""Small wrappers around envoy_data_plane's messages, shared by the modules that make parts of the configuration."""
+"""Small wrappers around envoy_data_plane's messages, shared by the modules that make the configuration."""
 
 import ipaddress
 from datetime import timedelta
@@ -16,8 +16,9 @@ from envoy_data_plane.google.protobuf import Any
 
 from dualmap_extproc.envoy.config.settings import Address
 
-# The router's body limit (docs/limits.md). Envoy keeps a request's whole body until the router has chosen. With a
-# smaller buffer Envoy would answer 413 to a BUFFERED body, and could not retry a body at the second candidate.
+# The router's body limit (docs/limits.md). Envoy buffers a request's whole body until the router has chosen a member.
+# With a smaller buffer, Envoy would answer 413 to a BUFFERED body, and could not send a body again to the second
+# candidate.
 BUFFER_BYTES = 16 * 1024 * 1024
 
 
@@ -27,7 +28,7 @@ def packed(message: betterproto2.Message) -> Any:
 
 
 def extension(name: str, message: betterproto2.Message) -> TypedExtensionConfig:
-    """Return one of Envoy's extensions with its configuration."""
+    """Return an extension of Envoy with its configuration."""
     return TypedExtensionConfig(name=name, typed_config=packed(message))
 
 
@@ -46,7 +47,7 @@ def endpoint_at(address: Address) -> LbEndpoint:
 
 
 def grpc_to(cluster: str, *, timeout: timedelta | None = None) -> GrpcService:
-    """Return the gRPC service of a cluster; ``timeout`` limits a call (None: a long-lived one)."""
+    """Return the gRPC service of a cluster; ``timeout`` limits a call (None: a call without a limit)."""
     return GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=cluster), timeout=timeout)
 
 

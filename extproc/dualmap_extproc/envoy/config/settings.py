@@ -13,7 +13,7 @@ PORT_MAX = 65535
 
 
 class EnvoySettingsError(DualMapError):
-    """A setting that Envoy cannot use; ``str()`` names the field, the value and what is accepted."""
+    """A setting that Envoy cannot use; the message names the field, the value and the accepted values."""
 
     def __init__(self, field: str, value: str, accepted: str) -> None:
         self.field = field
@@ -23,9 +23,9 @@ class EnvoySettingsError(DualMapError):
 class Mode(StrEnum):
     """How Envoy sends a request's body to the router (ProcessingMode in Envoy's ext_proc reference).
 
-    STREAMED sends headers and body at once and waits for one answer, which has the lowest latency. FULL_DUPLEX is the
-    mode of Gateway API gateways: the router sends the body back. BUFFERED waits for an answer to the headers and for
-    another one to the body.
+    STREAMED sends headers and body together and waits for one answer, which has the lowest latency. FULL_DUPLEX is the
+    mode of Gateway API gateways: the router sends the body back. BUFFERED waits for an answer to the headers, and then
+    for an answer to the body.
     """
 
     STREAMED = "streamed"
@@ -35,7 +35,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A TCP address; ``host`` is an IP without brackets, or a DNS name where one is accepted."""
+    """A TCP address; ``host`` is an IP address without brackets or a DNS name."""
 
     host: str
     port: int
@@ -51,7 +51,7 @@ class Address:
 
     @classmethod
     def to_bind(cls, text: str, *, field: str) -> Self:
-        """Read ``IP:PORT`` to listen on (port 0: any free one). Raises EnvoySettingsError."""
+        """Read the ``IP:PORT`` to listen on (port 0: any free port). Raises EnvoySettingsError."""
         address = cls._split(text)
         if address is None or not address.is_ip or not 0 <= address.port <= PORT_MAX:
             raise EnvoySettingsError(field, text, "IP:PORT, such as 127.0.0.1:8080 or [::]:8080")
@@ -59,7 +59,7 @@ class Address:
 
     @classmethod
     def to_connect(cls, text: str, *, field: str) -> Self:
-        """Read ``HOST:PORT`` to connect to. Raises EnvoySettingsError."""
+        """Read the ``HOST:PORT`` to connect to. Raises EnvoySettingsError."""
         address = cls._split(text)
         if address is None or not address.host or not 1 <= address.port <= PORT_MAX:
             raise EnvoySettingsError(field, text, "HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002")
@@ -67,9 +67,10 @@ class Address:
 
     @classmethod
     def _split(cls, text: str) -> Self | None:
-        """Split at the last colon and remove brackets; None without a port, or for an IPv6 host without brackets.
+        """Split at the last colon and remove brackets; return None without a port, or for IPv6 without brackets.
 
-        "localhost" is read as 127.0.0.1: Envoy cannot listen on a name, and the router does not listen on ::1.
+        The method replaces "localhost" by 127.0.0.1, because Envoy cannot listen on a name, and the router does not
+        listen on ::1.
         """
         host, colon, port = text.strip().rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
@@ -83,11 +84,12 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """TLS from Envoy to routers and access log sinks. Paths are as Envoy sees them; all files are PEM.
+    """TLS from Envoy to routers and access log sinks. Paths are those in Envoy's file system; all files are PEM.
 
-    ``certificate`` and ``key`` are Envoy's client certificate (None: none). ``ca`` verifies the server's certificate
-    (None: Envoy accepts any). ``sds`` is the folder of the discovery files that let Envoy reload changed files (None:
-    it reads them once). Raises EnvoySettingsError for an incomplete combination.
+    ``certificate`` and ``key`` are the files of Envoy's client certificate and its key (None: no certificate). ``ca``
+    verifies the server's certificate (None: Envoy accepts any). ``sds`` is the folder of the discovery files (SDS),
+    which let Envoy reload changed files. If ``sds`` is None, Envoy reads the files only at its start. Raises
+    EnvoySettingsError for an incomplete combination.
     """
 
     certificate: str | None = None
@@ -106,9 +108,11 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discover:
-    """Envoy asks the routers for the pools. No pool may queue a request for more than ``longest_wait_s``.
+    """The settings for an Envoy that requests the pools from the routers.
 
-    The bootstrap sets how long Envoy waits for a router's answer, before any pool is known.
+    No pool may queue a request for more than ``longest_wait_s``.
+
+    The bootstrap contains Envoy's timeout for a router's answer, so the timeout cannot depend on the pools.
     """
 
     longest_wait_s: float = 30.0
@@ -118,11 +122,11 @@ class Discover:
 class EnvoySettings:
     """The inputs of ``bootstrap``.
 
-    The pools are given, or with ``discover`` asked of the routers, which answer ext_proc and discovery. Envoy sends
-    every access log entry to each of ``access_logs``. ``tls`` applies to connections to routers and sinks (None: plain
-    text). ``status`` is the address that serves readiness and statistics to other hosts (None: nowhere). With
-    ``static_endpoints`` the bootstrap contains the members, which never change. Raises EnvoySettingsError for a
-    combination that Envoy would reject.
+    Envoy's configuration contains the pools in ``pools``. With ``discover``, Envoy requests the pools from the routers.
+    The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
+    applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
+    statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
+    members. Raises EnvoySettingsError for a combination that Envoy would reject.
     """
 
     pools: tuple[Pool, ...] = ()

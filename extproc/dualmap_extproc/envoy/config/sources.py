@@ -1,6 +1,6 @@
-"""Makes the config sources that let Envoy ask the routers for endpoints, and with ``--discover`` clusters and routes.
+"""Makes the config sources: Envoy requests endpoints, and with ``--discover`` clusters and routes, from the routers.
 
-``dualmap_extproc.envoy.discovery.service`` is the routers' side.
+``dualmap_extproc.envoy.discovery.service`` answers these requests.
 """
 
 from datetime import timedelta
@@ -19,7 +19,7 @@ from dualmap_extproc.envoy.config.extensions import grpc_to
 
 ROUTERS_CLUSTER = "dualmap-routers"
 
-# How long Envoy delays its listener while discovery does not answer.
+# The longest time that Envoy delays its listener while discovery does not answer.
 _FETCH_TIMEOUT = timedelta(seconds=5)
 
 
@@ -31,14 +31,14 @@ def reconnect_policy() -> GrpcRetryPolicy:
 
 
 def own_stream() -> ConfigSource:
-    """Return the source of a cluster in the bootstrap, which asks for its endpoints on its own stream."""
+    """Return the source for a cluster in the bootstrap: Envoy requests the cluster's endpoints on a separate stream."""
     return ConfigSource(
         resource_api_version=ApiVersion.V3, initial_fetch_timeout=_FETCH_TIMEOUT, api_config_source=_routers()
     )
 
 
 def shared_stream() -> ConfigSource:
-    """Return the source that uses the shared stream: one router answers, clusters before routes."""
+    """Return the source for the shared stream (ADS): one router sends all resources, clusters before routes."""
     return ConfigSource(
         resource_api_version=ApiVersion.V3, initial_fetch_timeout=_FETCH_TIMEOUT, ads=AggregatedConfigSource()
     )
@@ -50,7 +50,7 @@ def shared_stream_to() -> ApiConfigSource:
 
 
 def _routers() -> ApiConfigSource:
-    """Return a source that asks any router; Envoy soon reopens a broken stream at another one."""
+    """Return a source that connects to any router; Envoy quickly reopens a broken stream at another router."""
     service = grpc_to(ROUTERS_CLUSTER)
     assert service.envoy_grpc is not None
     service.envoy_grpc.retry_policy = reconnect_policy()

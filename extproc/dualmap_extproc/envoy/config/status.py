@@ -1,6 +1,6 @@
-"""Makes a second listener that serves Envoy's readiness and statistics to probes and Prometheus.
+"""Makes Envoy's second listener, which serves Envoy's readiness and statistics to probes and Prometheus.
 
-The administration itself stays on loopback, because any of its clients can stop Envoy.
+Envoy's administration interface stays on loopback, because any client of this interface can stop Envoy.
 """
 
 from datetime import timedelta
@@ -40,7 +40,7 @@ def status_listener(status: Address) -> Listener:
 
 
 def admin_cluster(admin: Address) -> Cluster:
-    """Return the cluster of the administration at ``admin``."""
+    """Return the cluster of Envoy's administration interface at ``admin``."""
     return Cluster(
         name=_CLUSTER,
         type=ClusterDiscoveryType.STATIC,

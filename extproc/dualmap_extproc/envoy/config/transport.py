@@ -1,8 +1,8 @@
-"""Makes Envoy's TLS configuration for routers and access log sinks: a cluster's socket, and its discovery files.
+"""Makes Envoy's TLS configuration for routers and access log sinks: the TLS socket, and the discovery files.
 
-Envoy reads the certificate files named in its bootstrap once, at its start (measured with 1.40). It reads files named
-in a discovery file (SDS) again whenever a file is moved into their folder. A renewed certificate arrives like that, by
-a rename or as a mounted Kubernetes Secret. ``app.envoy_config`` writes the discovery files.
+Envoy reads the certificate files named in its bootstrap once, at its start (measured with 1.40). Envoy reads files
+named in a discovery file (SDS) again when a file is moved into their folder. The renewal of a certificate is such a
+move: a rename, or a change of a mounted Kubernetes Secret. ``app.envoy_config`` writes the discovery files.
 """
 
 from pathlib import Path, PurePosixPath
@@ -34,7 +34,10 @@ CA_SECRET = "dualmap-router-ca"
 
 
 def tls_socket(tls: Tls) -> TransportSocket:
-    """Return a TLS socket. Without a CA it accepts any certificate, like gateways do: a router's may be self-signed."""
+    """Return a TLS socket.
+
+    Without a CA, the socket accepts any certificate, as gateways do, because a router's certificate may be self-signed.
+    """
     context = CommonTlsContext(alpn_protocols=["h2"])
     if tls.certificate is not None and tls.key is not None:
         if tls.sds is None:
@@ -55,7 +58,7 @@ def tls_socket(tls: Tls) -> TransportSocket:
 
 
 def discovery_files(tls: Tls) -> dict[Path, DiscoveryResponse]:
-    """Return the files for the folder ``tls.sds``: one per secret, since Envoy rejects a file with two."""
+    """Return the files for the folder ``tls.sds``: one per secret, because Envoy rejects a file with two secrets."""
     if tls.sds is None:
         return {}
     secrets = []

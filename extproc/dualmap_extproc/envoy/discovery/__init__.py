@@ -1,4 +1,4 @@
-"""Envoy's discovery services (xDS): endpoints, clusters and routes of the pools, pushed as they change.
+"""Envoy's discovery services (xDS): push the endpoints, clusters and routes of the pools after each change.
 
-May import ``envoy.config`` and the rooms below ``request``; gRPC in ``service`` only.
+This package may import ``envoy.config`` and the packages below ``request``. Only ``service`` may import gRPC.
 """

@@ -1,4 +1,4 @@
-"""Turns pools into Envoy's endpoints: one ClusterLoadAssignment per pool, by its cluster's name. Pure."""
+"""Converts pools to Envoy's endpoints: one ClusterLoadAssignment per pool, by its cluster's name."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,8 @@ def load_assignment(pool: Pool) -> discovery_pb2.ClusterLoadAssignment:
     """Return a pool's members as Envoy's hosts.
 
     Envoy sends a request to a DRAINING host only if the request names it (sessions, retries), never by the fallback
-    policy. Joining members are healthy hosts: the rings, not Envoy, limit how many requests they get.
+    policy. Joining members are healthy hosts for Envoy: the rings limit the number of requests that joining members
+    get.
     """
     hosts = [
         discovery_pb2.LbEndpoint(

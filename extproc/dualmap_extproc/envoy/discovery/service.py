@@ -1,10 +1,11 @@
 """Serves discovery (xDS) to Envoys: the endpoints of each pool's cluster, and the clusters and routes of all pools.
 
-``envoy.config`` configures Envoys that ask. ``app.adoption`` publishes the same pools here and to the picker, so that
-both use one membership. Envoy uses a pushed endpoint within milliseconds.
+``envoy.config`` makes the configuration of Envoys that use these services. ``app.adoption`` passes the same pools to
+this service and to the picker, so that both use the same members. Envoy uses a pushed endpoint within milliseconds.
 
-``subscriptions`` decides what each Envoy gets; this module runs it under grpc.aio. Each stream has its own task, and an
-event instead of a queue wakes it. A slow or dead Envoy therefore delays no other and misses at most one push.
+``subscriptions`` decides which resources each Envoy gets; this module connects ``subscriptions`` to grpc.aio. Each
+stream has its own task, and an event wakes the task. Streams do not queue pushes. A slow Envoy therefore does not delay
+other Envoys, and skips outdated pushes.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ _log = get_logger(__name__)
 
 
 class DiscoveryObserver(Protocol):
-    """Counts streams and responses; ``metrics`` implements it."""
+    """The counters of streams and responses; ``telemetry.metrics`` implements this interface."""
 
     def discovery_streams(self, count: int) -> None:
         """Set the number of open streams."""
@@ -54,9 +55,10 @@ class DiscoveryObserver(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One open stream: its conversation, and the event that wakes its sender.
+    """One open stream: its subscriptions, and the event that wakes its sender.
 
-    ``longest_wait_s`` is how long this Envoy lets a router queue a request; None if its configuration names its pools.
+    ``longest_wait_s`` is the longest time that this Envoy lets a router queue a request. The value is None if Envoy's
+    configuration lists the pools.
     """
 
     conversation: Conversation
@@ -66,10 +68,10 @@ class _Stream:
 
 
 class Discovery:
-    """The discovery services. ``publish`` sends changed pools to all streams at once.
+    """The discovery services. ``publish`` sends changed pools to all streams immediately.
 
-    Before the first ``publish`` there are no answers, so that an Envoy keeps the configuration of an earlier router
-    until this one knows its pools. Clusters and routes are served while ``run`` runs.
+    Before the first ``publish``, this router sends no answers. Envoy therefore keeps an earlier router's configuration
+    until this router has its pools. The services send clusters and routes only while ``run`` runs.
     """
 
     def __init__(self, observer: DiscoveryObserver) -> None:
@@ -77,13 +79,14 @@ class Discovery:
         self._pools: tuple[Pool, ...] = ()
         self._snapshot: Snapshot | None = None
         self._streams: set[_Stream] = set()
-        # Whether an Envoy asks for clusters and routes, and the event that those in the snapshot are outdated.
+        # Whether any Envoy requests clusters and routes, and the event that the snapshot's clusters and routes are
+        # outdated.
         self._wanted = False
         self._stale = asyncio.Event()
         self._warned: set[tuple[str, float]] = set()
 
     def handlers(self) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
-        """Return the services as grpc.aio registers them."""
+        """Return the services' handlers, for registration in grpc.aio."""
 
         async def endpoints(requests: AsyncIterator[discovery_pb2.DiscoveryRequest], context: _Context) -> None:
             await self._serve(Conversation(only=CLUSTER_LOAD_ASSIGNMENT_TYPE), requests, context)
@@ -107,9 +110,10 @@ class Discovery:
         )
 
     def publish(self, pools: Iterable[Pool]) -> None:
-        """Serve these pools from now on. Returns at once; each stream sends in its own task.
+        """Serve these pools. Returns immediately, because each stream sends in its own task.
 
-        Members are sent at once; added and removed pools are sent after ``run`` has made their clusters.
+        Streams send changed members immediately. Streams send added and removed pools after ``run`` has made the
+        clusters.
         """
         self._pools = tuple(pools)
         known = self._snapshot or Snapshot(assignments={})
@@ -122,9 +126,10 @@ class Discovery:
         self._wake_streams()
 
     async def run(self) -> None:
-        """Make clusters and routes whenever the pools change and an Envoy asks for them, until cancelled.
+        """Make clusters and routes after each change of the pools, until cancelled.
 
-        It imports Envoy's types in a thread, and only when an Envoy asks: they take 24 MB and more than a second.
+        The method does nothing until an Envoy requests clusters or routes. After this request, the method imports
+        Envoy's types in a thread, because the import takes 24 MB and more than a second.
         """
         written: Written | None = None
         while True:
@@ -138,7 +143,8 @@ class Discovery:
             if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
                 continue
             clusters = written.clusters(names)
-            # With several pools, only a router knows the pool of a request. A request without a pick is then rejected.
+            # With several pools, only a router can find the pool of a request. With several pools, Envoy therefore
+            # rejects a request without a pick.
             routes = await asyncio.to_thread(written.routes, names[0] if len(names) == 1 else None)
             self._snapshot = Snapshot(
                 assignments=self._snapshot.assignments, clusters=clusters, routes={ROUTES: routes}
@@ -176,10 +182,10 @@ class Discovery:
             self._observer.discovery_streams(len(self._streams))
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[discovery_pb2.DiscoveryRequest]) -> None:
-        """Pass the peer's requests to its conversation; wake the sender after each, and at the end."""
+        """Pass the peer's requests to its subscriptions; wake the sender after each request and at the stream's end."""
         try:
             async for request in requests:
-                # Only Envoy's first message has its node id.
+                # Only Envoy's first message contains the node id.
                 stream.peer = stream.peer or request.node.id[:200]
                 rejection = stream.conversation.on_request(request)
                 if rejection is not None:
@@ -203,7 +209,7 @@ class Discovery:
             stream.wake.set()
 
     def _warn_of_long_waits(self, stream: _Stream) -> None:
-        """Log each pool that may queue requests for longer than this Envoy waits, once per pool and maxWait."""
+        """Log each pool that may queue a request for a longer time than Envoy waits, once per pool and maxWait."""
         if stream.longest_wait_s is None:
             return
         for pool in self._pools:
@@ -221,6 +227,6 @@ class Discovery:
 
 
 def _written() -> "Written":
-    from dualmap_extproc.envoy.config.discovered import Written  # This import takes over a second (see ``run``).
+    from dualmap_extproc.envoy.config.discovered import Written  # A slow import (see ``run``).
 
     return Written()

@@ -1,7 +1,8 @@
-"""Keeps what one Envoy has asked for and been sent in discovery (xDS, state of the world). Pure.
+"""The resources that one Envoy subscribed to and received by discovery (xDS, state of the world).
 
-It takes requests and returns the responses that are due; ``service`` runs it under grpc.aio. A stream asks for
-endpoints only (one stream per cluster of the bootstrap), or for clusters, endpoints and routes together (ADS).
+This module does no I/O: it receives requests and returns the responses that are due. The module ``service`` connects
+this module to grpc.aio. A stream subscribes to endpoints only (one stream per cluster of the bootstrap), or to
+clusters, endpoints and routes together (ADS).
 """
 
 import hashlib
@@ -13,31 +14,34 @@ from dualmap_extproc.envoy.discovery.endpoints import no_endpoints
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE
 from dualmap_extproc.wire import discovery_pb2
 
-# The most names that one stream may subscribe to. Envoy opens a stream per EDS cluster; other clients may use one.
+# The most names that one stream may subscribe to. Envoy opens one stream per EDS cluster; other clients may use one
+# stream for all clusters.
 MAX_NAMES: Final = 10_000
 
-# Envoy needs the endpoints of a cluster before it uses the cluster, and a cluster before its route.
+# The order of responses. Envoy needs a cluster's endpoints before it uses the cluster, and a cluster before its route.
 ORDER: Final = (CLUSTER_TYPE, CLUSTER_LOAD_ASSIGNMENT_TYPE, ROUTE_CONFIGURATION_TYPE)
 
 
 class SubscriptionError(Exception):
-    """A discovery request asks for something that the router does not serve; the message is for the peer."""
+    """A discovery request for a resource that the router does not serve; the message is for the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The configuration for all Envoys at one moment: serialized resources by name; None for those not made yet."""
+    """The configuration for all Envoys: serialized resources by name, or None for resources that are not made yet."""
 
     assignments: Mapping[str, bytes]
     clusters: Mapping[str, bytes] | None = None
     routes: Mapping[str, bytes] | None = None
 
     def resources(self, type_url: str, names: tuple[str, ...]) -> dict[str, bytes] | None:
-        """Return the resources of a type with these names, None if not made yet. Clusters are always returned whole.
+        """Return the named resources of a type, or None if they are not made yet.
 
-        A cluster that belongs to no pool gets an assignment without endpoints. Without an answer Envoy would delay its
-        listeners until ``initial_fetch_timeout``. Envoy would also send requests of a removed pool to its old
-        addresses, which may belong to other pods by now.
+        For the cluster type, the result always contains all clusters.
+
+        A cluster without a pool gets an assignment without endpoints, for two reasons. Without an answer, Envoy would
+        delay its listeners until ``initial_fetch_timeout``. Envoy would also send requests of a removed pool to the
+        pool's old addresses, which other pods may use now.
         """
         if type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE:
             return {name: self.assignments.get(name) or no_endpoints(name) for name in names}
@@ -48,7 +52,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """An Envoy rejected a response (NACK) and keeps its earlier resources."""
+    """The rejection of a response by an Envoy (NACK), which keeps its earlier resources."""
 
     type_url: str
     version: str
@@ -57,7 +61,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class _Subscription:
-    """The names subscribed to of one type, and the resources sent: None before the first response."""
+    """A subscription to resources of one type: the names, and the resources sent (None before the first response)."""
 
     type_url: str
     names: tuple[str, ...] = ()
@@ -71,10 +75,10 @@ class _Subscription:
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
         if self.responses and request.response_nonce not in ("", self.nonce):
-            # This request answers an older response; the answer to the last one will follow.
+            # This request acknowledges an older response; the acknowledgement of the last response will follow.
             return None
         self.answered = self.answered or bool(request.response_nonce)
-        # Sorted and without duplicates, so that the version depends only on the content.
+        # The names are sorted and unique, so that the version depends only on the content.
         self.names = tuple(sorted(set(request.resource_names)))
         if self.sent is not None and self.type_url != CLUSTER_TYPE:
             self.sent = {name: self.sent[name] for name in self.names if name in self.sent}
@@ -90,7 +94,8 @@ class _Subscription:
         sent = self.sent or {}
         due = {name: resource for name, resource in content.items() if sent.get(name) != resource}
         if self.type_url == CLUSTER_TYPE:
-            # Envoy removes clusters that a response lacks, so responses hold all of them. An empty one is sent once.
+            # Envoy removes clusters that a response lacks, so each response contains all clusters. An empty response is
+            # sent only once.
             if content == self.sent:
                 return None
             due = content
@@ -115,21 +120,21 @@ def _version(content: Mapping[str, bytes]) -> str:
 
 @dataclass(slots=True)
 class Conversation:
-    """The state of one stream; ``only`` is the one type that it may ask for (empty: each of ORDER).
+    """The state of one stream; ``only`` is the one type that the stream may subscribe to (empty: all types in ORDER).
 
-    Only resources whose present version the peer was not sent are due. So an ACK gets no response, nor does a NACK: the
-    peer would reject the same content again.
+    A resource is due if the peer has not received its current version. An ACK therefore gets no response. A NACK gets
+    no response either, because the peer would reject the same content again.
     """
 
     only: str = ""
     _subscriptions: dict[str, _Subscription] = field(default_factory=dict)
 
     def asks_for(self, *types: str) -> bool:
-        """Return whether the peer has asked for any of these types."""
+        """Return whether the peer has subscribed to any of these types."""
         return any(each in self._subscriptions for each in types)
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
-        """Apply a subscription, an ACK or a NACK; return a NACK's content. Raises SubscriptionError."""
+        """Apply a subscription, an ACK or a NACK; return the rejection for a NACK. Raises SubscriptionError."""
         type_url = request.type_url or self.only
         accepted = (self.only,) if self.only else ORDER
         if type_url not in accepted:
@@ -140,11 +145,12 @@ class Conversation:
         return self._subscriptions.setdefault(type_url, _Subscription(type_url)).on_request(request)
 
     def respond(self, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse | None:
-        """Return one response that is due and count it as sent; None if none is due.
+        """Return one response that is due and record it as sent; return None if no response is due.
 
-        Routes wait for the peer's answer to the clusters, which Envoy 1.40 sends once it has all their endpoints.
-        Endpoints do not wait; they follow the clusters. The version is a digest of all content subscribed to, so that
-        replicas and restarted routers send equal content under the same version.
+        The stream sends routes only after the peer has acknowledged the clusters. Envoy 1.40 acknowledges clusters
+        after it has received all their endpoints. Endpoints follow the clusters without an acknowledgement. The version
+        is a digest of the subscribed content. Replicas and restarted routers therefore send equal content under the
+        same version.
         """
         for type_url in ORDER:
             subscription = self._subscriptions.get(type_url)
@@ -164,7 +170,7 @@ class Conversation:
         return clusters is None or clusters.answered
 
     def _forget_endpoints(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
-        """Send the endpoints of each changed cluster again: Envoy recreates it and waits for its endpoints."""
+        """Mark endpoints of changed clusters as not sent: Envoy recreates these clusters and waits for endpoints."""
         endpoints = self._subscriptions.get(CLUSTER_LOAD_ASSIGNMENT_TYPE)
         if endpoints is not None and endpoints.sent is not None:
             kept = {name: sent for name, sent in endpoints.sent.items() if before.get(name) == now.get(name)}

@@ -1,5 +1,6 @@
 """The dashboard at ``http://ROUTER:9090/``: a live, read-only view of the pools (docs/dashboard.md).
 
-``histories`` keeps a bounded past of each pool from observations. While a page is open, ``feed`` takes a snapshot of
-its pool each second and ``routes`` sends it. May import ``request``, ``autoscaling``; aiohttp in ``routes`` only.
+``histories`` keeps a bounded history of each pool from observations. While a page is open, ``feed`` takes a snapshot of
+the page's pool each second, and ``routes`` sends the snapshot. This package may import ``request`` and ``autoscaling``.
+Only ``routes`` may import aiohttp.
 """

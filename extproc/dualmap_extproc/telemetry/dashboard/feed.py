@@ -1,7 +1,7 @@
-"""Sends snapshots to open dashboard pages: one a second while a page is open, nothing otherwise.
+"""Passes a snapshot per second to open dashboard pages, and no snapshot while no page is open.
 
-All pages of a pool share one snapshot. Each page has room for one: a slow page misses some, and none queue up. It is
-independent of HTTP, which ``routes`` speaks.
+All pages of a pool share one snapshot. The feed keeps only the newest unread snapshot for each page, so a slow page
+skips older snapshots. This module does not use HTTP; ``routes`` sends the snapshots over HTTP.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots
 
 EVERY_S: Final = 1.0
 WATCHERS: Final = 32
-"""The limit of pages open at once; docs/dashboard.md says what each costs."""
+"""The largest number of open pages; docs/dashboard.md gives the cost of a page."""
 
 
 class TooManyWatchers(Exception):
@@ -22,7 +22,7 @@ class TooManyWatchers(Exception):
 
 
 class Watcher:
-    """An open page of ``pool``, and the newest snapshot that it has not fetched."""
+    """An open page of ``pool``, with the newest snapshot that the page has not read."""
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
@@ -31,17 +31,17 @@ class Watcher:
         self._changed = asyncio.Event()
 
     def offer(self, snapshot: bytes) -> None:
-        """Replace the snapshot that was not fetched, if any."""
+        """Set the newest snapshot; it replaces an unread snapshot."""
         self._newest = snapshot
         self._changed.set()
 
     def close(self) -> None:
-        """Have ``next`` return None from now on."""
+        """End the watcher: ``next`` returns None from now on."""
         self._closed = True
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Wait for the next snapshot and return it; None when there is none any more."""
+        """Wait for the next snapshot and return it; return None after ``close``."""
         await self._changed.wait()
         self._changed.clear()
         newest, self._newest = self._newest, None
@@ -49,21 +49,21 @@ class Watcher:
 
 
 class Feed:
-    """Sends snapshots to watchers. Belongs to the event loop."""
+    """The sender of snapshots to watchers. All calls must come from the event loop's thread."""
 
     def __init__(self, snapshots: Snapshots, *, every_s: float = EVERY_S) -> None:
         self._snapshots = snapshots
         self._every_s = every_s
         self._watchers: set[Watcher] = set()
         self._sending: asyncio.Task[None] | None = None
-        # The last snapshots by pool, and when they were taken.
+        # The last snapshots by pool, and the time when they were taken.
         self._documents: dict[str, bytes] = {}
         self._taken_s = -inf
         self._closed = False
 
     @contextmanager
     def watching(self, pool: str) -> Iterator[Watcher]:
-        """Watch ``pool`` (empty: the first one) within the context. Raises TooManyWatchers."""
+        """Watch ``pool`` (empty: the first pool) within the context. Raises TooManyWatchers."""
         if len(self._watchers) >= WATCHERS:
             raise TooManyWatchers
         watcher = Watcher(pool)
@@ -83,7 +83,7 @@ class Feed:
                 self._sending = None
 
     def close(self) -> None:
-        """Send nothing more; end every watcher."""
+        """Stop sending, and end every watcher."""
         self._closed = True
         for watcher in self._watchers:
             watcher.close()
@@ -92,16 +92,16 @@ class Feed:
         clock = asyncio.get_running_loop().time
         try:
             while True:
-                # At most one a second, however often pages open and close.
+                # The feed takes at most one snapshot per second, even if pages often open and close.
                 await asyncio.sleep(self._taken_s + self._every_s - clock())
                 self._taken_s = clock()
                 wanted = {watcher.pool for watcher in self._watchers}
                 self._documents = await asyncio.to_thread(self._snapshots.tell, self._snapshots.look(), wanted)
                 for watcher in self._watchers:
-                    # A page that opened meanwhile may watch a pool without a snapshot.
+                    # If a page opened while the snapshots were made, its pool may have no snapshot.
                     if watcher.pool in self._documents:
                         watcher.offer(self._documents[watcher.pool])
         finally:
-            # If a snapshot fails, no page waits for ever: pages show the disconnection and reconnect.
+            # If a snapshot fails, the feed closes all watchers. The pages then show the disconnection and reconnect.
             for watcher in self._watchers:
                 watcher.close()

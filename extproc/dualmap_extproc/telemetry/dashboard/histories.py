@@ -1,4 +1,4 @@
-"""Keeps the recent past of every pool for the dashboard, from observations. docs/dashboard.md says what it costs."""
+"""Keeps the recent history of every pool for the dashboard, from observations. docs/dashboard.md gives the cost."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from dualmap_extproc.telemetry.dashboard.history import HistoryView, PoolHistory
 
 
 class Histories:
-    """The history of every pool; ``clock`` gives the monotonic seconds of a view. It belongs to the event loop."""
+    """The history of every pool, for the event loop's thread only. ``clock`` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pools: dict[str, PoolHistory] = {}
 
     def subscribe(self, observations: FanOut) -> None:
-        """Keep these observations."""
+        """Subscribe to the observations that the history needs."""
         observations.subscribe(Routed, self._routed)
         observations.subscribe(Rejected, self._rejected)
         observations.subscribe(FirstTokenSeen, self._first_token)
@@ -24,18 +24,18 @@ class Histories:
         observations.subscribe(Measured, self._measured)
 
     def view(self, pool: str) -> HistoryView:
-        """Return the recent past of a pool (``namespace/name``); an empty one for a pool without observations."""
+        """Return the recent history of a pool (``namespace/name``), empty for a pool without observations."""
         return self._pools.get(pool, PoolHistory()).view(self._clock())
 
     def age_s(self, at_s: float) -> float:
-        """Return the time since ``at_s`` of the clock, in seconds."""
+        """Return the seconds since the clock's time ``at_s``."""
         return self._clock() - at_s
 
     def _routed(self, routed: Routed) -> None:
         self._history(routed.pool, routed.now).routed(routed.now, routed.decision)
 
     def _rejected(self, rejected: Rejected) -> None:
-        # A rejection that reached no pool belongs to no pool's history.
+        # A rejection without a known pool is not in any pool's history.
         if rejected.pool:
             self._history(rejected.pool, rejected.now).refused(rejected.now, rejected.refused)
 
@@ -52,7 +52,7 @@ class Histories:
     def _history(self, pool: str, now: float) -> PoolHistory:
         history = self._pools.get(pool)
         if history is None:
-            # Pools come and go: a new one removes those whose past is no longer shown.
+            # A new pool triggers the removal of pools that the dashboard's charts no longer show.
             self._pools = {name: each for name, each in self._pools.items() if not each.quiet(now)}
             history = self._pools[pool] = PoolHistory()
         return history

@@ -1,7 +1,7 @@
-"""The recent past of one pool in buckets of time, for the dashboard's figures, lines and list of decisions.
+"""The recent history of one pool in time buckets, for the dashboard's figures, charts and list of decisions.
 
-Every ``now`` is in monotonic seconds. The number of buckets and decisions is bounded. ``histories`` adds every request,
-which takes a few additions; ``PoolHistory.view`` sums up, only while a page is open.
+Every ``now`` is in monotonic seconds. The number of buckets and decisions is bounded. ``histories`` counts every
+request with a few additions. ``PoolHistory.view`` computes sums, but only while a page is open.
 """
 
 from bisect import bisect_left
@@ -17,20 +17,20 @@ from dualmap_extproc.errors import Refused
 
 STEP_S: Final = 10
 STEPS: Final = 60
-"""Steps that the lines show: ten minutes."""
+"""The number of steps in a chart: ten minutes."""
 _MINUTE_S: Final = 60
 WINDOW_S: Final = 300
-"""Figures of members, hit rates and rules cover the last five minutes."""
+"""The period of the figures of members, hit rates and rules: the last five minutes."""
 _MINUTES: Final = WINDOW_S // _MINUTE_S
 DECISIONS: Final = 24
-"""The last decisions that are kept for each pool."""
+"""The number of decisions that the history of a pool keeps."""
 TTFT_BOUNDS_S: Final = tuple(10 ** (tenth / 10) for tenth in range(-20, 29))
-"""Ten to a decade, from 10 ms to ten minutes, the longest objective that pools may set."""
+"""Ten bounds per factor of ten, from 10 ms to ten minutes, which is the longest TTFT objective that pools may set."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """Counts of STEP_S seconds; ``point`` is their point in the lines, once they are over and were viewed."""
+    """Counts of STEP_S seconds; ``point`` caches the step's point in the charts after the end of the step."""
 
     number: int
     requests: int = 0
@@ -43,7 +43,7 @@ class _Step:
 
 @dataclass(slots=True)
 class EndpointPast:
-    """Counts of one member's requests within some time."""
+    """Counts of one member's requests within a period."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class EndpointPast:
     failed: int = 0
 
     def add(self, other: "EndpointPast") -> None:
-        """Add the counts of another one."""
+        """Add the counts of another period or member."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.predicted_cached_tokens += other.predicted_cached_tokens
@@ -67,15 +67,14 @@ class EndpointPast:
 
     @property
     def hit_rate_predicted(self) -> float | None:
-        """The share of the prompt tokens that was predicted to be cached."""
+        """The share of the prompt tokens that the router predicted to be cached."""
         return self.predicted_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def hit_rate_measured(self) -> float | None:
-        """The share that engines reported as cached: the predicted share, corrected by the reports since.
+        """The predicted share of cached tokens, corrected by the engines' reports; None without a reported request.
 
-        Measured over all prompt tokens, requests in flight and engines without reports would count as misses. None
-        where no request with a prediction has a report.
+        A share of all prompt tokens would count requests in flight and engines without reports as misses.
         """
         predicted = self.hit_rate_predicted
         if predicted is None or not self.checked_cached_tokens:
@@ -84,13 +83,13 @@ class EndpointPast:
 
     @property
     def attainment(self) -> float | None:
-        """The share of first tokens that came in time."""
+        """The share of first tokens within the SLO."""
         return self.slo_met / self.first_tokens if self.first_tokens else None
 
 
 @dataclass(slots=True)
 class _Minute:
-    """Counts of one minute, by member, by rule and by the code of rejections."""
+    """Counts of one minute: by member, by rule and by the rejections' code."""
 
     number: int
     endpoints: dict[str, EndpointPast] = field(default_factory=dict)
@@ -106,7 +105,7 @@ class _Minute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """A decision or a refusal; ``number`` tells it from the pool's others, ``at_s`` is when, monotonic."""
+    """A decision or rejection; ``number`` is unique within the pool, ``at_s`` is its time in monotonic seconds."""
 
     number: int
     at_s: float
@@ -115,7 +114,7 @@ class Happening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One point of the lines: requests routed and rejected, first tokens, those within the SLO, and TTFTs."""
+    """One point of the charts: requests routed and rejected, first tokens, first tokens within the SLO, and TTFTs."""
 
     requests: int
     refused: int
@@ -127,7 +126,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recent:
-    """Sums over the last ``seconds``; TTFTs are None without first tokens. ``ttfts`` counts them by TTFT_BOUNDS_S."""
+    """Sums over the last ``seconds``; TTFTs are None without first tokens. ``ttfts`` counts TTFTs by TTFT_BOUNDS_S."""
 
     seconds: int
     requests: int
@@ -140,15 +139,15 @@ class Recent:
 
     @property
     def attainment(self) -> float | None:
-        """The share of first tokens that came in time."""
+        """The share of first tokens within the SLO."""
         return self.slo_met / self.first_tokens if self.first_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """The past at one moment: sums of a minute and of WINDOW_S, the lines oldest first, the decisions newest first.
+    """A view of the history: sums of a minute and of WINDOW_S, steps (oldest first) and decisions (newest first).
 
-    ``total`` adds up all members, removed ones included.
+    ``total`` is the sum over all members, including removed members.
     """
 
     minute: Recent
@@ -162,16 +161,17 @@ class HistoryView:
 
 
 class PoolHistory:
-    """The recent past of one pool's requests."""
+    """The recent history of one pool's requests."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=STEPS)
         self._minutes: deque[_Minute] = deque(maxlen=_MINUTES)
-        # The current step and minute, and the end of the step. Every minute begins with a step.
+        # The current step and minute, and the end of the step. Every minute begins at the start of a step.
         self._step = _Step(number=-1)
         self._minute = _Minute(-1)
         self._until_s = -inf
-        # Number, time and event. A view makes each a Happening, which costs more than all else here.
+        # The number, time and event of each item. Only a view creates Happening objects, because their creation is
+        # expensive.
         self._happenings: deque[tuple[int, float, Decision | Refused]] = deque(maxlen=DECISIONS)
         self._happened = 0
 
@@ -190,7 +190,7 @@ class PoolHistory:
         self._happened += 1
 
     def refused(self, now: float, refused: Refused) -> None:
-        """Count a request that got an error."""
+        """Count a request that the router rejected."""
         if now >= self._until_s:
             self._turn(now)
         self._step.refused += 1
@@ -225,11 +225,11 @@ class PoolHistory:
         self._minute.endpoint(completion.member).failed += 1
 
     def quiet(self, now: float) -> bool:
-        """Return whether no line shows anything of this pool any more."""
+        """Return whether all data of this pool is older than the charts."""
         return not self._steps or self._steps[-1].number <= now // STEP_S - STEPS
 
     def view(self, now: float) -> HistoryView:
-        """Return the sums as they are now."""
+        """Return the current view."""
         last = int(now // STEP_S)
         steps = {step.number: step for step in self._steps}
         line = [steps.get(number) or _Step(number=number) for number in range(last - STEPS + 1, last + 1)]
@@ -260,7 +260,7 @@ class PoolHistory:
         )
 
     def _turn(self, now: float) -> None:
-        """Begin the step and the minute that ``now`` is in."""
+        """Begin the step and the minute that contain ``now``."""
         number = int(now // STEP_S)
         self._until_s = (number + 1) * STEP_S
         self._step = _Step(number=number)
@@ -272,9 +272,9 @@ class PoolHistory:
 
 
 def percentile(counts: Sequence[int], share: float) -> float | None:
-    """Return the value that ``share`` of the counted TTFTs do not exceed, None without any.
+    """Return the value that ``share`` of the counted TTFTs do not exceed, or None without TTFTs.
 
-    It is interpolated between two bounds on their logarithmic scale, and at most 26 % off.
+    The value is interpolated between two bounds on a logarithmic scale. The error of the value is at most 26 %.
     """
     *below, total = accumulate(counts, initial=0)
     if not total:
@@ -287,7 +287,7 @@ def percentile(counts: Sequence[int], share: float) -> float | None:
 
 
 def _recent(line: Sequence[_Step], seconds: int) -> Recent:
-    """Return sums of the last ``seconds`` of a line, the current step included."""
+    """Return sums of the last ``seconds`` of these steps, including the current step."""
     steps = line[-seconds // STEP_S :]
     ttfts = _sum_ttfts(steps)
     return Recent(
@@ -303,7 +303,7 @@ def _recent(line: Sequence[_Step], seconds: int) -> Recent:
 
 
 def _point(step: _Step, *, over: bool) -> Step:
-    """Return a step's point; the point of a step that is ``over`` is made once."""
+    """Return a step's point. If the step is ``over``, cache the point."""
     point = step.point or Step(
         requests=step.requests,
         refused=step.refused,

@@ -1,8 +1,9 @@
-"""The dashboard over HTTP: the page and its files at ``/``, its snapshots at ``/events``.
+"""The dashboard's HTTP routes: the page at ``/``, its files, and the stream of snapshots at ``/events``.
 
-The files are read once, at the start. The Content-Security-Policy lets a browser load and run nothing else, so that the
-name of a pool or member does no harm even where the page has a fault. Links are relative: the page works behind
-``kubectl port-forward`` and below another path, as behind the API server's proxy.
+The router reads the files once, at its start. The Content-Security-Policy prevents a browser from loading or running
+other files. A malicious name of a pool or member therefore does no harm, even if the page has a fault. Links are
+relative, so the page works behind ``kubectl port-forward`` and below another path, such as behind the API server's
+proxy.
 """
 
 import asyncio
@@ -34,11 +35,11 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 _WRITE_TIMEOUT_S: Final = 30.0
-"""A page that reads nothing for this long is disconnected."""
+"""The router disconnects a page that does not read for this time."""
 
 
 class Dashboard:
-    """The dashboard of one router; ``http_status`` adds its ``routes`` to the application."""
+    """The dashboard of one router. ``http_status`` adds the dashboard's ``routes`` to the application."""
 
     def __init__(self, source: SnapshotInputs, *, every_s: float = EVERY_S) -> None:
         self._feed = Feed(Snapshots(source), every_s=every_s)
@@ -53,7 +54,7 @@ class Dashboard:
         ]
 
     def close(self) -> None:
-        """End the streams of snapshots, so that the shutdown does not wait for them."""
+        """End the streams of snapshots, so that the shutdown does not wait for open pages."""
         self._feed.close()
 
     async def _get_file(self, request: web.Request) -> web.Response:
@@ -61,18 +62,18 @@ class Dashboard:
         if file is None:
             raise web.HTTPNotFound
         body, content_type, tag = file
-        # Browsers revalidate each time, so that no page runs with files of another version.
+        # Browsers must revalidate files for each request, so that a page never uses files of another version.
         headers = {**_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{tag}"', "Content-Type": content_type}
         if any(each.value == tag for each in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)
         return web.Response(body=body, headers=headers)
 
     async def _get_events(self, request: web.Request) -> web.StreamResponse:
-        """Send a snapshot a second of the pool ``?pool=NAMESPACE/NAME`` (none: the first) until either side ends."""
+        """Send snapshots of the pool ``?pool=NAMESPACE/NAME`` (default: the first pool), until one side ends."""
         headers = {**_HEADERS, "Cache-Control": "no-store"}
         try:
             with self._feed.watching(request.query.get("pool", "")) as watcher:
-                # Without this header nginx would buffer the events.
+                # Without the header X-Accel-Buffering, nginx would buffer the events.
                 headers |= {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(request)
@@ -84,7 +85,7 @@ class Dashboard:
 
 
 async def _stream(watcher: Watcher, request: web.Request, response: web.StreamResponse) -> None:
-    """Write snapshots until there are none any more, or the page reads none."""
+    """Write snapshots until the watcher ends or the page stops reading."""
     while (snapshot := await watcher.next()) is not None:
         try:
             async with asyncio.timeout(_WRITE_TIMEOUT_S):

@@ -1,7 +1,7 @@
-"""Makes the page's snapshots: one pool at one moment as JSON values, and every pool's verdict.
+"""Makes the dashboard's snapshots: the state of one pool as JSON, with the verdict on every pool.
 
-Each snapshot is complete, so that a page that missed some needs no other. It has loads, counts and reasons; never an
-address, a prompt or its hash, a session or a header.
+Each snapshot is complete, so that a page may miss earlier snapshots. A snapshot contains loads, counts and reasons. A
+snapshot never contains addresses, prompts, hashes of prompts, sessions or headers.
 """
 
 import json
@@ -27,7 +27,7 @@ from dualmap_extproc.telemetry.dashboard.history import (
 from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
 
 _DIGITS: Final = 4
-"""Digits after the point of seconds and shares: further ones mean nothing and would be most of a snapshot."""
+"""The decimal places of seconds and shares. More digits have no meaning and would be most of a snapshot's size."""
 
 Json = dict[str, object]
 
@@ -36,8 +36,8 @@ Json = dict[str, object]
 class SnapshotInputs:
     """The inputs of a snapshot: this router's name and version, its pools, their statuses and histories.
 
-    ``demand`` returns a pool's demand, summed over all routers, or raises DemandUnknown. ``clock`` gives the time of
-    day in seconds since 1970. ``reach`` says whether the store and the Kubernetes API answer.
+    ``demand`` returns a pool's demand, summed over all routers, or raises DemandUnknown. ``clock`` returns the time in
+    seconds since 1970. ``reach`` returns how recently the store and the Kubernetes API answered.
     """
 
     router: str
@@ -52,9 +52,9 @@ class SnapshotInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The inputs of one pool at one moment.
+    """The inputs of one pool's snapshot, read at the same time.
 
-    ``share`` is None where the demand over all routers is not known; ``unknown`` says why.
+    ``share`` is None if the demand over all routers is unknown; ``unknown`` then gives the reason.
     """
 
     pool: Pool
@@ -65,15 +65,15 @@ class Moment:
     unknown: str
 
     def verdict(self) -> Verdict:
-        """Return the pool's verdict."""
+        """Return the verdict on the pool."""
         wanted = None if self.share is None else self.share.desired_replicas
         return judge(self.pool, self.status, self.past, self.reach, wanted=wanted, unknown=self.unknown)
 
 
 class Snapshots:
-    """Makes snapshots in two steps: ``look`` is quick, ``tell`` takes longer and may run in another thread.
+    """A factory for snapshots, in two steps: ``look`` is fast; ``tell`` takes longer and may run in another thread.
 
-    It caches ring shares, which change only with the members.
+    The object caches ring shares, which change only with the members.
     """
 
     def __init__(self, source: SnapshotInputs) -> None:
@@ -81,7 +81,7 @@ class Snapshots:
         self._shares: dict[str, tuple[Pool, frozenset[str], tuple[Mapping[str, float], Mapping[str, float]]]] = {}
 
     def look(self) -> tuple[Moment, ...]:
-        """Return every pool's inputs at this moment; belongs to the event loop."""
+        """Return the current inputs of every pool; must run in the event loop's thread."""
         pools = {pool.id: pool for pool in self._source.pools()}
         reach = self._source.reach()
         return tuple(
@@ -91,9 +91,9 @@ class Snapshots:
         )
 
     def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
-        """Return a JSON document for each of the ``wanted`` pools, unknown ones included; in one thread at a time.
+        """Return a JSON document for each of the ``wanted`` pools, including unknown pools.
 
-        The empty name stands for the first pool.
+        The empty name means the first pool. Only one thread at a time may call this method.
         """
         pools = {moment.pool.id: moment for moment in moments}
         self._shares = {name: known for name, known in self._shares.items() if name in pools}
@@ -155,7 +155,7 @@ class Snapshots:
         }
 
     def _endpoints(self, pool: Pool, status: PoolSnapshot, past: HistoryView) -> dict[str, list[object]]:
-        """Return the members as columns: rows would repeat the names, which would be most of a snapshot."""
+        """Return the members' values as columns: in rows, repeated field names would be most of a snapshot."""
         ring_1, ring_2 = self._ring_shares(pool, status)
         nothing = EndpointPast()
         endpoints = status.endpoints
@@ -183,7 +183,7 @@ class Snapshots:
         known = self._shares.get(pool.id)
         if known is None or known[0] is not pool or known[1] != suspended:
             members = [member for member in pool.members if member.id not in suspended]
-            # Like the router: where all members are suspended, none is.
+            # If all members are suspended, the router uses all members, so their shares are shown.
             shares = DualRing(members or pool.members, pool.routing.ring).shares()
             known = self._shares[pool.id] = (pool, suspended, shares)
         return known[2]
@@ -220,7 +220,7 @@ def _decision(decision: Decision) -> Json:
 
 
 def _share(share: Share | None) -> Json | None:
-    """Return the demand over all routers, None where it is not known."""
+    """Return the demand over all routers as JSON, or None if the demand is unknown."""
     if share is None:
         return None
     attainment = share.slo_attainment if share.first_tokens else None

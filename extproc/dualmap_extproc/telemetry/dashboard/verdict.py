@@ -1,6 +1,6 @@
-"""The dashboard's verdict: whether a pool keeps its SLO, and its problems, in words.
+"""The dashboard's verdict: whether a pool meets its SLO, and the pool's problems, as text.
 
-Pure: made of one moment's pool, status and recent past, as this router sees them.
+The functions do no I/O. They use this router's view of the pool, its status and its recent history at one moment.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,26 +15,28 @@ from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
 
 _FEW_FIRST_TOKENS: Final = 20
-"""With fewer first tokens in a minute, attainment is taken over five minutes."""
+"""With fewer first tokens in a minute, the attainment covers five minutes."""
 _BELIEVED: Final = 0.7
-"""Below this share of measured over predicted cache hits, the index holds blocks that engines have evicted."""
+"""Below this ratio of measured to predicted cache hits, engines have evicted blocks that are in the index."""
 _CHECKED_TOKENS: Final = 10_000
-"""Predicted tokens that must be measured before the verdict reports that."""
+"""The verdict reports evicted blocks only if at least this number of predicted tokens is measured."""
 _SLOW: Final = 0.5
-"""A member that prefills at less than this share of the median speed is slow."""
+"""A member is slow if its prefill speed is below this share of the median speed."""
 _TOLERANCE: Final = 1.1
-"""Members this close to the desired replicas are enough, as in ``dualmap.scaling.scaling``."""
+"""The allowed ratio of desired replicas to members, as in ``dualmap.scaling.scaling``."""
 _STALE_S: Final = 75.0
-"""A reachable API server answers about every resource each 45 s; the alert DualMapMembershipStale has the same
-threshold."""
+"""A watch is stale above this age. A reachable API server answers within 45 s for every resource.
+
+The alert DualMapMembershipStale has the same threshold.
+"""
 _LOST_S: Final = 3.0
-"""A failover of Redis takes this long; the store is retried every second."""
+"""The duration of a Redis failover. The router retries every second."""
 _NAMED: Final = 3
-"""Members that a problem names; further ones are counted."""
+"""The most members that a problem's text names. The text counts the other members."""
 
 
 class Level(StrEnum):
-    """Severity, best first: no traffic, SLO kept, needs a look, users are affected."""
+    """Severity, best first: no traffic, SLO met, warning, users affected."""
 
     IDLE = "idle"
     OK = "ok"
@@ -47,7 +49,7 @@ _RANK: Final = {level: rank for rank, level in enumerate(Level)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A finding for the on-call engineer; OK is for information only."""
+    """A finding for the on-call engineer; the level OK marks information without a problem."""
 
     level: Level
     text: str
@@ -55,10 +57,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Whether the sources of other routers' and pools' state answer.
+    """Whether the store and the Kubernetes API answer.
 
-    ``store_lost_s`` is for how long the store has been unreachable, None while it is reachable or not used.
-    ``watch_ages_s`` is the time since the Kubernetes API's last answer by resource, empty for pools of files.
+    ``store_lost_s`` is the time since the store became unreachable, or None while it is reachable or not used.
+    ``watch_ages_s`` is the time since the Kubernetes API's last answer, by resource. ``watch_ages_s`` is empty for
+    pools from files.
     """
 
     store_lost_s: float | None = None
@@ -67,7 +70,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The headline, and the problems below it, worst first."""
+    """The headline, and the problems in descending severity."""
 
     level: Level
     headline: str
@@ -77,9 +80,9 @@ class Verdict:
 def judge(
     pool: Pool, status: PoolSnapshot, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
 ) -> Verdict:
-    """Return the verdict; ``wanted`` is the desired replicas over all routers.
+    """Return the verdict on a pool.
 
-    It is None where that is not known; ``unknown`` says why.
+    ``wanted`` is the desired replicas over all routers, or None if they are unknown; ``unknown`` then gives the reason.
     """
     level, headline = _objective(pool, status, past)
     problems = [
@@ -89,13 +92,13 @@ def judge(
         *_instances(pool, status, past),
         *_members(status),
     ]
-    if unknown and not _redis_lost_s(reach):  # The lost store is reported already.
+    if unknown and not _redis_lost_s(reach):  # An unreachable store is already reported.
         problems.append(Problem(level=Level.WARN, text=f"The demand over all routers is unknown: {unknown}."))
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
         headline = f"{pool.id} rejects requests. {headline}"
-    # Findings for information do not make an idle pool look busy.
+    # Problems of level OK do not change the level of an idle pool.
     overall = level if worst is Level.OK else max(level, worst, key=_RANK.__getitem__)
     return Verdict(level=overall, headline=headline, problems=tuple(problems))
 
@@ -156,7 +159,7 @@ def _unreachable(reach: Reach) -> Iterator[Problem]:
 
 
 def _redis_lost_s(reach: Reach) -> float:
-    """Return for how long Redis has been unreachable, 0 where that is too short to report."""
+    """Return the time since Redis became unreachable, or 0 if the time is too short to report."""
     lost_s = reach.store_lost_s or 0.0
     return lost_s if lost_s > _LOST_S else 0.0
 
@@ -218,13 +221,13 @@ def _members(status: PoolSnapshot) -> Iterator[Problem]:
 
 
 def backlog_s(endpoint: EndpointStatus) -> float:
-    """Return how long a member takes to prefill its pending and queued requests, in seconds."""
+    """Return the seconds that a member needs to prefill its pending and queued requests."""
     tokens = endpoint.pending_prefill_tokens + endpoint.held_prefill_tokens
     return tokens / endpoint.prefill_tokens_per_second if endpoint.prefill_tokens_per_second > 0 else 0.0
 
 
 def _serves(endpoint: EndpointStatus) -> bool:
-    """Return whether new requests may go to a member; a suspended one takes some where all are suspended."""
+    """Return whether new requests may go to a member, possibly a suspended one if all are suspended."""
     return endpoint.state != MemberState.DRAINING and endpoint.weight > 0
 
 

@@ -1,4 +1,4 @@
 """The HTTP part of Envoy's configuration: listeners, filters, replies, access log, and token usage (Lua).
 
-May import ``envoy.config`` and what that may import.
+This package may import ``envoy.config``, and the packages that ``envoy.config`` may import.
 """

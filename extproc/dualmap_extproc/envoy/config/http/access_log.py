@@ -1,4 +1,4 @@
-"""Makes Envoy's access log to the routers: how each request ended, its time to first token, and its token usage."""
+"""Makes the configuration of Envoy's access log, which reports each request's end, TTFT and usage to the routers."""
 
 from datetime import timedelta
 
@@ -16,11 +16,13 @@ from dualmap_extproc.envoy.config.extensions import grpc_to, packed
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import reconnect_policy
 
-# The longest time that a finished request still counts as in flight.
+# The longest time that Envoy delays an access log entry. A router counts a finished request as in flight until its
+# entry arrives.
 FLUSH_INTERVAL = timedelta(milliseconds=100)
 FLUSH_BYTES = 65536
 
-# The value of each custom tag. TTFT ends at the first body byte of the engine, which sends headers before prefill.
+# The values of the custom tags of an entry. The TTFT ends at the first body byte of the engine, because an engine sends
+# headers before the prefill.
 TAGS = {
     names.TAG_REQUEST_ID: f"%DYNAMIC_METADATA({names.DUALMAP_NAMESPACE}:{names.REQUEST_ID_KEY})%",
     names.TAG_TTFT_US: "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%",
@@ -37,8 +39,8 @@ TAGS = {
 def access_logs(settings: EnvoySettings) -> list[AccessLog]:
     """Return one logger per sink.
 
-    Each sink gets every entry. Only the router that chose a request's member can end its account, but Envoy sends a
-    logger's entries to any one host of a cluster.
+    With one logger per sink, each sink gets every entry. Only the router that picked a request's member needs the
+    request's entry. A single logger would send each entry to an arbitrary host of its cluster.
     """
     return [
         AccessLog(name="envoy.access_loggers.http_grpc", typed_config=packed(_logger(sink_cluster_name(index))))

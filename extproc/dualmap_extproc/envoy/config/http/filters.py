@@ -1,4 +1,4 @@
-"""Makes Envoy's HTTP filters: ext_proc, which asks the router, followed by the filter of ``usage``."""
+"""Makes Envoy's HTTP filters: ext_proc, which calls the router, and the filter of the module ``usage``."""
 
 from datetime import timedelta
 
@@ -24,18 +24,19 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
 from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
-# Envoy waits this much longer for an answer than the router may queue a request, then it fails open.
+# Envoy's timeout for an answer is the longest queueing time plus this margin. After the timeout, Envoy fails open.
 ANSWER_MARGIN = timedelta(seconds=15)
 
 EXT_PROC = "envoy.filters.http.ext_proc"
 
 
 def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
-    """Return the filter chain; responses pass it from the end to the start.
+    """Return the filter chain; responses pass the filters in reverse order.
 
-    ext_proc is off until a route is found (``ext_proc_enabled``). Otherwise Envoy's own error for a request without a
-    route would wait for a router that never saw the request. The error would be lost if the connection closes: requests
-    with an invalid head got no 400, and CONNECT hung.
+    The chain disables ext_proc, and the virtual host enables it (``ext_proc_enabled``). With ext_proc enabled in the
+    chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
+    router that has not received the request. If the connection closed meanwhile, the client would not get the error. In
+    tests, requests with an invalid head got no 400, and CONNECT requests hung.
     """
     return [
         HttpFilter(name=EXT_PROC, typed_config=packed(_ext_proc(settings)), disabled=True),
@@ -50,7 +51,7 @@ def ext_proc_enabled() -> dict[str, Any]:
 
 
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
-    """Return the filter that asks the router; Envoy drops metadata namespaces that metadata_options does not list."""
+    """Return the filter that calls the router. Envoy drops metadata namespaces that metadata_options does not list."""
     timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
@@ -72,10 +73,10 @@ def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
 
 
 def _processing_mode(mode: Mode) -> ProcessingMode:
-    """Return which messages Envoy sends; a FULL_DUPLEX body requires trailers.
+    """Return the messages that Envoy sends to the router; a FULL_DUPLEX body requires trailers.
 
-    Responses are STREAMED in every mode. The router ends the stream at the first chunk, and the response continues if
-    the router dies. FULL_DUPLEX responses were cut (measured).
+    Responses are STREAMED in every mode. The router ends the stream at the first chunk. The response therefore
+    continues if the router fails later. With FULL_DUPLEX responses, a failed router truncated the response in tests.
     """
     send = ProcessingModeHeaderSendMode.SEND
     skip = ProcessingModeHeaderSendMode.SKIP

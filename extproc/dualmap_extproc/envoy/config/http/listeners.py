@@ -1,7 +1,7 @@
-"""Makes Envoy's listener: the connection manager, the removal of reserved headers, and the routes to the pools.
+"""Makes Envoy's listener with the connection manager, the removal of reserved headers, and the routes to the pools.
 
-Envoy answers 4xx to invalid requests (a broken request line, headers too large, CONNECT). Only an invalid chunked body
-closes the connection without an answer.
+Envoy answers 4xx to invalid requests (a broken request line, headers too large, CONNECT). For an invalid chunked body,
+Envoy closes the connection without an answer.
 """
 
 from datetime import timedelta
@@ -39,7 +39,8 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import shared_stream
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, ROUTES, cluster_name
 
-# How long a request may send and receive no byte: a long answer that is not streamed sends none until its end.
+# The longest time without any byte in a request or its response. A long response that is not streamed sends no byte
+# until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
 
 _UNAVAILABLE = 503
@@ -61,8 +62,9 @@ def listener(settings: EnvoySettings) -> Listener:
 def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
     """Return the connection manager.
 
-    HTTP/1 trailers stay off: with them, retries send a body twice, and STREAMED requests hang. HTTP/2 has no such
-    option; see ``routes``. HTTP/1.0 clients need not name a host.
+    HTTP/1 trailers stay disabled, because retries of a request with trailers send the body twice, and STREAMED requests
+    with trailers hang. HTTP/2 has no such option; ``routes`` handles HTTP/2 trailers. HTTP/1.0 clients may omit the
+    host.
     """
     return HttpConnectionManager(
         stat_prefix="requests",
@@ -82,10 +84,10 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
 
 
 def _removals() -> HeaderMutation:
-    """Return the removal of headers that clients may not set, before any filter runs.
+    """Return the mutation that removes reserved headers of clients before any filter runs.
 
-    Without it, a client could choose a member by the router's headers while Envoy fails open, and change retries and
-    timeouts by Envoy's own headers.
+    Without this removal, a client could choose a member by the router's headers while Envoy fails open. A client could
+    also change retries and timeouts by Envoy's own headers.
     """
     return HeaderMutation(
         mutations=[
@@ -96,14 +98,15 @@ def _removals() -> HeaderMutation:
 
 
 def routes(*, unpicked: str | None) -> RouteConfiguration:
-    """Return the routes: to the cluster that the router names, and to ``unpicked`` for requests without a name.
+    """Return the routes: to the cluster that the router names, or to the cluster ``unpicked`` if the router names none.
 
-    A name without a cluster belongs to a pool that Envoy does not know yet, or no longer. Envoy rejects such requests,
-    because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects requests without a
-    name: with several pools only a router knows the right one.
+    The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
+    absent cluster, because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects a
+    request for which the router names no cluster. With several pools, only a router can find the right pool.
 
-    Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. That happens
-    while failing open, and with request trailers, for which the router names the route without retries.
+    Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
+    body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore
+    selects the route without retries.
     """
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
@@ -136,11 +139,11 @@ def _cluster(pool: Pool) -> str:
 
 
 def _retry_policy() -> RetryPolicy:
-    """Return the policy that retries once, at the next candidate or, without a pick, at another host.
+    """Return the policy that retries once, at the pick's second candidate or, without a pick, at another host.
 
-    Envoy retries if the first host is unreachable, dies before its response begins, or answers 503 because it is full
-    or starting. A retry is safe: an engine keeps only cached blocks of a request. There is only one, so that a request
-    that crashes engines crashes at most two.
+    Envoy retries if the first host is unreachable, fails before its response begins, or answers 503 (full or starting).
+    A retry is safe, because an engine keeps no state of a request except cached blocks. With one retry, a request that
+    crashes engines crashes at most two engines.
     """
     return RetryPolicy(
         retry_on="connect-failure,refused-stream,reset,retriable-status-codes",

@@ -1,6 +1,6 @@
-"""Gives Envoy's own error answers the router's form, an OpenAI error object.
+"""Makes the configuration that turns Envoy's own error answers into OpenAI error objects, as the router sends them.
 
-The router's own error answers stay unchanged: ``wire.answers`` marks them by their response details.
+Envoy does not change the router's own error answers. ``wire.answers`` marks these answers by their response details.
 """
 
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
@@ -25,9 +25,9 @@ ENGINE_UNREACHABLE = Refused(
     status=503, code="service_unavailable", message="The gateway cannot reach an instance for this request"
 )
 
-# Envoy's response details for the answers below. "cluster_not_found" means a pool that Envoy does not know yet, or no
-# longer. "route_not_found" applies to all requests until a router has sent the routes, and to CONNECT always. The
-# router's error answers and direct responses already have their bodies.
+# Conditions on Envoy's response details. The detail "cluster_not_found" means that Envoy does not have the pool's
+# cluster yet, or has removed it. The detail "route_not_found" means that no router has sent the routes yet. A CONNECT
+# request always has the detail "route_not_found". The router's error answers and direct responses already have a body.
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_ROUTE = 'response.code_details == "route_not_found" && request.method != "CONNECT"'
@@ -38,7 +38,7 @@ _UNAVAILABLE = (
 
 
 def local_replies() -> LocalReplyConfig:
-    """Return the bodies of Envoy's own errors: a BUFFERED body that is too large, and the answers above."""
+    """Return the bodies of Envoy's own errors: a body above the limit, and a missing cluster, route or host."""
     return LocalReplyConfig(
         mappers=[
             _mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)),

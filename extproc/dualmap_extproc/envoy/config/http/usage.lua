@@ -1,14 +1,16 @@
--- Reads token usage from responses chunk by chunk and writes it as dynamic metadata. It does not change, delay or
--- buffer responses. usage.py defines NAMESPACE, PROMPT, COMPLETION and CACHED above this text.
+-- This script reads token usage from responses chunk by chunk and writes it as dynamic metadata. The script does not
+-- change, delay or buffer responses. The module usage.py adds the definitions of NAMESPACE, PROMPT, COMPLETION and
+-- CACHED before this text.
 --
--- The script finds the usage object by its key. Quotes within JSON strings are escaped. So the seven characters "usage"
--- after a brace, a comma or a blank are a whole string, and a key if a colon follows, for any text of the model.
--- Responses may be invalid JSON: the work per byte is bounded for any bytes.
+-- The script finds the usage object by its key. JSON escapes quotes within strings. Therefore the seven characters
+-- "usage" after a brace, a comma or a blank are a complete JSON string. The string is a key if a colon follows. No text
+-- of the model can imitate this key. A response may be invalid JSON. The script therefore limits the work per byte for
+-- any input.
 
 local KEY = '"usage"'
-local WINDOW_BYTES = 65536 -- part of a chunk that is searched at once: chunks may have megabytes
+local WINDOW_BYTES = 65536 -- the most bytes of a chunk that one search covers: chunks may have megabytes
 local OBJECT_BYTES = 2048  -- the longest usage object, from its key to its closing brace
-local LAST = 4             -- the last keys of a window that are checked: the last usage counts
+local LAST = 4             -- the most keys checked per window, from its end: only the last usage is valid
 
 local function is_readable(headers)
   local encoding = headers:get("content-encoding") or "identity"
@@ -17,12 +19,12 @@ local function is_readable(headers)
   return encoding == "identity" and (is_json or string.find(kind, "text/event-stream", 1, true) == 1)
 end
 
--- Returns the whole number under a key, as its digits.
+-- Returns the digits of the whole number under a key.
 local function count(object, key)
   return string.match(object, '"' .. key .. '"%s*:%s*(%d+)%s*[,}]')
 end
 
--- Returns the counts in a usage object: of chat completions, completions and embeddings, or of responses.
+-- Returns the counts in a usage object of the chat completions, completions, embeddings or responses API.
 local function counts(object)
   local outer = "{" .. string.gsub(string.sub(object, 2, -2), "%b{}", "") .. "}"
   local details = string.match(object, '"prompt_tokens_details"%s*:%s*(%b{})')
@@ -34,7 +36,8 @@ local function counts(object)
   }
 end
 
--- Returns the counts under the key at a place, or nothing and whether they may still come.
+-- Returns the counts of the usage object whose key starts at a position. Without counts, returns nil and whether the
+-- object may continue in the next window.
 local function usage_at(text, at)
   if not string.find(text, "^[{,%s]", at - 1) then return nil, false end
   local found = string.sub(text, at + #KEY, at + OBJECT_BYTES - 1)
@@ -47,7 +50,7 @@ local function usage_at(text, at)
   return nil, begun ~= nil and #text - at < OBJECT_BYTES
 end
 
--- Returns the last usage in a text, or nil, and the end of the text, which may continue in the next window.
+-- Returns the last usage in a text (or nil), and the end of the text, which may continue in the next window.
 local function last_usage(text)
   local places, number = {}, 0
   local at = string.find(text, KEY, 1, true)
@@ -75,7 +78,7 @@ function envoy_on_response(handle)
       local usage
       usage, rest = last_usage(rest .. chunk:getBytes(start, math.min(WINDOW_BYTES, length - start)))
       for tag, value in pairs(usage or {}) do
-        -- Written at once, not at the end: a client may disconnect after the last event.
+        -- The script writes each value immediately, because a client may disconnect after the last event.
         if known[tag] ~= value then handle:streamInfo():dynamicMetadata():set(NAMESPACE, tag, value) end
         known[tag] = value
       end

@@ -1,7 +1,7 @@
-"""Makes the Envoy filter that reads token usage from engines' answers into dynamic metadata, for the access log.
+"""Makes the Envoy filter that copies token usage from engines' answers to dynamic metadata, for the access log.
 
 The router gets token counts without reading the answers. The filter runs the script ``usage.lua`` in Envoy's Lua
-filter, because Envoy's own filters for this crash or reject answers (docs/adr/0006-usage-from-responses.md).
+filter, because Envoy's own filters for token usage crash or reject answers (docs/adr/0006-usage-from-responses.md).
 """
 
 from importlib.resources import files
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def usage_filter() -> HttpFilter:
-    """Return the filter. Envoy logs an error of the script, which ends the reading of only that response."""
+    """Return the filter. If the script fails, Envoy logs the error, and the filter reads no more of that response."""
     return HttpFilter(
         name="envoy.filters.http.lua",
         typed_config=packed(Lua(default_source_code=DataSource(inline_string=_script()))),
@@ -30,6 +30,6 @@ def usage_filter() -> HttpFilter:
 
 
 def _script() -> str:
-    """Return the script, with the metadata names that it writes."""
+    """Return the script, preceded by the names of the metadata that the script writes."""
     names = "".join(f'local {variable} = "{name}"\n' for variable, name in _NAMES.items())
     return names + files("dualmap_extproc.envoy.config.http").joinpath("usage.lua").read_text(encoding="utf-8")

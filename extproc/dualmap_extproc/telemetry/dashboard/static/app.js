@@ -1,4 +1,4 @@
-// The page: reads snapshots from the stream and shows the pool that the URL selects (#pool=NAMESPACE/NAME).
+// The main script: reads snapshots from the stream and shows the pool that the URL selects (#pool=NAMESPACE/NAME).
 
 import { Charts } from "./charts.js";
 import { Decisions } from "./decisions.js";
@@ -13,7 +13,7 @@ const LEVELS = { ok: "healthy", warn: "warning", bad: "SLO missed or requests re
 const byId = (id) => document.getElementById(id);
 
 let latest = null; // The last snapshot.
-let pointed = null; // The decision under the pointer.
+let pointed = null; // The decision under the mouse pointer.
 let announced = "";
 let state = "connecting";
 
@@ -86,7 +86,7 @@ function showVerdict({ pool, pools, asked }) {
     setText(node, each.text);
   });
   document.title = `${SIGNS[verdict.level]} ${pool?.name ?? "DualMap"} – DualMap`;
-  // Announced when the level changes, not whenever a number does.
+  // Screen readers announce only a change of the level, not every change of a number.
   announce(`${pool?.name ?? ""} ${verdict.level}`, verdict.headline);
 }
 

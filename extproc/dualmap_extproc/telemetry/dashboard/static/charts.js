@@ -1,5 +1,5 @@
-// TTFT and attainment over the last ten minutes, and the distribution of TTFT over the last five minutes.
-// Each chart is an SVG plane of 100 x 100 stretched to its place. Labels are HTML, so they are not stretched.
+// TTFT and attainment over the last ten minutes, and the distribution of TTFT over the last five minutes. Each chart is
+// an SVG of 100 x 100 units, stretched to the chart's size. Labels are HTML, so they are not stretched.
 
 import { count, percent, seconds } from "./format.js";
 import { el, setAttributes, setText, showEach, svg } from "./dom.js";
@@ -52,7 +52,7 @@ export class Charts {
       this.spread.describe("No first tokens in 5 minutes.");
       return;
     }
-    // A bar reaches from one bound to the next. The first and the last bar are as wide as their neighbours.
+    // A bar extends from one bound to the next bound. The first and the last bar have the width of their neighbours.
     const low = (index) => bounds[index - 1] ?? bounds[0] / (bounds[1] / bounds[0]);
     const high = (index) => bounds[index] ?? bounds[bounds.length - 1] * (bounds[1] / bounds[0]);
     const last = counts.length - 1 - [...counts].reverse().findIndex((each) => each > 0);
@@ -62,7 +62,8 @@ export class Charts {
     const bars = [];
     for (let index = first; index <= last; index += 1) {
       const height = (counts[index] / most) * 100;
-      // A bar that contains the SLO is split there, because its requests are not known to be early or late.
+      // A bar that contains the SLO is split at the SLO, because the counts do not show which of the bar's requests met
+      // the SLO.
       const pieces = low(index) < slo && slo < high(index)
         ? [[low(index), slo, "met"], [slo, high(index), "missed"]]
         : [[low(index), high(index), high(index) <= slo ? "met" : "missed"]];

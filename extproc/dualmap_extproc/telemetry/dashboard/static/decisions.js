@@ -1,4 +1,5 @@
-// The last decisions in words, newest first, and the rules that made them. The list pauses while it is hovered or focused.
+// The last decisions as text, newest first, and the share of each rule. The list pauses while it has the pointer or
+// focus.
 
 import { count, percent, plural, seconds, when } from "./format.js";
 import { el, setAttributes, setText, showEach } from "./dom.js";
@@ -30,7 +31,7 @@ export class Decisions {
     list.addEventListener("pointerenter", () => read("pointed", true));
     list.addEventListener("pointerleave", () => read("pointed", false));
     list.addEventListener("pointerover", point);
-    // The same by keyboard, item by item. A click also moves the focus, but does not pause the list.
+    // The keyboard focus has the same effect, item by item. A click also moves the focus, but does not pause the list.
     list.addEventListener("focusin", (event) => {
       if (!event.target.matches(":focus-visible")) return;
       read("focused", true);
@@ -82,7 +83,8 @@ function names(each) {
 }
 
 function bringUpToDate(node, each) {
-  // A restarted router numbers decisions from 0 again, so a shown number may now be another decision.
+  // A restarted router numbers decisions from 0 again, so the number of a shown decision may now belong to another
+  // decision.
   if (node.decision && Math.abs(node.decision.at - each.at) > 0.5) {
     const other = makeItem(each);
     setAttributes(node, { class: other.getAttribute("class") });

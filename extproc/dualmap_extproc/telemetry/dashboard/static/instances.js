@@ -1,4 +1,5 @@
-// The table of instances: sorted by any column, filtered by name or state. Rows are kept while their numbers change.
+// The table of instances: sorted by any column, filtered by name or state. The script keeps rows and updates their
+// numbers.
 
 import { count, percent, seconds, short } from "./format.js";
 import { el, setAttributes, setText, showEach } from "./dom.js";

@@ -1,4 +1,4 @@
-// The picture: both rings with an arc per instance, its pending prefill as a bar, and the pair of one decision.
+// The picture of both rings: an arc per instance, a bar for its pending prefill, and the pair of one decision.
 
 import { count, percent, plural, seconds } from "./format.js";
 import { setAttributes, showEach, svg } from "./dom.js";
@@ -6,10 +6,10 @@ import { setAttributes, showEach, svg } from "./dom.js";
 const RING_1 = [106, 120];
 const RING_2 = [86, 100];
 const LOAD_FROM = 125;
-const LOAD_AT_SLO = 30; // Length of a bar whose pending prefill equals the SLO.
+const LOAD_AT_SLO = 30; // The length of a bar if the pending prefill takes as long as the SLO.
 const LOAD_MOST = 52;
 const LABELS = 14; // More labels would overlap.
-const NAME = 12; // Characters of a label.
+const NAME = 12; // The most characters of a label.
 
 /** Return the angles of each instance on a ring by its share, in turns from the top: {id: [from, to]}. */
 export function layOut(endpoints, share) {
@@ -40,7 +40,7 @@ export class Rings {
   show(endpoints, slo, marked) {
     const [ring1, ring2] = (this.arcs = [layOut(endpoints, "ring_1"), layOut(endpoints, "ring_2")]);
     const onRing = endpoints.filter((each) => ring1.has(each.id));
-    // Without labels the picture can be larger.
+    // The picture can be larger if it has no labels.
     setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-262 -200 524 400" : "-182 -182 364 364" });
     this.arcsOf(this.layers.ring1, onRing, ring1, RING_1, marked);
     this.arcsOf(this.layers.ring2, endpoints.filter((each) => ring2.has(each.id)), ring2, RING_2, marked);
@@ -73,7 +73,7 @@ export class Rings {
       : endpoints.filter((each) => each.backlog_s > slo).sort((a, b) => b.backlog_s - a.backlog_s).slice(0, 6);
     showEach(this.layers.labels, named, (each) => each.id, () => svg("text"), (node, each) => {
       const [from, to] = arcs.get(each.id);
-      // Outside the ring if there is room, otherwise across its bar.
+      // The label is outside the ring if there is space, otherwise over the instance's bar.
       const [x, y] = point((from + to) / 2, endpoints.length <= LABELS ? LOAD_FROM + LOAD_MOST + 8 : LOAD_FROM + 12);
       const anchor = Math.abs(x) < 40 || endpoints.length > LABELS ? "middle" : x > 0 ? "start" : "end";
       setAttributes(node, { x, y: y + 4, "text-anchor": anchor });

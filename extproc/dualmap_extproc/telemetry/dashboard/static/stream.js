@@ -1,6 +1,7 @@
-// The stream of snapshots of one pool. It reconnects after an error and detects silence.
+// The stream of snapshots of one pool. The stream reconnects after an error, and detects a connection without
+// snapshots.
 
-const SILENCE_MS = 3500; // A snapshot comes every second.
+const SILENCE_MS = 3500; // A snapshot arrives every second.
 const RETRY_MS = [500, 1000, 2000, 5000];
 
 /**
@@ -44,7 +45,7 @@ export function openStream(onSnapshot, onState) {
   }
 
   setInterval(() => {
-    // A lost network causes no error event: open another connection.
+    // A network failure may cause no error event, so the script opens another connection.
     const quiet = performance.now() - Math.max(heard ?? 0, opened);
     if (source.readyState !== EventSource.CLOSED && quiet > 3 * SILENCE_MS) open();
     tell();
