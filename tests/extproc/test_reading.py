@@ -48,14 +48,16 @@ def numbers(count: int, *, model="m") -> bytes:
     ("body", "large"),
     [
         (chat("x, [{" * 20_000), False),
+        (chat("x, [{" * 50_000), False),
         (chat("x" * INLINE_BYTES), True),
+        (numbers(100_000), True),
         (numbers(INLINE_ELEMENTS - 10), False),
         (numbers(4000), False),
         (numbers(9000), True),
         (chat(tools=[[]] * 5000), True),
         (chat(tools=[{"a": {"b": [1]}}] * 700), True),
     ],
-    ids=["text", "long text", "few numbers", "tiny", "numbers", "lists", "objects"],
+    ids=["text", "longer text", "long text", "many numbers", "few numbers", "tiny", "numbers", "lists", "objects"],
 )
 def test_body_is_read_at_once_by_its_bytes_and_its_elements(body, large):
     result = read_small(body, Api.CHAT)

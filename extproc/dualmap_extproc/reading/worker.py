@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 from dualmap_extproc.request.reading import PREFIX_BYTES, decode_body, encode_result, lengths, read_large
 
 # The event loop comes first if CPU time is short.
-_NICE: Final = 10
+_NICE: Final = 5
 
 
 def serve(bodies: BinaryIO, results: BinaryIO) -> None:
