@@ -47,8 +47,9 @@ def numbers(count: int, *, model="m") -> bytes:
 @pytest.mark.parametrize(
     ("body", "large"),
     [
-        (chat("x, [{" * 20_000), False),
-        (chat("x, [{" * 50_000), False),
+        (chat("x, [{" * 10_000), False),
+        (chat("x, [{" * 50_000), True),
+        (chat("x, y: " * 50_000), False),
         (chat("x" * INLINE_BYTES), True),
         (numbers(100_000), True),
         (numbers(INLINE_ELEMENTS - 10), False),
@@ -57,7 +58,18 @@ def numbers(count: int, *, model="m") -> bytes:
         (chat(tools=[[]] * 5000), True),
         (chat(tools=[{"a": {"b": [1]}}] * 700), True),
     ],
-    ids=["text", "longer text", "long text", "many numbers", "few numbers", "tiny", "numbers", "lists", "objects"],
+    ids=[
+        "text",
+        "text with brackets",
+        "longer text",
+        "long text",
+        "many numbers",
+        "few numbers",
+        "tiny",
+        "numbers",
+        "lists",
+        "objects",
+    ],
 )
 def test_body_is_read_at_once_by_its_bytes_and_its_elements(body, large):
     result = read_small(body, Api.CHAT)
