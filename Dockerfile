@@ -1,23 +1,24 @@
-# One image for the operator, the router, simulated engines and Envoy's configuration: `dualmap SUBCOMMAND`.
+# One image for all subcommands of `dualmap`: the operator, the router, simulated engines and Envoy's configuration.
 #
 #   docker build -t ghcr.io/dualmap/dualmap:0.1.0 .                            (or podman, or buildah; `make image`)
-#   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     several architectures: nothing below names one
+#   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     (several architectures)
 #
-# It runs as user 65532 with a read-only root: no program in it writes files.
+# The container runs as user 65532 with a read-only root filesystem, because its programs write no files.
 #
-# BASE is a Debian with Python 3.11. The default is a tag without a digest. A release sets the digest:
+# BASE is a Debian image with Python 3.11. The default is a tag without a digest. A release sets the digest:
 # --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-# Without access to a package index (podman, buildah): --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels
-# --volume $PWD/wheels:/wheels:ro, with the wheels for BASE's Python in that folder; e2e/controlplane/images.py does so.
+# To build without a package index, use podman or buildah with these arguments, as e2e/controlplane/images.py does:
+#   --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels --volume $PWD/wheels:/wheels:ro
+# The folder `wheels` then contains the wheels for BASE's Python.
 ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
 WORKDIR /build
-# pip has its own environment, so it is not in ours.
+# pip has its own environment, so the environment of dualmap does not contain pip.
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/dualmap
-# Dependencies first: this layer does not change with our source.
+# The dependencies are installed first, so that this layer does not change with our source.
 COPY pyproject.toml constraints.txt ./
 RUN python3 -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         print(*of['dependencies'], *of['optional-dependencies'].get('otlp', ()), sep='\n')" > requirements.txt \
@@ -26,7 +27,7 @@ COPY . .
 RUN pip/bin/pip --python /opt/dualmap/bin/python install --quiet --no-deps .
 
 FROM ${BASE}
-# Remove the base's pip, which is not needed any more; put the command on every PATH, and give the user a name.
+# Remove the base image's pip, put the command on every PATH, and give the user a name.
 RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3.11/site-packages/* /usr/share/python-wheels \
         /usr/local/lib/python3.11/ensurepip /usr/lib/python3.11/ensurepip \
     && ln -s /opt/dualmap/bin/dualmap /usr/local/bin/dualmap \
@@ -40,5 +41,5 @@ LABEL org.opencontainers.image.title="dualmap" \
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 65532:65532
 ENTRYPOINT ["dualmap"]
-# Last, because it changes most: all layers before it stay cached.
+# This layer is the last because it changes most often, so that all earlier layers stay cached.
 COPY --from=build /opt/dualmap /opt/dualmap

@@ -1,4 +1,4 @@
-# Every target installs what it needs. `make` alone lists the targets.
+# Every target installs its dependencies. `make` without a target lists the targets.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
-# Use the machine's certificates: a company's proxy may have its own.
+# uv uses the machine's certificates, because a company's proxy may have its own certificate.
 export UV_SYSTEM_CERTS := 1
 INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
@@ -49,7 +49,7 @@ unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k h
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
 	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
 
-controlplane: $(VENV)/.dev # build the control plane's programs and the chart's images for e2e
+controlplane: $(VENV)/.dev # Builds the control plane's programs and the chart's images for e2e.
 	@e2e/debian.sh
 	@$(BIN)/python testing/emulated_cluster/control_plane/build.py >/dev/null
 	@$(BIN)/python e2e/controlplane/images.py >/dev/null || echo "make: the tests that need the images are skipped" >&2

@@ -1,13 +1,18 @@
 """python -m bench [NAME] [OPTIONS]: the benchmarks. Results are recorded in bench/results/.
 
-  rings, decisions, memory   of the core; all three (about five minutes) without a name
-  gateway                    through a real Envoy (about six minutes; --quick: two)
-  tracing                    what OpenTelemetry's spans cost a router (seconds)
-  window, replicas           in virtual time (about twenty minutes; --quick: a minute or three)
-  autoscaling                scaling on the SLO, in virtual time (about a quarter of an hour; --quick: seconds)
-  paper                      the published evaluations in virtual time (about half an hour; --quick: two minutes)
+  rings, decisions, memory   parts of core; without NAME, all three run (5 minutes)
 
-The last five have options of their own: python -m bench gateway --help.
+  gateway                    the router behind a real Envoy (6 minutes; --quick: 2)
+
+  tracing                    the cost of OpenTelemetry's spans in a router (seconds)
+
+  window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
+
+  autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
+
+  paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
+
+All benchmarks except the first three have a --help option: python -m bench gateway --help.
 """
 
 import os
@@ -20,27 +25,27 @@ VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 
 def main(names: list[str]) -> None:
-    """Run the named benchmarks; without names, all of the core's."""
+    """Run the named benchmarks; without names, run all benchmarks of core."""
     if names[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return
     if names[:1] == ["gateway"]:
-        # Imported here, because loading Envoy's types takes seconds and the core's benchmarks do not use them.
+        # Imported here because Envoy's types take seconds to load, and core's benchmarks do not use them.
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
     if names[:1] == ["tracing"]:
-        # Imported here, because it needs the extra otlp.
+        # Imported here because the module needs the extra `otlp`.
         from bench.tracing import main as tracing
 
         tracing(names[1:], prog_name="python -m bench tracing")
     if names[:1] == ["autoscaling"]:
-        # As paper's.
+        # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
 
         autoscaling(names[1:], prog_name="python -m bench autoscaling")
     if names[:1] == ["paper"]:
-        # Imported here, because loading the plotting library takes a second.
+        # Imported here because the plotting library takes a second to load.
         from bench.paper.command import paper
 
         paper(names[1:], prog_name="python -m bench paper")
@@ -49,7 +54,7 @@ def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in CORE]
     if unknown:
         names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "autoscaling"])
-        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {names_known} and paper")
+        sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:

@@ -1,10 +1,10 @@
 """Measures the time of one decision by policy, number of members and prompt length.
 
-Reading and hashing the prompt are not included. Each time is the tenth percentile, because other processes on the
-machine disturb the slower samples. The dispatch
-window is unlimited, so nothing is queued in the router and every request is dispatched at once. Each prompt was sent a
-few times before and aborted. So the hotness tree has its key and the pair is known, as in a conversation, but its own
-half is not cached. The table of the rings shows the cost of a new key.
+The times exclude reading and hashing the prompt. Each time is the tenth percentile, because other processes on the
+machine disturb the slower samples. The dispatch window is unlimited, so no request is queued in the router. Each prompt
+was sent a few times before and aborted. So the hotness tree contains the prompt's key, and the pair is known, as in a
+conversation. The unique half of the prompt is in no member's cache. The benchmark ``rings`` shows the cost of a new
+key.
 """
 
 import random
@@ -30,11 +30,11 @@ BLOCK_TOKENS = 128
 SYSTEM_PROMPTS = 8
 REQUESTS = 200
 REHEARSALS = 5
-# The rules of decisions that examined every member.
+# The rules that examine every member for a decision.
 SEARCHED = ("spill", "pair-marginal", "pair-cold", "min-ttft", "least-loaded")
 
 
-# Measured at all sizes; the other policies only at 256 members, where examining every member begins to cost.
+# The policies that run at all sizes. The other policies run only at 256 members, where examining every member is slow.
 IN_FULL = ("dualmap", "dualmap_paper", "min_ttft", "cache_affinity", "least_loaded", "round_robin")
 
 
@@ -56,7 +56,7 @@ def chain_of(hashes: list[int]) -> BlockChain:
 
 
 def prompts(prompt_bytes: int) -> list[BlockChain]:
-    """Prompts of one length: the first half is one of eight system prompts, the second half is unique."""
+    """Return prompts of one length: the first half is one of eight system prompts, the second half is unique."""
     chance, blocks = random.Random(2), -(-prompt_bytes // (4 * BLOCK_TOKENS))
     systems = [[chance.getrandbits(64) for _ in range(blocks // 2)] for _ in range(SYSTEM_PROMPTS)]
     return [
@@ -66,7 +66,7 @@ def prompts(prompt_bytes: int) -> list[BlockChain]:
 
 
 def load_up(router: PoolRouter, chance: random.Random) -> None:
-    """Give every member a random backlog of up to twice what the SLO allows."""
+    """Give every member a random backlog of up to two SLOs."""
     for member in router.pool.members:
         left_s = chance.uniform(0.0, 2 * router.pool.slo.ttft_s)
         while left_s > 0.0:
@@ -78,9 +78,9 @@ def load_up(router: PoolRouter, chance: random.Random) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Microseconds of a decision, and of a first token with its end.
+    """The microseconds of a decision, and of a first token together with the request's end.
 
-    If any decisions examined every member, only those count.
+    If any decisions examined every member, only those decisions count.
     """
 
     decide_us: float
@@ -103,7 +103,7 @@ def cost(members: int, policy: str, chains: list[BlockChain], *, loaded: bool) -
         decision = router.on_request(now, request).answer
         chosen_s = time.perf_counter()
         if not loaded:
-            # A first token would show that the earlier requests were lost, and would end the backlog.
+            # A first token would show that the earlier requests were lost, and would clear the backlog.
             router.on_first_token(now, name)
         router.on_finished(now, name)
         events_s.append(time.perf_counter() - chosen_s)

@@ -1,6 +1,6 @@
-"""Measures the memory of the router's index per cached block, and of a whole router.
+"""Measures the memory of the router's index per cached block, and of a router.
 
-The index is compared with one dictionary entry per block.
+The baseline for the index is a dictionary with one entry per block.
 """
 
 import gc
@@ -17,10 +17,10 @@ from dualmap.requests import Request
 from dualmap.router import PoolRouter
 
 MEMBERS = 8
-# The default cache of 1 000 000 tokens.
+# The capacity of the default cache of 1 000 000 tokens.
 CAPACITY_BLOCKS = 1_000_000 // BLOCK_TOKENS
 
-# Pairs of a member's number and the block hashes of a prompt that is sent there.
+# Pairs of a member's number and the block hashes of a prompt sent to that member.
 Prompts = Iterator[tuple[int, list[int]]]
 
 
@@ -51,7 +51,7 @@ def conversations(chance: random.Random) -> Prompts:
         turn = chance.randrange(len(sessions))
         pair, blocks = sessions[turn]
         blocks += fresh(chance, chance.randint(1, 4))
-        # Nine turns in ten find the warm one of the pair.
+        # Nine of ten turns go to the first member of the pair, which has the session's earlier blocks.
         yield pair[chance.random() < 0.1], list(blocks)
         if chance.random() < 1 / 40:
             sessions.pop(turn)
@@ -71,7 +71,7 @@ class Index(Protocol):
 
 
 class FlatIndex:
-    """The baseline for the tree: each member has a dictionary with one entry per block, least recently used first."""
+    """The baseline: a dictionary with one entry per block for each member, least recently used first."""
 
     def __init__(self) -> None:
         self._held: dict[int, None] = {}
@@ -97,7 +97,7 @@ def flat_indexes() -> list[Index]:
 
 
 def bytes_per_block(workload: Callable[[random.Random], Prompts], make: Callable[[], list[Index]]) -> float:
-    """Fill every member and send as much again, so that eviction has been running for a while."""
+    """Fill every member and send as many requests again, so that eviction has run for some time."""
     prompts, filled = workload(random.Random(1)), 0
     gc.collect()
     tracemalloc.start()
@@ -119,7 +119,7 @@ def bytes_per_block(workload: Callable[[random.Random], Prompts], make: Callable
 
 
 def router_bytes(requests: int) -> tuple[float, float]:
-    """Return a router's memory per member and per block, after requests of 4 to 60 blocks that have all ended."""
+    """Return a router's memory per member and per block, after the end of requests with 4 to 60 blocks."""
     chance = random.Random(5)
     gc.collect()
     tracemalloc.start()

@@ -1,7 +1,8 @@
-"""Compares one, two and four routers: what replicas must share to route like one, and what a joining replica needs.
+"""Compares one, two and four routers, with different data shared between them and with a router that joins later.
 
-Replicas share from nothing to everything, every 50 to 1000 ms. Then a router joins warm ones in the middle of a run.
-Then requests have sessions, whose names and bindings need less data than the whole index.
+In the first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
+joins running routers. In the third section, requests have sessions. Session ids and bindings need less data than the
+full index.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,41 +19,41 @@ from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
 from dualmap_sim.summary import Summary, summarise
 
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
-"""The last rate of each workload is near the knee; 7.26/s is the demo's."""
+"""Requests per second. The last rate of each workload is near the maximum. The demo uses a rate of 7.26."""
 SAMPLES = (0, 1, 2)
 PERIODS_S = (0.05, 0.1, 0.25, 1.0)
 USUAL_PERIOD_S = 0.1
 FEEDBACK_DELAY_S = 0.01
 JOINS_S = 250.0
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
-"""Ends of the time buckets after a router has joined."""
+"""Ends of the time intervals after a router has joined."""
 NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
 KEY_BYTES = 8
-"""The least bytes of a lookup of a session's binding."""
+"""The minimum number of bytes of a session binding's lookup."""
 
 
 def loads(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Keep only each replica's load per instance."""
+    """Keep only each replica's load per instance in the update."""
     return ReplicaUpdate(hotness=NOTHING_COUNTED, loads=update.loads)
 
 
 def loads_and_hotness(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Keep the loads and the request counts of prefixes."""
+    """Keep the loads and the request counts of prefixes in the update."""
     return ReplicaUpdate(hotness=update.hotness, loads=update.loads)
 
 
 def no_bindings(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Keep all but session bindings: loads, hotness and placements."""
+    """Keep all data except session bindings: loads, hotness and placements."""
     return replace(update, bindings=(), wanted=())
 
 
 def no_placements(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Keep all but the placements of prompts."""
+    """Keep all data except the placements of prompts."""
     return replace(update, placements=())
 
 
 class Scales:
-    """Applies another filter to updates, and counts their bytes as written to Redis."""
+    """Filters updates and counts their bytes as written to Redis."""
 
     def __init__(self, carries: Callable[[ReplicaUpdate], ReplicaUpdate]) -> None:
         self.bytes = 0
@@ -70,7 +71,7 @@ KINDS = (("loads", loads), ("loads, hotness", loads_and_hotness), ("loads, hotne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A run's figures, and the bytes that all routers together wrote per request."""
+    """A run's figures, and the bytes per request that all routers together wrote."""
 
     summary: Summary
     bytes_per_request: float
@@ -78,13 +79,13 @@ class Weighed:
 
 @dataclass(slots=True)
 class Reuse:
-    """The prompt tokens of some requests, and how many of them were cached."""
+    """The prompt tokens of some requests, and the number of cached tokens among them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Count a request that was served."""
+        """Count a request if it was served."""
         if record.first_token_s is not None:
             self.prompt_tokens += record.arrival.work.prompt_tokens
             self.cached_tokens += record.cached_tokens
@@ -93,7 +94,7 @@ class Reuse:
 @click.command()
 @click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
 def main(quick: bool) -> None:
-    """Measure one to four routers in virtual time, and print the tables."""
+    """Compare one to four routers in virtual time, and print the tables."""
     samples = SAMPLES[:1] if quick else SAMPLES
     for workload in workloads():
         first, *others = RATES[workload]
@@ -106,7 +107,7 @@ def main(quick: bool) -> None:
 
 
 def weigh(case: Case) -> Weighed:
-    """Run a case, counting the bytes of its replication."""
+    """Run a case and count the bytes of its replication."""
     scales = None if case.exchange is None else Scales(case.exchange.carries)
     if case.exchange is not None and scales is not None:
         case = replace(case, exchange=replace(case.exchange, carries=scales))
@@ -118,7 +119,7 @@ def weigh(case: Case) -> Weighed:
 
 
 def after_join(case: Case) -> tuple[tuple[Reuse, Reuse], ...]:
-    """Run a case whose last router joins at JOINS_S; return its reuse and the others' for each of BUCKETS_S."""
+    """Run a case whose last router joins at JOINS_S. Return its reuse and that of the others for each of BUCKETS_S."""
     buckets = tuple((Reuse(), Reuse()) for _ in BUCKETS_S)
     joined = len(case.replicas) - 1
     for record in run(case):
@@ -196,7 +197,7 @@ def _sessions(workload: str, rate: float, samples: Sequence[int], numbers: Seque
 
 
 def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float) -> ReplicationConfig:
-    """Return settings in which replicas read updates as often as they write them: a mean delay of half a period."""
+    """Return settings in which replicas read updates as often as they write them. The mean delay is half a period."""
     return ReplicationConfig(period_s=period_s, delay_s=period_s / 2, carries=carries)
 
 

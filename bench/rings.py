@@ -1,4 +1,4 @@
-"""Spread and cost of the two ring algorithms, at 8 to 1024 members."""
+"""Measures the spread and the cost of the two ring algorithms, at 8 to 1024 members."""
 
 import random
 import time
@@ -28,7 +28,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for size in SIZES:
         keys = [chance.getrandbits(64) for _ in range(max(40_000, 100 * size))]
-        # The spread of keys distributed perfectly at random; any difference comes from the algorithm.
+        # The spread of keys distributed at random. A larger spread comes from the algorithm.
         perfect = max(Counter(chance.randrange(size) for _ in keys).values()) * size / len(keys)
         for spec in (Ring(), Ring(algorithm=RingAlgorithm.VIRTUAL_NODES)):
             began = time.perf_counter()

@@ -1,8 +1,9 @@
 """Measures the cost of spans: ratios of the router's time per request with and without tracing.
 
-Each request is a whole exchange (headers, body, first chunk), so the ratio is that of the router's own work per
-request. gRPC is left out; it takes several times as long. Exported spans are dropped, because the exporter's own thread
-encodes and sends them. Rounds alternate, and the tenth percentile of each kind counts, as in ``decisions``.
+Each request is a complete exchange of headers, body and first chunk. The measurement excludes gRPC, which takes several
+times as long as the router's own work. Exported spans are dropped, because in production the exporter's own thread
+encodes and sends them. Rounds alternate between the kinds, and the tenth percentile of each kind counts, as in
+``decisions``.
 """
 
 import time
@@ -39,7 +40,7 @@ class Nowhere(SpanExporter):
 
 
 def messages(traceparent: str) -> list[wire.ProcessingRequest]:
-    """Envoy's messages about one request, in no-wait STREAMED mode."""
+    """Return Envoy's messages for one request, in no-wait STREAMED mode."""
     head = wire.ProcessingRequest(
         protocol_config=wire.ProtocolConfiguration(
             request_body_mode=wire.STREAMED,
@@ -75,13 +76,13 @@ def conversation(picker: Picker, said: list[wire.ProcessingRequest], limits: Lim
 
 
 def main(arguments: list[str], prog_name: str) -> None:
-    """Measure and print; the only argument is --help."""
+    """Measure and print the results; the only argument is --help."""
     _command(arguments, prog_name=prog_name)
 
 
 @click.command()
 def _command() -> None:
-    """Measure the cost of spans: process requests in the router with and without tracing, and print the ratios."""
+    """Compare the router's processing time with and without trace spans, and print the ratios."""
     limits = Limits()
     metrics = Metrics(version="0", replica_id="bench")
     tracing = Tracing(Nowhere(), replica_id="bench", version="0")

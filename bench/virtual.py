@@ -1,6 +1,6 @@
-"""Shared by the benchmarks in virtual time: their two workloads, runs in two processes, figures with their spread.
+"""Code shared by the benchmarks in virtual time: two workloads, runs in two processes, and figures with their spread.
 
-Times are the model's, so the machine and its load affect only the duration of a benchmark.
+Times are model times, so the machine and its load affect only the duration of a benchmark.
 """
 
 import gc
@@ -50,7 +50,7 @@ class Case:
 
 
 def workloads() -> tuple[str, ...]:
-    """Return the available workloads, and print which are missing."""
+    """Return the available workloads, and print the missing ones."""
     if CONVERSATION.exists():
         return ("conversation", "default")
     print(f"conversation is skipped: there is no {CONVERSATION}\n")
@@ -58,7 +58,7 @@ def workloads() -> tuple[str, ...]:
 
 
 def run(case: Case) -> tuple[Record, ...]:
-    """Run a case; return a record of every request, including the warm-up."""
+    """Run a case; return a record of every request, including the warm-up requests."""
     trace = _trace(case.workload, case.sample, case.requests)
     replayed = _arrivals(case.workload, case.sample, case.requests, case.rate, case.sessions)
     gc.collect()
@@ -82,7 +82,7 @@ def measure(case: Case) -> Summary:
 def run_all(of: Callable[[Case], Result], cases: Sequence[Case]) -> list[Result]:
     """Apply a measurement to every case, in two processes, with the progress on stderr."""
     results = []
-    # The garbage collector would find nothing, because a run's objects live until its end.
+    # Garbage collection is off, because a run's objects stay in use until its end.
     with get_context("fork").Pool(PROCESSES, initializer=gc.disable) as pool:
         for number, result in enumerate(pool.imap(of, cases), start=1):
             results.append(result)
@@ -92,12 +92,12 @@ def run_all(of: Callable[[Case], Result], cases: Sequence[Case]) -> list[Result]
 
 
 def percent(values: Iterable[float]) -> str:
-    """Format the mean of some shares in percent, with the least and the greatest."""
+    """Format the mean of some shares in percent, with the lowest and the highest value."""
     return _spread([100 * value for value in values], digits=1)
 
 
 def seconds(values: Iterable[float]) -> str:
-    """Format the mean of some times, with the least and the greatest."""
+    """Format the mean of some times in seconds, with the lowest and the highest value."""
     return _spread(list(values), digits=2)
 
 

@@ -1,7 +1,7 @@
-"""Measures the dispatch window: how much prefill may wait at an instance before the router queues further requests.
+"""Measures the dispatch window: the prefill that may wait at an instance before the router queues further requests.
 
-Every window runs under both DualMap policies at two loads around the knee, some also without rebalancing. Further
-tables show the other order of queued requests, and late feedback and several routers with short windows.
+Every window runs under both DualMap policies at two loads near the maximum. Some windows also run without rebalancing.
+Further tables show the other order of queued requests. The last tables show late feedback and several routers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ COLUMNS = "TTFT p50 s | p90 s | p99 s | within SLO % | hit rate % | held % | mig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured."""
+    """The extent of a measurement: samples, requests, windows and rates."""
 
     samples: Sequence[int] = (0, 1, 2)
     requests: int = REQUESTS
@@ -40,7 +40,7 @@ class Extent:
 
 FULL = {
     "conversation": Extent(),
-    # On this workload the window has almost no effect. Fewer windows are enough to confirm that.
+    # On this workload the window has almost no effect, so fewer windows are enough.
     "default": Extent(windows_s=(0.1, 0.25, 1.0, inf), ordered_windows_s=(1.0,), delayed_windows_s=(0.25, 1.0, inf)),
 }
 QUICK = Extent(
@@ -56,7 +56,7 @@ QUICK = Extent(
 @click.command()
 @click.option("--quick", is_flag=True, help="Measure a small part of every section, in less than a minute.")
 def main(quick: bool) -> None:
-    """Measure the dispatch window in virtual time, and print the tables."""
+    """Measure the effect of the dispatch window in virtual time, and print the tables."""
     for workload in workloads():
         extent = QUICK if quick else FULL[workload]
         _windows(workload, extent)

@@ -1,6 +1,7 @@
 """Writes docs/crd.md, the reference of the InferencePool, from the CRD's schema: ``python crds/reference.py``.
 
-Descriptions, defaults and bounds are in the schema only. ``tests/packaging/test_references.py`` checks the page.
+Only the schema contains descriptions, defaults and limits. ``tests/packaging/test_references.py`` checks that
+docs/crd.md is current.
 """
 
 import json
@@ -27,7 +28,7 @@ _Schema = Mapping[str, Any]
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the complete text of docs/crd.md."""
     crd = yaml.safe_load(CRD.read_text())["spec"]
     (version,) = crd["versions"]
     names = crd["names"]

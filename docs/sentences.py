@@ -1,8 +1,8 @@
 """Draws sentences at random from every place where people read: ``python docs/sentences.py --seed 7 --count 40``.
 
-A reader who does not know the project reads the drawn sentences once. Each sentence that needs a second reading is a
-fault of the text. A draw takes about the same number of sentences from each place, so that the few log messages count
-as much as the thousands of docstrings. The same seed draws the same sentences from the same tree.
+A reader without knowledge of the project reads the drawn sentences once. Each sentence that needs a second reading is a
+fault of the text. A draw takes about the same number of sentences from each place. So the few log messages count as
+much as the thousands of docstrings. The same seed draws the same sentences from the same tree.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PLACES: Final = {
     "comments": "comments",
     "tests": "names of tests",
 }
-# Files to leave out: generated from a text that is drawn elsewhere, recorded, or not written in this project.
+# Excluded files: generated from a text in another place, recorded, or not written in this project.
 _EXCLUDED: Final = re.compile(
     r"_pb2\.pyi?$|^LICENSE$|^constraints\.txt$|^docs/crd\.md$|^bench/results/|^fuzz/corpus/|^e2e/controlplane/go/"
     r"|^helm/dualmap/files/crds/|^manifests/install.*\.yaml$|/(fixtures|goldens|recorded)/"
@@ -48,18 +48,19 @@ _SLASH_COMMENTS: Final = (".proto", ".js")
 _DIRECTIVE: Final = re.compile(r"^(noqa|type:|fmt:|pragma|!|-\*-)")
 _END: Final = re.compile(r"(?<=[a-z0-9)`\"'\]}*][.!?])\s+(?=[\"'(`*\[]*[A-Z`])|\n\s*\n")
 _WORD: Final = re.compile(r"[A-Za-z]{2}")
-# A table's cell, a label of a diagram and the like says nothing by two words; a log message does.
+# In tables and diagrams, two words are no sentence. In logs, two words can be a message.
 _FEWEST_WORDS: Final = 3
 _SHORT: Final = ("logs", "conditions", "metrics", "alerts", "tests", "dashboard")
 _LOG_CALLS: Final = ("debug", "info", "warning", "error", "exception", "critical")
-# What makes an error: an exception, the answer to a rejected request, click's and sys's ways to end a command.
+# Names of calls that make an error: exceptions, answers to rejected requests, and calls of click and sys that end a
+# command.
 _ERROR_CALL: Final = re.compile(r"(Error|Refused|Rejection|Invalid)$|\b(fail|sys\.exit|BadParameter|UsageError)$")
 _EXPRESSION: Final = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sentence:
-    """One sentence: the kind of place, where it begins, and its text on one line."""
+    """One sentence: the kind of place, the file and line of its beginning, and its text on one line."""
 
     place: str
     file: str
@@ -68,7 +69,7 @@ class Sentence:
 
 
 def sentences(file: str, text: str) -> Iterator[Sentence]:
-    """Yield every sentence of one file, which is named relative to the repository's root."""
+    """Yield every sentence of one file. ``file`` is the path relative to the repository's root."""
     path = PurePosixPath(file)
     if path.suffix == ".py":
         yield from _of_python(file, text)
@@ -96,7 +97,7 @@ def sentences(file: str, text: str) -> Iterator[Sentence]:
 
 
 def _of_yaml(file: str, text: str) -> Iterator[Sentence]:
-    """Yield the descriptions of the CRD, the texts of the alerts, and what the chart's templates answer and explain."""
+    """Yield the descriptions of the CRD, the texts of the alerts, and the chart's template errors and comments."""
     if file.startswith("helm/dualmap/templates/"):
         for found in re.finditer(r"{{-?\s*/\*(.*?)\*/", text, re.S):
             yield from _split("chart", file, _line(text, found.start(1)), found[1])
@@ -106,14 +107,14 @@ def _of_yaml(file: str, text: str) -> Iterator[Sentence]:
     if place == "crd" or file == "helm/dualmap/files/alerts.yaml":
         keys = r"description|message|messageExpression|summary"
         for found in re.finditer(rf"^([ -]*)(?:{keys}): (?:>-\n)?(.+\n(?:\1 [ ]*(?!\w+:).+\n)*)", text, re.M):
-            # Without the end of an expression: '...'.format([self])
+            # The end of an expression is removed: '...'.format([self])
             yield from _split(str(place), file, _line(text, found.start()), re.sub(r"\.format\(.*", "", found[2]))
         for found in re.finditer(r"\bdescription: ([^{}>|\n]+)}", text):
             yield from _split(str(place), file, _line(text, found.start()), found[1])
 
 
 def _of_fields(place: str, file: str, text: str, value: Any, names: Sequence[str]) -> Iterator[Sentence]:
-    """Yield the texts of the fields of these names, at any depth of a JSON document."""
+    """Yield the texts of the fields with these names, at any depth of a JSON document."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for name in names if isinstance(value, dict) else ():
         if isinstance(each := value.get(name), str):
@@ -123,8 +124,8 @@ def _of_fields(place: str, file: str, text: str, value: Any, names: Sequence[str
 
 
 def _of_markdown(place: str, file: str, text: str) -> Iterator[Sentence]:
-    """Yield headings, cells of tables, list items and paragraphs; code blocks and generated tables are left out."""
-    # Taken out but for their line breaks, so that lines keep their numbers.
+    """Yield headings, table cells, list items and paragraphs, without code blocks and generated tables."""
+    # The line breaks of a removed block stay, so that lines keep their numbers.
     text = re.sub(r"^( *)```.*?^ *```", lambda found: re.sub(r"[^\n]+", "", found[0]), text, flags=re.M | re.S)
     text = _TABLE_OF_VALUES.sub(lambda found: "\n" * found[0].count("\n"), text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -146,7 +147,7 @@ def _of_markdown(place: str, file: str, text: str) -> Iterator[Sentence]:
 
 
 def _of_comments(place: str, file: str, text: str, mark: str) -> Iterator[Sentence]:
-    """Yield comments; consecutive lines that are nothing but comment are one text."""
+    """Yield the sentences of comments. Consecutive comment lines without code are one text."""
     if file.endswith(".py"):
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         found = [(each.start[0], each.line, each.string) for each in tokens if each.type == tokenize.COMMENT]
@@ -170,7 +171,7 @@ def _of_comments(place: str, file: str, text: str, mark: str) -> Iterator[Senten
 def _of_python(file: str, text: str) -> Iterator[Sentence]:
     yield from _of_comments("comments", file, text, "#")
     tree = ast.parse(text)
-    # Users read no other strings of tests. The panels in helm/grafana.py are read in the file that it writes.
+    # Users do not read other strings of tests. The panels of helm/grafana.py are read in the generated file.
     unread = file.startswith(("tests/", "e2e/", "testing/tests/", "helm/grafana.py"))
     others = (
         "conditions" if file.startswith("operator/") else "dashboard" if file.endswith("/dashboard/verdict.py") else ""
@@ -198,7 +199,8 @@ def _of_python(file: str, text: str) -> Iterator[Sentence]:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
             places[node.value] = "" if unread else "errors"
         elif isinstance(node, ast.Expr):
-            # Below an attribute, whose docstring it is. A module's, class's or function's was visited before it.
+            # This may be an attribute's docstring. The docstrings of modules, classes and functions were visited
+            # before.
             places.setdefault(node.value, "docstrings")
         elif isinstance(node, ast.keyword) and node.arg in ("help", "short_help", "epilog"):
             places[node.value] = "help"
@@ -221,19 +223,19 @@ def _is_log(call: ast.Call) -> bool:
 
 
 def _said(call: ast.Call) -> dict[ast.AST, str]:
-    """Return the places of an error's texts. A third argument is what would be accepted, a part of another sentence."""
+    """Return the places of an error's texts. The third argument is skipped: it has the accepted values."""
     arguments = [*call.args[:2], *(each.value for each in call.keywords)]
     return {node: "errors" for argument in arguments for node in ast.walk(argument)}
 
 
 def _is_error(call: ast.Call) -> bool:
-    """Return whether a call makes an error, ends a command with one, or prints one to stderr."""
+    """Return whether a call makes an error, ends a command with an error, or prints an error to stderr."""
     to_stderr = any(ast.unparse(each) in ("err=True", "file=sys.stderr") for each in call.keywords)
     return to_stderr or _ERROR_CALL.search(ast.unparse(call.func)) is not None
 
 
 def _literal(node: ast.Constant | ast.JoinedStr) -> str:
-    """Return a string literal's text, each expression within it in braces; nothing for a number."""
+    """Return a string literal's text with each expression in braces; return an empty text for a number."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     shown = (f"{{{ast.unparse(each.value)}}}" if isinstance(each, ast.FormattedValue) else each for each in node.values)
@@ -241,19 +243,19 @@ def _literal(node: ast.Constant | ast.JoinedStr) -> str:
 
 
 def _is_prose(literal: str) -> bool:
-    """Return whether a string is made of words; most strings of a program are names, paths or patterns."""
+    """Return whether a string consists of words; most strings of a program are names, paths or patterns."""
     return (
         _words(literal) >= 3 and re.search(r"[a-z,:;] [a-z]", literal) is not None and not re.search(r"[\\$]", literal)
     )
 
 
 def _words(text: str) -> int:
-    """Return how many words a text has: a name with underscores or dots is one, code in backticks or braces none."""
+    """Return the number of words. A name with underscores or dots is one word; code and expressions count none."""
     return sum(_WORD.search(each) is not None for each in _EXPRESSION.sub("", re.sub(r"`[^`]*`", "", text)).split())
 
 
 def _split(place: str, file: str, line: int, text: str) -> Iterator[Sentence]:
-    """Yield the sentences of a text that begins in this line, but for those of hardly a word."""
+    """Yield the sentences of a text that begins in ``line``. Sentences with too few words are left out."""
     start = 0
     breaks = [each.start() for each in re.finditer("\n", text)]
     for end, following in [*((found.start(), found.end()) for found in _END.finditer(text)), (len(text), len(text))]:
@@ -269,7 +271,7 @@ def _line(text: str, offset: int) -> int:
 
 
 def tree(root: Path) -> list[Sentence]:
-    """Return every sentence of the files that git knows or would add, in a fixed order."""
+    """Return every sentence of the files that git tracks or would add, in a fixed order."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [each for each in sorted(set(listed)) if not _EXCLUDED.search(each) and (root / each).is_file()]
@@ -278,12 +280,12 @@ def tree(root: Path) -> list[Sentence]:
         try:
             found.update(sentences(file, (root / file).read_text()))
         except UnicodeDecodeError:
-            continue  # A picture.
+            continue  # The file is an image.
     return sorted(found)
 
 
 def draw(found: Sequence[Sentence], places: Sequence[str], count: int, seed: int) -> list[Sentence]:
-    """Return ``count`` different sentences: of each place in turn one at random, in the order of the places."""
+    """Return ``count`` different sentences in the order of the places, drawn from one place after another."""
     chance = random.Random(seed)
     stacks = {place: [each for each in found if each.place == place] for place in places}
     for stack in stacks.values():
@@ -297,12 +299,14 @@ def draw(found: Sequence[Sentence], places: Sequence[str], count: int, seed: int
 
 
 def main() -> None:
-    """Print a draw, one sentence a line."""
+    """Print a draw, one sentence per line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="another seed draws other sentences")
-    parser.add_argument("--count", type=int, default=40, help="number of sentences (default 40)")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the random draw")
+    parser.add_argument("--count", type=int, default=40, help="number of sentences to draw (default 40)")
     parser.add_argument("--from", dest="places", default=",".join(PLACES), help=f"places: {', '.join(PLACES)}")
-    parser.add_argument("--list", action="store_true", help="print the number of sentences of each place instead")
+    parser.add_argument(
+        "--list", action="store_true", help="print the number of sentences in each place, without a draw"
+    )
     options = parser.parse_args()
     places = options.places.split(",")
     if unknown := sorted(set(places) - set(PLACES)):

@@ -1,4 +1,4 @@
-"""Request bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digest."""
+"""Tests that bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digests."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("edge", [16_384, CHUNK_BYTES, 65_536, 2 * CHUNK_BYTES])
-async def test_bodies_around_chunk_sizes_arrive_whole(
+async def test_bodies_near_chunk_size_arrive_complete(
     engines: SharedEngines, deployment: Deployment, edge: int
 ) -> None:
     for size in (edge - 1, edge, edge + 1):
@@ -42,7 +42,7 @@ async def test_body_in_single_byte_chunks_is_routed(engines: SharedEngines, depl
 
 @pytest.mark.parametrize("size", [12_000_000, LIMIT_BYTES], ids=["12 MB", "the limit"])
 @pytest.mark.parametrize("chunk_bytes", [0, 100_000], ids=["content length", "chunked"])
-async def test_large_bodies_arrive_whole(
+async def test_large_bodies_arrive_complete(
     engines: SharedEngines, deployment: Deployment, size: int, chunk_bytes: int
 ) -> None:
     if deployment.mode is Mode.BUFFERED and size == LIMIT_BYTES:
@@ -68,14 +68,14 @@ async def test_body_above_the_limit_gets_413(engines: SharedEngines, deployment:
         reply = await upload(deployment.envoy.port, CHAT, padded("scripted", size), chunk_bytes=chunk_bytes)
         assert reply.status == 413
         if deployment.mode is not Mode.BUFFERED or not chunk_bytes:
-            # Without a length Envoy itself rejects what it cannot buffer.
+            # Envoy rejects a body without a length that exceeds its buffer.
             assert error_of(reply)["code"] == "request_too_large"
     assert not engines.left.received
     assert not engines.right.received
 
 
 @pytest.mark.parametrize("trailers", [(), (("x-checksum", "abc"),)], ids=["no trailers", "trailers"])
-async def test_http2_bodies_arrive_whole(
+async def test_http2_bodies_arrive_complete(
     engines: SharedEngines, deployment: Deployment, trailers: tuple[tuple[str, str], ...]
 ) -> None:
     port = deployment.envoy.port
@@ -102,7 +102,7 @@ async def test_http2_invalid_body_with_trailers_gets_400(
     assert not engines.right.received
 
 
-async def test_concurrent_http2_bodies_with_trailers_arrive_whole(
+async def test_concurrent_http2_bodies_with_trailers_arrive_complete(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     bodies = [padded("scripted", 1000 + 7919 * number) for number in range(24)]

@@ -1,4 +1,4 @@
-"""The router counts whether the engine or the client broke off a request, as Envoy reports it."""
+"""Tests that the router counts aborts by the engine and by the client, as Envoy reports them."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def breaking_off(request: web.Request, received: Received) -> web.StreamRe
 
 
 def breaking_off_later(gate: asyncio.Event) -> Answer:
-    """Break the connection during the response, once ``gate`` is set."""
+    """Break the connection during the response, when ``gate`` is set."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -61,10 +61,12 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
 
 
 @pytest.mark.parametrize("answer", [unavailable, breaking_off], ids=["503", "broken"])
-async def test_failing_engine_counts_as_failed(engines: SharedEngines, deployment: Deployment, answer: Answer) -> None:
+async def test_engine_error_response_counts_as_failed_request(
+    engines: SharedEngines, deployment: Deployment, answer: Answer
+) -> None:
     before = await outcomes(deployment)
     engines.left.answer = engines.right.answer = answer
-    # Two only: a third failure in a row would suspend the member, also for later tests.
+    # Only two requests fail, because a third consecutive failure would suspend the member, also for later tests.
     for number in range(2):
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} fails {number}", stream=True))
         assert reply.status == 503
@@ -73,7 +75,7 @@ async def test_failing_engine_counts_as_failed(engines: SharedEngines, deploymen
 
 
 async def heal(engines: SharedEngines, deployment: Deployment) -> None:
-    """Let both members succeed, which resets their counts of failures in a row."""
+    """Let both members succeed, which resets their counts of consecutive failures."""
     engines.reset()
     number = 0
     while not (engines.left.received and engines.right.received):
@@ -84,7 +86,7 @@ async def heal(engines: SharedEngines, deployment: Deployment) -> None:
         assert number < 100
 
 
-async def test_engine_that_breaks_off_mid_response_counts_as_failed(
+async def test_engine_disconnect_mid_response_counts_as_failed_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     before, gate = await outcomes(deployment), asyncio.Event()
@@ -96,13 +98,15 @@ async def test_engine_that_breaks_off_mid_response_counts_as_failed(
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
     counted = await change(deployment, before, 1)
-    # In FULL_DUPLEX the router's stream ends as for a client disconnect, and the access log may arrive too late.
+    # In FULL_DUPLEX the router's stream ends as after a client disconnect, and the access log may arrive too late.
     assert counted == {"failed": 1} or (counted == {"aborted": 1} and deployment.mode is Mode.FULL_DUPLEX)
     await heal(engines, deployment)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the response", "in the response"])
-async def test_client_disconnect_counts_as_aborted(engines: SharedEngines, deployment: Deployment, begun: bool) -> None:
+async def test_client_disconnect_counts_as_aborted_request(
+    engines: SharedEngines, deployment: Deployment, begun: bool
+) -> None:
     before = await outcomes(deployment)
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
@@ -117,7 +121,7 @@ async def test_client_disconnect_counts_as_aborted(engines: SharedEngines, deplo
     rest.set()
 
 
-async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_engine_with_repeated_failures_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
     engines.left.answer = unavailable
     for number in range(40):
         await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} sick {number}")))
@@ -130,7 +134,7 @@ async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, de
     await heal(engines, deployment)
 
 
-async def test_session_header_is_counted_by_the_router(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_router_counts_requests_with_session_header(engines: SharedEngines, deployment: Deployment) -> None:
     before = await deployment.metric("dualmap_pool_sessions", pool="llm/scripted")
     for number in range(6):
         headers = {"x-session-id": f"{deployment.mode} session {number % 2}"}

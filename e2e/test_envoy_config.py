@@ -1,6 +1,6 @@
-"""The generated configuration in the real Envoy, with a scripted picker in place of the router.
+"""Tests of the generated configuration in the real Envoy, with a scripted picker instead of the router.
 
-Each test guards a line of the configuration without which Envoy 1.40 mishandles requests.
+Each test covers a configuration line that Envoy 1.40 needs to handle requests correctly.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ async def _no_picker() -> Picker:
 
 
 @modes
-async def test_pick_selects_pool_and_engine_and_keeps_the_body(
+async def test_pick_selects_pool_and_engine_without_changing_body(
     mode: Mode, engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
 ) -> None:
     a, b, c = engines
@@ -97,7 +97,7 @@ async def test_pick_selects_pool_and_engine_and_keeps_the_body(
 
 
 @modes
-async def test_body_before_http2_trailers_arrives_once(
+async def test_body_before_http2_trailers_is_forwarded_once(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
@@ -109,7 +109,7 @@ async def test_body_before_http2_trailers_arrives_once(
 
 
 @modes
-async def test_without_picker_first_pool_serves_and_headers_are_ignored(
+async def test_picker_outage_uses_first_pool_and_ignores_client_headers(
     mode: Mode, engines: list[Upstream], no_picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
@@ -129,7 +129,7 @@ async def test_without_picker_first_pool_serves_and_headers_are_ignored(
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.BUFFERED], ids=lambda mode: mode.value)
-async def test_body_stays_whole_when_the_picker_stops_mid_request(
+async def test_picker_stop_mid_request_keeps_body_complete(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     body = body_of(SIZES[-1])
@@ -159,7 +159,7 @@ async def test_body_stays_whole_when_the_picker_stops_mid_request(
                 assert_served(await http1(envoy.url, body=body, chunk_bytes=chunk_bytes), engines[0], body)
 
 
-async def test_concurrent_requests_are_retried_at_the_second_candidate(
+async def test_failed_concurrent_requests_retry_at_second_candidate(
     engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
 ) -> None:
     picker.choose = always(f"{dead.endpoint},{engines[0].endpoint}", FIRST)
@@ -183,7 +183,7 @@ async def test_oversized_body_gets_413_as_openai_error(
 
 
 @modes
-async def test_pool_unknown_to_envoy_gets_503(
+async def test_pick_of_pool_unknown_to_envoy_gets_503(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     picker.choose = always(engines[0].endpoint, names.cluster_name("llm", "added-later"))
@@ -194,7 +194,9 @@ async def test_pool_unknown_to_envoy_gets_503(
 
 
 @modes
-async def test_unreachable_pool_gets_openai_error(mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path) -> None:
+async def test_request_to_unreachable_pool_gets_openai_error(
+    mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path
+) -> None:
     pools = [pool_of([dead], name="first"), pool_of([], name="second")]
     async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
         for cluster in (FIRST, SECOND):
@@ -202,7 +204,7 @@ async def test_unreachable_pool_gets_openai_error(mode: Mode, dead: Upstream, pi
             assert_refused(await http1(envoy.url, body=b"{}"), 503, "service_unavailable")
 
 
-async def test_engine_503_passes_unchanged(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_engine_503_response_passes_unchanged(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
     async def overloaded(request: web.Request, received: Received) -> web.Response:
         return web.Response(status=503, text="the engine's words")
 
@@ -226,7 +228,7 @@ async def test_engine_503_passes_unchanged(engines: list[Upstream], picker: Pick
         pytest.param(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443", b"404", id="CONNECT"),
     ],
 )
-async def test_malformed_request_is_answered_and_not_forwarded(
+async def test_malformed_request_gets_error_and_is_not_forwarded(
     mode: Mode, head: bytes, status: bytes, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     async with Envoy(settings_for([pool_of(engines, name="first")], [picker], mode=mode), directory=tmp_path) as envoy:
@@ -237,7 +239,7 @@ async def test_malformed_request_is_answered_and_not_forwarded(
 
 
 @modes
-async def test_http_1_0_client_is_served(mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_http_1_0_request_is_served(mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
     async with Envoy(settings_for([pool_of(engines, name="second")], [picker], mode=mode), directory=tmp_path) as envoy:
         for request in (b"GET /v1/models HTTP/1.0\r\n\r\n", b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}"):
             head, _, body = (await raw(envoy.port, request, timeout_s=10.0)).partition(b"\r\n\r\n")
@@ -246,7 +248,7 @@ async def test_http_1_0_client_is_served(mode: Mode, engines: list[Upstream], pi
     assert [received.body for received in engines[2].received] == [b"", b"{}"]
 
 
-async def test_endpoints_follow_the_router_that_is_alive(
+async def test_endpoints_update_from_second_router_if_the_first_stops(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -271,7 +273,7 @@ async def test_endpoints_follow_the_router_that_is_alive(
             assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
 
 
-async def test_draining_members_serve_only_picked_requests(
+async def test_draining_member_serves_only_picked_requests(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -283,7 +285,7 @@ async def test_draining_members_serve_only_picked_requests(
         assert (await http1(envoy.url, body=b"{}")).status == 503
 
 
-async def test_picked_engine_serves_at_once_after_its_restart(
+async def test_restarted_engine_serves_picked_request_at_once(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -298,7 +300,7 @@ async def test_picked_engine_serves_at_once_after_its_restart(
         assert_served(await http1(envoy.url, body=b"{}"), a, b"{}")
 
 
-async def test_each_router_gets_all_access_log_entries_with_usage(
+async def test_every_router_gets_all_access_log_entries_with_usage(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     engine = engines[0]
@@ -310,7 +312,8 @@ async def test_each_router_gets_all_access_log_entries_with_usage(
     async with Picker(choose=picker.choose) as other:
         settings = settings_for([pool_of([engine], name="first")], [picker, other])
         async with Envoy(settings, directory=tmp_path) as envoy:
-            # An HTTP/1 client may close at the last byte of a known length; Envoy then logs a client disconnect.
+            # An HTTP/1 client may close the connection at the last byte of a known length; Envoy then logs a client
+            # disconnect.
             whole = await http2(envoy.port, path="/", body=b"{}")
             engine.answer = sse([b'data: {"choices": [1]}\n\n', f"data: {usage}\n\n".encode(), b"data: [DONE]\n\n"])
             streamed = await http1(envoy.url, body=b"{}")

@@ -1,7 +1,7 @@
-"""Engines that die, hang, are slow or answer 503, while streamed and plain requests go on.
+"""Tests of engines that crash, hang, are slow or answer 503, under streamed and plain requests.
 
-The system is that of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate; it cannot
-retry a stream that has started.
+The tests use the system of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate, but
+cannot retry a stream that has started.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# A limit for the engine's restart and the end of its suspension.
+# The time limit for the engine's restart and the end of its suspension.
 RECOVERY_TIMEOUT_S = 60.0
 
 
@@ -29,7 +29,7 @@ async def unavailable(_request: web.Request, _received: Received) -> web.StreamR
 
 @asynccontextmanager
 async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
-    """Replace engines by servers that answer 503 at once while the context is open."""
+    """Replace engines with servers that immediately answer 503 while the context is open."""
     async with AsyncExitStack() as stack:
         await asyncio.gather(*(engine.kill() for engine in engines))
         places = [Upstream(name=engine.name, port=engine.port, answer=unavailable) for engine in engines]
@@ -57,11 +57,11 @@ async def wait_until_used(system: ReplicatedSystem, engine: Engine) -> None:
 
 
 def left_behind(exchanges: list[Exchange]) -> int:
-    """Count the requests whose clients did not wait for them."""
+    """Count the requests that take so long that their clients have started the next request."""
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
-async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
+async def test_killed_engine_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(6)
@@ -78,13 +78,13 @@ async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem
     assert len(cut) < len(incident.caught)
 
 
-async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> None:
+async def test_hung_engine_gets_few_new_requests(system: ReplicatedSystem) -> None:
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
         engine.pause()
-        # The routers see its load grow, because its first tokens do not arrive.
+        # The routers' load estimate for this engine grows, because its first tokens do not arrive.
         await traffic.flowing(80)
         since = traffic.incident()
         await traffic.flowing(80)
@@ -97,8 +97,8 @@ async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> N
     assert failed(incident.everyone) == []
 
 
-async def test_hung_engine_killed_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
-    """A failed liveness probe kills it so: unanswered requests go to the second candidate."""
+async def test_killed_hung_engine_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
+    """The kill is like the kubelet's after a failed liveness probe."""
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
@@ -119,7 +119,7 @@ async def test_hung_engine_killed_unanswered_requests_are_retried(system: Replic
     assert failed(incident.later) == []
 
 
-async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSystem) -> None:
+async def test_single_engine_answering_503_gets_few_requests(system: ReplicatedSystem) -> None:
     traffic = system.traffic()
     async with traffic.running():
         async with sick(system.engines[:1]) as (place,):
@@ -133,7 +133,7 @@ async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSys
     assert 3 <= drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
 
 
-async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSystem) -> None:
+async def test_request_with_all_engines_answering_503_is_retried_once(system: ReplicatedSystem) -> None:
     traffic = system.traffic()
     async with traffic.running():
         async with sick(system.engines) as places:

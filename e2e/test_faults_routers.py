@@ -1,7 +1,7 @@
-"""Routers that die, hang, restart, disagree, or whose clocks jump, while streamed and plain requests go on.
+"""Tests of routers with crashes, hangs, restarts, different pools or clock jumps, under streamed and plain requests.
 
-Two routers behind one Envoy (``ReplicatedSystem``), in the default message mode unless a test says otherwise. The
-tests count what clients see; docs/operations.md has the counts.
+The system is two routers behind one Envoy (``ReplicatedSystem``). Most tests use the default message mode. The tests
+count the outcomes at the clients; docs/operations.md has the counts.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ async def wait_for_peers(system: ReplicatedSystem, count: int) -> None:
         await system.replicas.wait_for_metric("dualmap_pool_peers", count, of=number)
 
 
-async def test_one_router_killed_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_single_router_kill_fails_no_request(system: ReplicatedSystem) -> None:
     traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -45,7 +45,7 @@ async def test_one_router_killed_fails_no_request(system: ReplicatedSystem) -> N
     await wait_for_peers(system, 1)
 
 
-async def test_both_routers_killed_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_kill_of_both_routers_fails_no_request(system: ReplicatedSystem) -> None:
     traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -60,7 +60,7 @@ async def test_both_routers_killed_fails_no_request(system: ReplicatedSystem) ->
     assert not any(each.routed for each in alone.caught), "no router was running"
 
 
-async def test_one_router_hung_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_single_hung_router_fails_no_request(system: ReplicatedSystem) -> None:
     traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -98,8 +98,8 @@ async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem)
     assert unrouted(incident) == 0
 
 
-async def test_full_duplex_router_kill_cuts_only_its_streams(system: ReplicatedSystem, tmp_path: Path) -> None:
-    """In FULL_DUPLEX responses pass the router: a restart fails no request, a kill cuts the open ones."""
+async def test_router_kill_in_full_duplex_mode_cuts_only_its_streams(system: ReplicatedSystem, tmp_path: Path) -> None:
+    """In FULL_DUPLEX responses pass through the router, so a kill breaks its open responses."""
     async with system.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
         traffic = system.traffic(of=replicas)
         async with traffic.running():
@@ -118,7 +118,7 @@ async def test_full_duplex_router_kill_cuts_only_its_streams(system: ReplicatedS
         untouched = set(restarted.everyone) - set(killed.everyone)
         assert len(untouched) >= 12
         assert failed(list(untouched)) == []
-        # Its share of the open requests, and requests sent to it before Envoy noticed.
+        # The failed requests are the killed router's open requests, and requests before Envoy detected the kill.
         assert len(failed(killed.everyone)) <= 2 * len(killed.caught)
         assert failed(since.later) == []
         await replicas.wait_for_rest()

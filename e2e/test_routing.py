@@ -1,4 +1,4 @@
-"""Routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
+"""Tests of routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 DESTINATION = "x-gateway-destination-endpoint"
 
 
-async def test_next_turn_hits_the_prefix_at_the_chosen_engine(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_next_turn_reuses_cached_prefix_at_same_engine(engines: SharedEngines, deployment: Deployment) -> None:
     names = {engine.name: engine.endpoint for engine in engines.fast}
     for conversation in range(4):
         body = chat("fast", prompt_of(8, seed=f"{deployment.mode} conversation {conversation}"), max_tokens=8)
@@ -40,7 +40,7 @@ async def test_next_turn_hits_the_prefix_at_the_chosen_engine(engines: SharedEng
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 8 * 128
 
 
-async def test_receipt_names_policy_pair_and_prompt(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_receipt_contains_policy_pair_and_prompt_tokens(engines: SharedEngines, deployment: Deployment) -> None:
     reply = await deployment.ask(chat("scripted", prompt_of(4, seed=f"{deployment.mode} receipt")))
     said = receipt(reply)
     assert said["policy"] == "dualmap"
@@ -64,7 +64,7 @@ async def test_engine_receipt_header_is_replaced(engines: SharedEngines, deploym
 
 
 def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
-    """Return all headers by which a client could try to choose its destination."""
+    """Return all headers that a client could use to choose its destination."""
     return {
         DESTINATION: target.endpoint,
         f"{DESTINATION}-served": target.endpoint,
@@ -94,9 +94,7 @@ async def test_client_destination_headers_are_ignored(engines: SharedEngines, de
     assert not engines.outsider.received
 
 
-async def test_request_without_body_gets_any_member_and_no_receipt(
-    engines: SharedEngines, deployment: Deployment
-) -> None:
+async def test_bodiless_request_gets_any_member_and_no_receipt(engines: SharedEngines, deployment: Deployment) -> None:
     served = []
     for _ in range(4):
         reply = await http1(deployment.envoy.url + "/v1/models")
@@ -130,7 +128,7 @@ async def test_rejected_request_gets_openai_error(deployment: Deployment, body: 
         assert "x-dualmap-decision" not in reply.headers
 
 
-async def test_model_and_alias_select_their_pool(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_model_name_or_alias_selects_its_pool(engines: SharedEngines, deployment: Deployment) -> None:
     scripted = await deployment.ask(chat("scripted") | {"model": "scripted"})
     assert scripted.status == 200
     assert scripted.headers[ENGINE_HEADER] in {"left", "right"}

@@ -1,4 +1,4 @@
-"""Responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
+"""Tests of responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
 
 import asyncio
 import json
@@ -45,9 +45,9 @@ async def test_event_stream_passes_unchanged(engines: SharedEngines, deployment:
         assert through.headers[DIGEST_HEADER] == direct.headers[DIGEST_HEADER]
 
 
-async def test_event_passes_as_soon_as_it_is_sent(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_stream_event_is_forwarded_without_delay(engines: SharedEngines, deployment: Deployment) -> None:
     gates = [asyncio.Event() for _ in range(4)]
-    # Never `data: 0`: an event of a JSON scalar crashes Envoy 1.40 in its sse_to_metadata filter.
+    # No event is `data: 0`, because a JSON scalar as an event crashes Envoy 1.40 in its sse_to_metadata filter.
     events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
@@ -86,13 +86,13 @@ async def test_usage_of_simulated_engines_is_counted(engines: SharedEngines, dep
         assert await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool) == predicted
 
 
-async def test_first_event_releases_prefill_and_access_log_the_rest(
+async def test_first_event_ends_prefill_and_access_log_ends_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     finished = await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome="finished")
-    # A new prefix: the engine must compute all of it.
+    # The prefix is new, so the engine must compute the whole prompt.
     body = json.dumps(chat("scripted", f"{deployment.mode} new", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as response:
         await deployment.wait_for_load("scripted", "a prefill is pending", lambda flying, tokens: flying == 1 < tokens)
@@ -105,7 +105,7 @@ async def test_first_event_releases_prefill_and_access_log_the_rest(
 
 
 async def engine_sample(engines: SharedEngines, name: str, **labels: str) -> float:
-    """Return the sum of samples of a metric of the slow engine."""
+    """Return the sum of the slow engine's samples of a metric."""
     page = (await http1(f"http://{engines.slow.endpoint}/metrics")).body.decode()
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
@@ -115,7 +115,9 @@ async def wait_for_engine(engines: SharedEngines, what: str, check: Callable[[],
     await until(check, f"the slow engine {what}", timeout_s=20.0)
 
 
-async def test_client_disconnects_are_aborted_in_every_phase(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_client_disconnect_in_any_phase_aborts_the_request(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     aborts = await engine_sample(engines, "vllm:request_success_total", finished_reason="abort")
     counted = await deployment.metric("dualmap_completions_total", pool="llm/slow", outcome="aborted")
     url = deployment.envoy.url + CHAT
@@ -153,7 +155,7 @@ async def test_client_disconnects_are_aborted_in_every_phase(engines: SharedEngi
 async def test_client_disconnect_before_response_aborts_the_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
-    """Without streaming, the engine's headers come with the whole answer."""
+    """Without streaming, the engine sends its headers with the complete response."""
 
     async def never(request: web.Request, received: Received) -> web.StreamResponse:
         await asyncio.Event().wait()
@@ -172,7 +174,9 @@ async def test_client_disconnect_before_response_aborts_the_request(
     await until(aborted, "the engine sees the disconnect")
 
 
-async def test_client_disconnect_in_its_body_routes_nothing(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_client_disconnect_during_upload_routes_no_request(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     routed = await deployment.metric("dualmap_requests_total", pool="llm/scripted")
     opens = "http.requests.downstream_rq_active$"
     body = json.dumps(chat("scripted", "x" * 100_000)).encode()

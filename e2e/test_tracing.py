@@ -1,4 +1,4 @@
-"""Traces through the real Envoy and router: unchanged headers to the engine, spans to a collector."""
+"""Tests of traces through the real Envoy and router: unchanged headers at the engine, and spans at a collector."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
-async def test_decision_span_joins_the_client_trace(
+async def test_decision_span_belongs_to_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
@@ -57,13 +57,13 @@ async def test_decision_span_joins_the_client_trace(
 
         unknown = await deployment.ask(chat("nobody"), headers=HEADERS)
         assert unknown.status == 404
-        # The router exports the remaining spans when it ends.
+        # The router exports its remaining spans at its end.
         await deployment.router.stop()
         assert [values(each.attributes).get("http.response.status_code") for each in collector.spans] == [None, 404]
 
 
 @modes
-async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
+async def test_trace_headers_reach_the_engine_without_a_collector(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
     async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:
         assert (await deployment.ask(chat("traced"), headers=HEADERS)).status == 200
@@ -72,7 +72,7 @@ async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engi
         assert "traceparent" not in engine.received[-1].headers
 
 
-async def test_dead_collector_delays_no_request_and_no_shutdown(
+async def test_unreachable_collector_delays_no_request_or_shutdown(
     collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     collector.stop()

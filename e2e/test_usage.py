@@ -1,4 +1,6 @@
-"""Token usage from responses (``envoy/usage.lua``): which responses it reads; it changes and delays none."""
+"""Tests of token usage from responses (``envoy/usage.lua``): the script reads some responses, and changes and delays no
+response.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,7 @@ EVENTS = "text/event-stream"
 USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
 LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
 FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
-# The line of the script where tests insert an error.
+# Tests insert an error at this line of the script.
 LOOP = "for chunk in handle:bodyChunks() do"
 POOL = names.cluster_name("llm", "qwen")
 SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\n\n", b"data:\n\n", b"data: {\n\n"]
@@ -35,7 +37,7 @@ def quoted(text: bytes) -> bytes:
     return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
 
 
-# Name -> content type, body, expected tags.
+# Content type, body and expected tags by the case's name.
 READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "whole, written by json.dumps": (JSON, json.dumps({"choices": [], "usage": json.loads(USAGE)}).encode(), FOUND),
     "whole, indented": (JSON, json.dumps({"usage": json.loads(USAGE), "z": [1]}, indent=4).encode(), FOUND),
@@ -86,7 +88,7 @@ READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
-    """Return an answer of one whole body."""
+    """Return an answer with a complete body."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return web.Response(body=body, headers={"content-type": content_type, **headers})
@@ -95,7 +97,10 @@ def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
 
 
 class InPieces:
-    """Answers in pieces, the next one once ``passed`` is set, so that Envoy gets each as a chunk."""
+    """Answers in pieces.
+
+    The next piece follows when ``passed`` is set, so that Envoy receives each piece as a separate chunk.
+    """
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -148,7 +153,10 @@ async def logged(picker: Picker, number: int) -> list[dict[str, str]]:
 
 
 async def ask_by_http2(deployment: Deployment) -> Reply:
-    """Send a request over HTTP/2: a client that closes at the last byte would be logged as a disconnect."""
+    """Send a request over HTTP/2.
+
+    Envoy would log an HTTP/1 client that closes at the last byte as a disconnect.
+    """
     return await http2(deployment.envoy.port, path=CHAT, body=json.dumps(chat("scripted")).encode())
 
 
@@ -160,7 +168,7 @@ async def test_usage_is_read_from_supported_responses_only(engine: Upstream, pic
     assert dict(zip(READ, found, strict=True)) == {name: expected for name, (*_, expected) in READ.items()}
 
 
-async def test_compressed_response_is_not_read(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_of_compressed_response_is_not_read(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     body = b'{"usage":' + USAGE + b"}"
     for encoding in ("gzip", "identity"):
         engine.answer = whole(body, **{"content-encoding": encoding})
@@ -168,7 +176,7 @@ async def test_compressed_response_is_not_read(engine: Upstream, picker: Picker,
     assert await logged(picker, 2) == [{}, FOUND]
 
 
-async def test_usage_in_pieces_is_read_without_delay(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_split_over_chunks_is_read_without_delay(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     start = b'data: {"choices":[]}\n\n'
     splits = [[start + LAST_EVENTS[:at], LAST_EVENTS[at:]] for at in range(len(LAST_EVENTS))]
     splits.append([bytes([byte]) for byte in start + LAST_EVENTS])
@@ -178,19 +186,23 @@ async def test_usage_in_pieces_is_read_without_delay(engine: Upstream, picker: P
     assert await logged(picker, len(splits)) == [FOUND] * len(splits)
 
 
-async def test_usage_is_kept_when_the_client_leaves_at_the_end(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_is_counted_if_client_disconnects_at_the_end(
+    engine: Upstream, picker: Picker, envoy: Envoy
+) -> None:
     engine.answer = InPieces([LAST_EVENTS])
     async with opened(envoy.url, b"{}") as response:
         assert await response.content.readexactly(len(LAST_EVENTS)) == LAST_EVENTS
     assert await logged(picker, 1) == [FOUND]
 
 
-class TestThroughTheRouter:
-    """The router's use of the usage tags, in each message mode."""
+class TestUsageThroughRouter:
+    """Test the router's use of the usage tags in each message mode."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-    async def test_scalar_events_do_not_crash_envoy(self, engines: SharedEngines, deployment: Deployment) -> None:
+    async def test_json_scalars_in_stream_events_do_not_crash_envoy(
+        self, engines: SharedEngines, deployment: Deployment
+    ) -> None:
         for event in SCALARS:
             engines.left.answer = engines.right.answer = sse([event])
             assert (await deployment.ask(chat("scripted", stream=True))).body == event
@@ -219,7 +231,7 @@ class TestThroughTheRouter:
         assert await deployment.metric("dualmap_measured_cached_tokens_total", **labels) == counted
 
     @pytest.mark.parametrize("streamed", [False, True], ids=["content-length", "chunked"])
-    async def test_huge_response_passes_whole(
+    async def test_huge_response_passes_complete(
         self, engines: SharedEngines, deployment: Deployment, streamed: bool
     ) -> None:
         counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool="llm/scripted")
@@ -242,7 +254,7 @@ class TestThroughTheRouter:
         [LOOP + " error('broken')", "error('broken') " + LOOP],
         ids=["at the body", "at the headers"],
     )
-    async def test_failing_usage_script_loses_only_the_usage(
+    async def test_failed_usage_script_loses_only_the_usage_data(
         self, engines: SharedEngines, deployment: Deployment, fails: str
     ) -> None:
         def edit(config: str) -> str:
@@ -256,5 +268,5 @@ class TestThroughTheRouter:
                 assert (reply.status, reply.body) == (200, body)
             assert sum((await envoy.stats(r"lua\.errors$")).values()) == 2
             assert "broken" in envoy.child.output()
-            # Envoy sends its access log in batches, and drops the last one when it stops.
+            # Envoy sends its access log in batches, and drops the last batch when it stops.
             await deployment.wait_for_rest()

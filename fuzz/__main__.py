@@ -1,4 +1,4 @@
-"""``python -m fuzz``: runs each target for a while in its own process, and prints a table of the results."""
+"""``python -m fuzz``: runs each target in its own process for a given time, and prints a table of the results."""
 
 import re
 import subprocess
@@ -17,14 +17,14 @@ from fuzz.minimise import minimise
 from fuzz.targets import TARGETS
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-# Ignored by git and removed by make clean.
+# Git ignores this folder, and make clean removes it.
 WORK: Final = Path("build", "fuzz")
-# A progress line of libFuzzer or of a random run; it says nothing about a crash.
+# A progress line of libFuzzer or of a random run; it contains nothing about a crash.
 _PROGRESS: Final = re.compile(r"#(\d+)\t\w+(?:\s+cov: (\d+))?")
 _NOISE: Final = re.compile(r"(INFO|WARNING): ")
 # Seconds between two progress lines; libFuzzer also reports every new input.
 _REPORT_S: Final = 5.0
-# The number of lines shown of a crashing run's output: its traceback.
+# The number of lines to print from the end of a crashed run's output. The lines contain the traceback.
 _TAIL_LINES: Final = 60
 
 
@@ -32,7 +32,7 @@ _TAIL_LINES: Final = 60
 class Run:
     """The results of a target's run.
 
-    ``coverage`` counts branches reached (None: not measured), ``found`` counts new inputs.
+    ``coverage`` is the number of reached branches, None if it was not measured. ``found`` is the number of new inputs.
     """
 
     name: str
@@ -79,12 +79,12 @@ def fuzz(name: str, work: Path, *, seconds: int, runs: int, seed: int, random: b
 
 
 def _versions(folder: Path) -> set[tuple[Path, int]]:
-    """Return a folder's files with their modification times, because an input that crashes again is written again."""
+    """Return a folder's files with their modification times, because a repeated crash writes its input again."""
     return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
 def _note(run: Run, line: str) -> bool:
-    """Parse a progress line; False for any other line, which is shown if the run crashes."""
+    """Parse a progress line. Return False for any other line; such lines are printed if the run crashes."""
     progress = _PROGRESS.match(line)
     if progress is None:
         return _NOISE.match(line) is not None
@@ -95,7 +95,7 @@ def _note(run: Run, line: str) -> bool:
 
 
 def table(done: list[Run]) -> str:
-    """Return the summary: a line for each target, and one for each input that crashed it."""
+    """Return the summary: a line for each target, and a line for each input that crashed the target."""
     lines = [f"{'target':<12} {'executions':>10} {'branches':>8} {'corpus':>6} {'new':>5}  result"]
     for run in done:
         coverage = "-" if run.coverage is None else str(run.coverage)
@@ -113,11 +113,15 @@ def _help() -> str:
 @click.command(epilog=_help())
 @click.argument("names", metavar="[TARGET]...", type=click.Choice(list(TARGETS)), nargs=-1)
 @click.option(
-    "--seconds", type=click.IntRange(1, 86_400), default=30, show_default=True, help="Seconds to fuzz each target."
+    "--seconds",
+    type=click.IntRange(1, 86_400),
+    default=30,
+    show_default=True,
+    help="Duration of the fuzzing of each target, in seconds.",
 )
 @click.option("--runs", type=click.IntRange(0), default=0, help="Stop each target after this number of executions.")
 @click.option(
-    "--seed", type=click.IntRange(1, 2**31 - 1), help="Random seed, to repeat an earlier run. Default: a new one."
+    "--seed", type=click.IntRange(1, 2**31 - 1), help="Random seed, to repeat an earlier run. Default: a new seed."
 )
 @click.option(
     "--work",
@@ -126,25 +130,26 @@ def _help() -> str:
     show_default=True,
     help="Folder for new inputs and crashes.",
 )
-@click.option("--random", is_flag=True, help="Mutate inputs at random, even where atheris is installed.")
+@click.option("--random", is_flag=True, help="Mutate inputs at random, even if atheris is installed.")
 @click.option(
     "--minimise",
     "shrink",
     is_flag=True,
-    help="Do not fuzz; add the inputs of earlier runs that reach new code to the corpus.",
+    help="Do not fuzz. Add inputs of earlier runs to the corpus if the inputs cover new code.",
 )
 def main(
     names: tuple[str, ...], seconds: int, runs: int, seed: int | None, work: Path, random: bool, shrink: bool
 ) -> None:
-    """Feed malformed input to the router's parsers and check their invariants.
+    """Fuzz the router's parsers with malformed input, and check the parsers' invariants.
 
-    Each TARGET (default: all) starts from fuzz/corpus/TARGET and the inputs of earlier runs. New inputs go to
-    build/fuzz/corpus/TARGET, crashes to build/fuzz/crashes/TARGET. Exits with 1 if any target crashed.
+    Each TARGET (default: all) starts from fuzz/corpus/TARGET and the inputs of earlier runs. The command writes new
+    inputs to build/fuzz/corpus/TARGET and crashes to build/fuzz/crashes/TARGET. The exit status is 1 if any target
+    crashed.
 
     \b
-    python -m fuzz --seconds 60 body     fuzz one target for a minute
-    python -m fuzz --minimise            keep the inputs that reach new code
-    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    repeat one input
+    python -m fuzz --seconds 60 body     # fuzz one target for a minute
+    python -m fuzz --minimise            # add inputs that cover new code to the corpus
+    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    # repeat one input
     """
     chosen = names or tuple(TARGETS)
     if shrink:
@@ -153,7 +158,7 @@ def main(
             click.echo(f"{name:<12} {kept} of {of} inputs kept, {size} bytes")
         return
     if not random and not engine.guided():
-        click.echo("atheris is not installed (it has no wheel for every platform): mutating inputs at random", err=True)
+        click.echo("atheris is not installed; mutating inputs at random instead", err=True)
         random = True
     seed = seed or SystemRandom().randint(1, 2**31 - 1)
     done = []

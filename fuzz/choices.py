@@ -1,4 +1,4 @@
-"""Reads bytes as choices, so that any input is a sequence of steps, and small changes of the input stay small."""
+"""Reads bytes as choices, so that any input is a sequence of steps, and a small change has small effects."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Takes choices from the front of ``data``; when no bytes are left, every choice is the first option."""
+    """Takes choices from the front of ``data``. If no bytes are left, every choice is the first option."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -19,7 +19,7 @@ class Choices:
         return self._at < len(self._data)
 
     def number(self, size: int = 1) -> int:
-        """Return a whole number of ``size`` bytes."""
+        """Return a whole number that is ``size`` bytes long."""
         return int.from_bytes(self.take(size), "little")
 
     def flag(self) -> bool:
@@ -31,7 +31,7 @@ class Choices:
         return options[self.number() % len(options)]
 
     def take(self, size: int) -> bytes:
-        """Return the next ``size`` bytes, or all that are left."""
+        """Return the next ``size`` bytes, or all remaining bytes if there are fewer."""
         taken = self._data[self._at : self._at + size]
         self._at += size
         return taken

@@ -1,8 +1,8 @@
 """Drives one target in its own process: ``python -m fuzz.engine`` (``__main__`` starts it and reads its stderr).
 
-atheris takes over the process and never returns; it learns from coverage which inputs to vary. Without atheris (it has
-wheels for few platforms), or when it is not wanted, inputs are varied at random. The checks and the lines on stderr are
-the same.
+atheris controls the process and never returns; it uses coverage to select the inputs to mutate. Wheels of atheris exist
+for few platforms. Without atheris, or with ``--random``, inputs are mutated at random. The checks and the lines on
+stderr are the same.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import click
 from fuzz import targets
 
 INPUT_BYTES: Final = 4096
-# A longer run of one input is also a finding: as a request it would delay all others.
+# An input that takes more seconds is also a finding, because such a request would delay all other requests.
 _INPUT_S: Final = 10
 _MEMORY_MB: Final = 2048
 # Seconds between two progress lines of a random run.
@@ -32,18 +32,18 @@ def name_of(data: bytes) -> str:
 
 
 def guided() -> bool:
-    """Whether atheris is installed."""
+    """Return whether atheris is installed."""
     return find_spec("atheris") is not None
 
 
 def inputs(*folders: Path) -> list[bytes]:
-    """Return the inputs of some corpora, the smallest first."""
+    """Return the inputs of the given corpora, the smallest first."""
     distinct = {path.read_bytes() for folder in folders for path in folder.iterdir()}
     return sorted(distinct, key=lambda data: (len(data), data))
 
 
 def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
-    """Fuzz with atheris; does not return."""
+    """Fuzz with atheris; never returns."""
     import atheris
 
     with atheris.instrument_imports(include=["dualmap", "dualmap_extproc"]):
@@ -51,7 +51,7 @@ def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
     varied = target.mutate
 
     def mutate(data: bytes, max_size: int, each_seed: int) -> bytes:
-        """Half of the mutations use the target's own mutator, if it has one."""
+        """Return a mutant; half of the mutants come from the target's own mutator, if it has one."""
         random = Random(each_seed)
         mutant = varied(data, random) if varied is not None and random.random() < 0.5 else None
         return atheris.Mutate(data, max_size) if mutant is None or len(mutant) > max_size else mutant
@@ -71,7 +71,7 @@ def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
 
 
 def _run_random(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
-    """Fuzz by varying the corpus at random, each input in a few steps; exits as atheris does when a check fails."""
+    """Fuzz by mutating the corpus at random, each input in a few steps. Exits like atheris if a check fails."""
     target = targets.load(name)
     random = Random(seed)
     seeds = inputs(*folders) or [b""]
@@ -102,7 +102,7 @@ def _vary(data: bytes, random: Random, mutate: Callable[[bytes, Random], bytes |
 
 
 def _vary_bytes(data: bytes, random: Random) -> bytes:
-    """Overwrite, insert, remove or repeat a few bytes somewhere."""
+    """Overwrite, insert, remove or repeat a few bytes at a random position."""
     at = random.randint(0, len(data))
     size = random.choice((1, 1, 2, 4, 8, 32))
     match random.randrange(4):
@@ -125,7 +125,10 @@ def _vary_bytes(data: bytes, random: Random) -> bytes:
 @click.option("--crashes", type=click.Path(path_type=Path), required=True)
 @click.option("--random", is_flag=True)
 def main(name: str, folders: tuple[Path, ...], seconds: int, runs: int, seed: int, crashes: Path, random: bool) -> None:
-    """Fuzz the target NAME from the corpora FOLDERS; atheris adds to the first of them. For fuzz.__main__ to call."""
+    """Fuzz the target NAME from the inputs in FOLDERS, and write new inputs to the first folder.
+
+    fuzz.__main__ runs this command.
+    """
     run = _run_random if random else _run_guided
     run(name, seconds=seconds, runs=runs, seed=seed, folders=folders, crashes=crashes)
 

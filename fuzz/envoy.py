@@ -8,7 +8,7 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 from fuzz.choices import Choices
 
 _CONFIGS: Final = (
-    # No-wait STREAMED, FULL_DUPLEX_STREAMED, BUFFERED, STREAMED, no body at all, and whole bodies sent without waiting.
+    # No-wait STREAMED, FULL_DUPLEX_STREAMED, BUFFERED, STREAMED, no body, and BUFFERED_PARTIAL without waiting.
     wire.ProtocolConfiguration(
         request_body_mode=wire.STREAMED,
         response_body_mode=wire.STREAMED,
@@ -49,7 +49,7 @@ _MESSAGES: Final = (
 
 
 def request(choices: Choices) -> list[wire.ProcessingRequest]:
-    """Return the messages of a whole request with an ordinary body, as clients send them."""
+    """Return the messages of a complete request with an ordinary body, as clients send them."""
     made = [wire.ProcessingRequest(), wire.ProcessingRequest()]
     headers, body = made[0].request_headers, made[1].request_body
     header = headers.headers.headers.add()
@@ -62,7 +62,7 @@ def request(choices: Choices) -> list[wire.ProcessingRequest]:
 
 
 def message(choices: Choices) -> wire.ProcessingRequest:
-    """Return a message that Envoy may send, with a chosen kind and mostly chosen content."""
+    """Return a message that Envoy may send. Choices determine the message's kind and most of its content."""
     made = wire.ProcessingRequest()
     kind = choices.pick(_MESSAGES)
     match kind:
@@ -90,7 +90,7 @@ def message(choices: Choices) -> wire.ProcessingRequest:
 
 
 def _add_headers(headers: wire.HttpHeaders, choices: Choices, known: tuple[tuple[str, bytes], ...]) -> None:
-    # The first option is a known value that makes sense; other values rarely reach far.
+    # The first option is a valid value, because invalid values rarely reach much code.
     chosen = known[:1] if choices.number() % 8 else ()
     for key, value in (*chosen, *(choices.pick(known) for _ in range(choices.number() % 4))):
         header = headers.headers.headers.add()
@@ -99,7 +99,7 @@ def _add_headers(headers: wire.HttpHeaders, choices: Choices, known: tuple[tuple
 
 
 def _body(choices: Choices) -> bytes:
-    """Return a whole body, the beginning or the end of one, or any bytes."""
+    """Return a complete body, the beginning or the end of a body, or any bytes."""
     match choices.number() % 8:
         case 0:
             return choices.chunk()
@@ -114,7 +114,7 @@ def _body(choices: Choices) -> bytes:
 
 
 class Peer:
-    """Envoy's view of one stream: the messages sent, the answers received, and whether these answers were allowed."""
+    """Envoy's view of one stream: the sent messages, the received answers, and whether the answers were allowed."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -124,10 +124,10 @@ class Peer:
         self._echoes = False
         self._sent: Counter[str] = Counter()
         self._answered: Counter[str] = Counter()
-        # Bodies that pass through the router (FULL_DUPLEX_STREAMED): the bytes sent, and the bytes that came back.
+        # Bodies that pass through the router (FULL_DUPLEX_STREAMED): the bytes sent, and the bytes received back.
         self._there = {"request_body": b"", "response_body": b""}
         self._back = {"request_body": b"", "response_body": b""}
-        # The first answer to a request carries the pick, as long as Envoy's messages follow its protocol.
+        # The first answer to a request contains the pick if Envoy's messages follow its protocol.
         self._picked = False
         self._in_order = True
 
@@ -148,7 +148,7 @@ class Peer:
                 self._there[kind] += getattr(sent, kind).body
 
     def take(self, answers: list[wire.ProcessingResponse], *, ended: bool) -> None:
-        """Check the router's answers, which may have ended the stream."""
+        """Check the router's answers. ``ended`` is whether the stream has ended with these answers."""
         assert not (self.ended and answers), "an answer after the end"
         for position, answer in enumerate(answers):
             assert wire.ProcessingResponse.FromString(answer.SerializeToString()) == answer

@@ -1,4 +1,4 @@
-"""Reduces a corpus: few inputs that together take the same branches as many, and as often."""
+"""Reduces a corpus to a few inputs that together take the same branches, and as often, as all inputs."""
 
 import sys
 from collections import Counter
@@ -12,20 +12,21 @@ import dualmap_extproc
 from fuzz import targets
 from fuzz.engine import inputs, name_of
 
-# Enough to begin from; a run finds the other branches again.
+# Maximum size of a corpus. A run that starts from the corpus finds the remaining branches again.
 INPUTS: Final = 50
 _PACKAGES: Final = tuple(f"{folder}/" for package in (dualmap, dualmap_extproc) for folder in package.__path__)
 
-# A step from one line of a file to another; line 0 is a function's entry.
+# A step from one line of a file to another line; line 0 stands for a function's entry.
 _Branch: TypeAlias = tuple[str, int, int]
-# A branch, and the number of bits of its count, so that a loop's second turn is new.
+# A branch, and the number of bits of its count, so that a second iteration of a loop counts as new.
 _Feature: TypeAlias = tuple[_Branch, int]
 
 
 def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
-    """Keep in ``kept`` the best INPUTS of its own and those ``found``; return how many, of how many, and their bytes.
+    """Select the best INPUTS of the folders ``kept`` and ``found``, and leave only these in ``kept``.
 
-    An input whose check fails is left out; add it to the corpus when its fault is fixed.
+    Return the number of kept inputs, the number of all inputs, and the bytes of the kept inputs. An input whose check
+    fails is left out; add the input to the corpus after its fault is fixed.
     """
     kept.mkdir(parents=True, exist_ok=True)
     check = targets.load(name).check
@@ -34,7 +35,7 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
     chosen: list[bytes] = []
     covered: set[_Feature] = set()
     while len(chosen) < INPUTS:
-        # Among equals the first is the smallest.
+        # Among equal inputs, the first is the smallest.
         data, features = max(reached, key=lambda each: len(each[1] - covered), default=(b"", set()))
         if features <= covered:
             break
@@ -48,7 +49,7 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
 
 
 def _features(check: Callable[[bytes], None], data: bytes) -> set[_Feature] | None:
-    """Return the branches an input reaches in the packages under test; None when its check fails."""
+    """Return the branches that an input reaches in the packages under test, None if its check fails."""
     seen: Counter[_Branch] = Counter()
     last: dict[FrameType, int] = {}
 
@@ -66,7 +67,7 @@ def _features(check: Callable[[bytes], None], data: bytes) -> set[_Feature] | No
     sys.settrace(trace)
     try:
         check(data)
-    except Exception:  # noqa: BLE001  # Whatever it is, it is a finding, and told by the run that found it.
+    except Exception:  # noqa: BLE001  # Any exception is a finding; the run that found the input has reported it.
         return None
     finally:
         sys.settrace(None)

@@ -1,4 +1,4 @@
-"""Mutates parsed JSON and YAML, so that a mutant is still a document and passes the parser."""
+"""Mutates parsed JSON and YAML, so that a mutant is still a valid document and passes the parser."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ _ODD_VALUES: Final[tuple[object, ...]] = (
 
 
 def mutate(tree: object, random: Random, words: Sequence[str]) -> object:
-    """Return a copy of a tree of mappings, lists and scalars with one to four places changed.
+    """Return a copy of a tree of mappings, lists and scalars with one to four changes.
 
     ``words`` are the names and values with a meaning in this kind of document.
     """
@@ -27,10 +27,10 @@ def mutate(tree: object, random: Random, words: Sequence[str]) -> object:
 
 
 def _slots(root: list[object]) -> list[_Slot]:
-    """Return every place of a tree, the root's own first."""
+    """Return every position of a tree, starting with the root's position."""
     slots: list[_Slot] = []
-    # The search is breadth first, so any depth of the tree is handled. It is bounded, because changes may insert the
-    # tree into itself.
+    # The search is breadth first, so it handles a tree of any depth. The search is limited, because changes may insert
+    # the tree into itself.
     open_nodes: list[Any] = [root]
     for node in open_nodes:
         keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -42,7 +42,7 @@ def _slots(root: list[object]) -> list[_Slot]:
 
 
 def _value(slots: list[_Slot], random: Random, words: Sequence[str]) -> object:
-    """Return an unusual value, a word, or a copy of another place's value."""
+    """Return an unusual value, a word, or a copy of the value at another position."""
     kind = random.randrange(3)
     if kind == 0:
         return copy.deepcopy(random.choice(_ODD_VALUES))
@@ -85,7 +85,7 @@ def _wrap(slot: _Slot, slots: list[_Slot], random: Random, words: Sequence[str])
 
 
 def _edit(slot: _Slot, slots: list[_Slot], random: Random, words: Sequence[str]) -> None:
-    """Change a scalar a little."""
+    """Make a small change to a scalar."""
     container, key = slot
     match container[key]:
         case bool(value):

@@ -20,7 +20,7 @@ _FAILED = 'outcome="failed"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A chart: title, description (shown in its corner), unit, and queries by legend."""
+    """A panel of the dashboard: title, description, unit, and queries by legend."""
 
     title: str
     about: str
@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Time to first token and SLO": (
         Panel(
             title="SLO attainment",
-            about="Share of first tokens within the TTFT objective, with the goal (spec.slo.attainment).",
+            about="Share of first tokens within the TTFT objective, and the target share (spec.slo.attainment).",
             unit="percentunit",
             queries={
                 "{{pool}}": f"sum by (pool) ({_rate('dualmap_first_tokens_total', _MET)})"
@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Time to first token",
-            about="Time from arrival to the first chunk, including time queued in the router, with the objective.",
+            about="Time from a request's arrival to its first token, including the time in the router's queue.",
             unit="s",
             queries={
                 "{{pool}} p50": _quantile(0.5, "dualmap_ttft_seconds_bucket"),
@@ -70,7 +70,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Predicted time to first token",
-            about="Predicted TTFT of the same requests. Far below the measured TTFT: engines are slower than expected.",
+            about="TTFT that the router predicted. If the prediction is far below the measured TTFT, engines are "
+            "slower than expected.",
             unit="s",
             queries={
                 "{{pool}} p50": _quantile(0.5, "dualmap_predicted_ttft_seconds_bucket"),
@@ -87,13 +88,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Decisions by rule",
-            about="The pair serves requests while it keeps the TTFT objective. Other rules: the objective is at risk.",
+            about="Decisions by rule of the routing policy. Rules pair-* keep requests in their pair. The rule spill "
+            "shows "
+            "that pairs are too slow.",
             unit="reqps",
             queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
         ),
         Panel(
             title="Rejected and failed requests",
-            about="Requests that the router rejected, an engine failed, or an endpoint served that was not picked.",
+            about="Requests that a router rejected, that an engine failed, or that reached another endpoint than the "
+            "router picked.",
             unit="reqps",
             queries={
                 "rejected: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",
@@ -105,7 +109,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Caches": (
         Panel(
             title="Cache hit rate",
-            about="Share of prompt tokens predicted as cached, and the part of these that engines confirm.",
+            about="Share of prompt tokens that routers predict as cached. The series measured / predicted is the share "
+            "of predicted tokens that engines confirm.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"
@@ -116,13 +121,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Indexed blocks",
-            about="Blocks that routers expect in each endpoint's cache. Falls to 0 when an endpoint loses its cache.",
+            about="Blocks that routers expect in each endpoint's cache. The value falls to 0 when an endpoint loses "
+            "its cache.",
             unit="short",
             queries={"{{pool}} {{endpoint}}": f"max by (pool, endpoint) ({_of('dualmap_endpoint_indexed_blocks')})"},
         ),
         Panel(
             title="Hot prefixes",
-            about="Prefixes with a longer key, which spreads their requests over more pairs.",
+            about="Hot prefixes that use a longer key. A longer key spreads a prefix's requests over more pairs.",
             unit="short",
             queries={"{{pool}}": f"max by (pool) ({_of('dualmap_split_prefixes')})"},
         ),
@@ -130,7 +136,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": (
         Panel(
             title="Pending prefill tokens",
-            about="Uncached prompt tokens that each endpoint still has to compute, summed over routers.",
+            about="Uncached prompt tokens that each endpoint has not computed yet, as a sum over all routers.",
             unit="short",
             queries={
                 "{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"
@@ -147,7 +153,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Desired replicas and ring members",
-            about="Desired replicas, summed over routers and rounded up, and ring members by state.",
+            about="Rounded-up sum of all routers' desired replicas, and the number of ring members by state.",
             unit="short",
             queries={
                 "{{pool}} desired": f"ceil(sum by (pool) ({_of('dualmap_pool_desired_replicas')}))",
@@ -158,19 +164,22 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Health of DualMap": (
         Panel(
             title="Requests that bypass the routers",
-            about="Requests per second for which Envoy fails open. Expected: 0.",
+            about="Requests per second that Envoy forwards without a router's decision (fail open). The expected "
+            "value is 0.",
             unit="reqps",
             queries={"{{pod}}": "sum by (pod) (rate(envoy_http_ext_proc_failure_mode_allowed[$__rate_interval]))"},
         ),
         Panel(
             title="Shared state and leader",
-            about="1 if a router reaches Redis. Number of leading operators, expected: 1.",
+            about="The series redis is 1 if the router reaches Redis. The series leaders is the number of leading "
+            "operators, and should be 1.",
             unit="short",
             queries={"redis {{pod}}": "min by (pod) (dualmap_store_up)", "leaders": "sum(dualmap_operator_leader)"},
         ),
         Panel(
             title="Age of cluster data",
-            about="Seconds since the last message of the API server. At rest it rises to 45 s and restarts at 0.",
+            about="Seconds since the last message from the API server. In an idle cluster, the value rises to 45 s "
+            "and returns to 0.",
             unit="s",
             queries={
                 "{{pod}} {{resource}}": "max by (pod, resource) (dualmap_kube_watch_age_seconds)",
@@ -188,13 +197,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Drain time",
-            about="Time from the state Draining to the member's removal.",
+            about="Time from the start of a member's drain to the member's removal.",
             unit="s",
             queries={"p90": _quantile_of_all(0.9, "dualmap_operator_drain_seconds_bucket")},
         ),
         Panel(
             title="Reconciles",
-            about="Reconciles of the operator by result. Failed ones are retried.",
+            about="Reconciles of the operator, by result. The operator retries failed reconciles.",
             unit="ops",
             queries={"{{result}}": "sum by (result) (rate(dualmap_operator_reconciles_total[$__rate_interval]))"},
         ),
@@ -203,7 +212,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, charts in ROWS.items():

@@ -1,4 +1,4 @@
-"""``python -m bench autoscaling``: run the missing measurements, then write the page and the chart."""
+"""The command ``python -m bench autoscaling``: runs the missing measurements, then writes the page and the chart."""
 
 import sys
 from collections.abc import Sequence
@@ -24,25 +24,29 @@ _QUICK: Final = _ROOT / "build" / "autoscaling-quick"
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
 @click.option(
-    "--draw", "only_draw", is_flag=True, help="Measure nothing; write the page and the chart from the stored results."
+    "--draw",
+    "only_draw",
+    is_flag=True,
+    help="Do not measure. Write the results page and the chart from the stored results.",
 )
-@click.option("--quick", is_flag=True, help="Run one load shape once as a smoke test; results go to build/.")
+@click.option("--quick", is_flag=True, help="Run one load shape once, as a smoke test. The results go to build/.")
 @click.option("--processes", default=2, type=click.IntRange(1, 64), help="Number of measurements to run in parallel.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     default=TRACE,
-    help="File of the Conversation trace. Without it, Tool&Agent is generated.",
+    help="File of the Conversation trace. If the file is missing, a generated Tool&Agent workload replaces the trace.",
 )
 def autoscaling(*, stale: bool, only_draw: bool, quick: bool, processes: int, trace: Path) -> None:
-    """Measure autoscaling in virtual time, and print the tables; about a quarter of an hour of two cores.
+    """Measure autoscaling in virtual time, and print the tables.
 
-    Figures are kept as JSON run by run, so one that is stopped goes on where it was.
+    A full benchmark takes about 15 minutes on two cores. The results of each run are stored as JSON. An interrupted
+    benchmark continues with the runs that have no stored result.
 
     \b
     Example:
       python -m bench autoscaling
-      python -m bench autoscaling --stale      after the rule or the router changed
+      python -m bench autoscaling --stale      # after a change of the autoscaling rule or the router
     """
     extent = Extent(quick=quick, trace=trace)
     directory = _QUICK if quick else _RECORDED

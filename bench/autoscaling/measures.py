@@ -1,6 +1,6 @@
-"""Measures one run under a scaler or on a fixed fleet, and defines the cells that name these runs.
+"""Measures a run under a scaler or on a fixed fleet, and defines the cells of these runs.
 
-The functions are called in worker processes.
+Worker processes call these functions.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ from dualmap_sim.workloads.trace import Trace
 SECTION: Final = "autoscaling"
 _ENGINE: Final = PRESETS["7b"]
 _SEED_REQUESTS: Final = 4000
-"""Each further seed begins this number of requests later in the trace."""
+"""Number of requests between the starts of two seeds in the trace."""
 _TOOL_AGENT_PER_S: Final = 7.0
-"""The rate at which the generated workload needs about as many instances as the trace at its recorded rate."""
+"""At this rate the generated workload needs about as many instances as the trace at its recorded rate."""
 _SERIES_S: Final = 30.0
 
 
 def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Kept:
-    """Run a shape under a scaler; return its figures and the fleet's size over time."""
+    """Run a shape under a scaler; return the figures, and the size of the fleet over time."""
     load = SHAPES[shape]
     config = _config(_load(trace, workload), load.first)
     if scaler in (SLO_HASTY, SLO_ROUTERS):
@@ -67,12 +67,12 @@ def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Ke
     if load.rises_s is not None:
         found = lag(run.syncs, since_s=load.rises_s, enough=ENOUGH[load.highest])
         kept |= {"asked_after_s": found.asked_s, "serving_after_s": found.serving_s}
-    # The chart shows one run of each shape and scaler.
+    # The chart shows the run with seed 0 of each shape and scaler.
     return kept | (_series(run) if seed == 0 else {})
 
 
 def sized(trace: Path, workload: str, rate: float, instances: int, seed: int) -> Kept:
-    """Run half an hour at a rate on a fixed fleet; return its figures."""
+    """Run half an hour at a rate on a fixed fleet; return the figures."""
     config = replace(_config(_load(trace, workload), instances), scaler=None)
     return _figures(_run(trace, workload, config, phases((30, rate)), seed))
 
@@ -139,7 +139,7 @@ def _series(run: Run) -> dict[str, Any]:
 
 
 def cell(extent: Extent, shape: str, scaler: str, seed: int) -> Cell:
-    """Name a shape under a scaler."""
+    """Return the cell of a shape under a scaler."""
     return Cell(
         section=SECTION,
         name=f"{extent.workload} {shape}: {scaler}, seed {seed}",
@@ -149,7 +149,7 @@ def cell(extent: Extent, shape: str, scaler: str, seed: int) -> Cell:
 
 
 def size_cell(extent: Extent, rate: float, instances: int, seed: int) -> Cell:
-    """Name a fixed fleet at a rate."""
+    """Return the cell of a fixed fleet at a rate."""
     return Cell(
         section=SECTION,
         name=f"{extent.workload} at {rate:g}: {instances} instances, seed {seed}",

@@ -1,4 +1,4 @@
-"""Defines what is measured: the load shapes, the scalers, and the fixed fleets to compare with."""
+"""Defines the measurements: the load shapes, the scalers, and the fixed fleets for comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +20,8 @@ START_S: Final = 120.0
 class Shape:
     """The load over time, as multiples of the trace's recorded rate.
 
-    ``first`` is the number of instances at the start.
-
-    ``highest`` is the highest of these rates; ``rises_s`` is the time at which load jumps to it, None if it does not
-    jump.
+    ``first`` is the number of instances at the start. ``highest`` is the highest rate. ``rises_s`` is the time at which
+    the load rises suddenly to ``highest``, or None.
     """
 
     says: str
@@ -34,12 +32,12 @@ class Shape:
 
     @property
     def lasts_s(self) -> float:
-        """The shape's duration."""
+        """The shape's duration in seconds."""
         return sum(phase.seconds for phase in self.phases)
 
 
 def phases(*minutes_and_rates: tuple[float, float]) -> tuple[Phase, ...]:
-    """Return phases, each with its minutes and its rate."""
+    """Return phases, each with its duration in minutes and its rate."""
     return tuple(Phase(seconds=60 * minutes, rate=rate) for minutes, rate in minutes_and_rates)
 
 
@@ -81,8 +79,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     }
 )
 ENOUGH: Final[Mapping[float, int]] = MappingProxyType({1.0: 9, 1.5: 12})
-"""The smallest fixed fleet that serves 99 % of the requests within the SLO at each rate, as the table of sizes shows.
-"""
+"""The smallest fixed fleet that serves 99 % of the requests within the SLO, by rate, from the table of fixed fleets."""
 SIZES: Final[Mapping[float, tuple[int, ...]]] = MappingProxyType({1.0: (8, 9), 1.5: (11, 12)})
 MANIFEST: Final = HpaSpec()
 HASTY: Final = replace(MANIFEST, down=replace(MANIFEST.down, stabilization_s=300.0))
@@ -96,7 +93,7 @@ SLO_ROUTERS: Final = "SLO, 4 routers"
 
 
 def queue(target: float) -> str:
-    """Return the name of a scaler with this number of requests for each replica."""
+    """Return the name of a scaler with this target of requests per replica."""
     return f"queue, {target:g} a replica"
 
 
@@ -105,33 +102,33 @@ SCALERS: Final = (SLO, SLO_HASTY, *(queue(target) for target in TARGETS), FIXED_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured, and of which workload."""
+    """The extent of a run and its workload."""
 
     quick: bool
     trace: Path
 
     @property
     def workload(self) -> str:
-        """The Conversation trace, or the workload that replaces it."""
+        """The Conversation trace, or Tool&Agent if the trace is missing."""
         return CONVERSATION if self.trace.exists() else TOOL_AGENT
 
     def scalers(self, shape: str, seed: int) -> Sequence[str]:
-        """The scalers that run under a shape with a seed; those with little variation run only once."""
+        """The scalers that run under a shape with a seed. Scalers with little variation run only once."""
         once = (SLO_HASTY, FIXED_MEAN)
         return [each for each in SCALERS if each not in once or (shape == "step" and seed == 0)]
 
     def sizes(self, seed: int) -> Sequence[tuple[float, int]]:
-        """The fixed fleets that are measured, by rate."""
+        """The fixed fleets to measure, by rate."""
         return () if self.quick or seed else [(rate, size) for rate, of in SIZES.items() for size in of]
 
     @property
     def shapes(self) -> Sequence[str]:
-        """The shapes that are measured."""
+        """The shapes to measure."""
         return ("burst",) if self.quick else tuple(SHAPES)
 
     @property
     def seeds(self) -> Sequence[int]:
-        """The seeds, which choose where in the trace a run begins."""
+        """The seeds. Each seed determines the first request of a run."""
         return (0,) if self.quick else (0, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Makes the tables and the chart of the measurements."""
+"""Makes the tables and the chart of the autoscaling measurements."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 
 
 def page(results: Results, extent: Extent) -> str:
-    """Return the tables of the measurements."""
+    """Return a Markdown page with the tables of the measurements."""
     title = TITLES[extent.workload]
     parts = [
         f"{title}, engine model `7b`, SLO {SLO_S:g} s. Instances take {START_S:g} s to start. Each figure is the "
@@ -45,7 +45,7 @@ def page(results: Results, extent: Extent) -> str:
 
 
 def _measured(results: Results, extent: Extent) -> list[str]:
-    """Return the shapes that have at least one run to show."""
+    """Return the shapes with at least one run."""
     return [each for each in extent.shapes if results.figures(cell(extent, each, SLO, 0)) is not None]
 
 
@@ -120,7 +120,7 @@ _COLOURS: Final = (("SLO", "#0f766e"), (queue(TARGETS[0]), "#c2571a"), (queue(TA
 
 
 def draw(results: Results, extent: Extent, path: Path) -> None:
-    """Draw the fleets' sizes beside the load, and the share of requests served within the SLO."""
+    """Draw the sizes of the fleets with the load, and the share of requests served within the SLO."""
     shapes = _measured(results, extent)
     if not shapes:
         return
@@ -157,7 +157,7 @@ def draw(results: Results, extent: Extent, path: Path) -> None:
 
 
 def _draw_need(axes: Axes, shape: Shape) -> None:
-    """Draw the load as the number of instances it needs, at the cost per request of the highest rate."""
+    """Draw the load as the number of instances that it needs, with the cost per request at the highest rate."""
     at_min: list[float] = []
     need: list[float] = []
     now_s = 0.0

@@ -1,4 +1,4 @@
-"""Requests streamed completions from a real engine and records when each token came. ``record.py`` uses it."""
+"""Requests streamed completions from a real engine and records the time of each token, for ``record.py``."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ TIMEOUT_S = 120.0
 
 
 class EngineError(Exception):
-    """The engine did not answer as vLLM does; the message describes its answer."""
+    """The engine's answer is not in vLLM's format; the message contains the answer."""
 
 
 class Client:
@@ -51,17 +51,17 @@ class Client:
             raise EngineError(f"GET {self._url}{path}: {error} ({type(error).__name__})") from error
 
     async def line(self, path: str, beginning: str) -> str:
-        """Return the line of a text that begins with ``beginning``. Raises EngineError."""
+        """Return the first line of a page that begins with ``beginning``. Raises EngineError."""
         async with self._http.get(self._url + path) as response:
             for line in (await response.text()).splitlines():
                 if line.startswith(beginning):
                     return line
-        raise EngineError(f"GET {self._url}{path}: no line begins with {beginning!r}")
+        raise EngineError(f"GET {self._url}{path}: the answer has no line that begins with {beginning!r}")
 
     async def wave(self, asks: tuple[Ask, ...], *, number: int, began_s: float) -> list[Seen]:
-        """Send the requests of one wave, each at its time from now, and return them when all have ended.
+        """Send the requests of one wave, each at its time, and return them after all have ended.
 
-        Times count from ``began_s`` (of ``time.monotonic``). Raises EngineError.
+        Recorded times count from ``began_s``, a value of ``time.monotonic``. Raises EngineError.
         """
         bodies = [(ask, self._body(ask)) for ask in asks]
         now_s = time.monotonic()
@@ -72,8 +72,8 @@ class Client:
                     for ask, body in bodies
                 ]
         except ExceptionGroup as errors:
-            # One failure ends the recording. Only the engine's own failures get a message; the others are raised as
-            # they are.
+            # One failure ends the recording. The engine's own failures become an EngineError; other errors are raised
+            # unchanged.
             first = errors.exceptions[0]
             if not isinstance(first, EngineError | aiohttp.ClientError | TimeoutError):
                 raise
@@ -89,7 +89,7 @@ class Client:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
-                # Usage in every chunk states how many tokens that chunk brought.
+                # The usage in every chunk shows how many tokens the chunk contains.
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         ).encode()
@@ -109,10 +109,12 @@ class Client:
                     usage = json.loads(line[6:])["usage"]
                     token_s += [now_s - began_s] * (usage["completion_tokens"] - len(token_s))
         if len(token_s) != ask.output_tokens:
-            raise EngineError(f"{len(token_s)} output tokens instead of {ask.output_tokens}")
+            raise EngineError(f"the engine returned {len(token_s)} output tokens instead of {ask.output_tokens}")
         details = usage.get("prompt_tokens_details")
         if details is None:
-            raise EngineError("no cached tokens are reported: start vLLM with --enable-prompt-tokens-details")
+            raise EngineError(
+                "the engine does not report cached tokens; start vLLM with --enable-prompt-tokens-details"
+            )
         return Seen(
             pieces=ask.pieces,
             cached_tokens=details.get("cached_tokens") or 0,

@@ -1,4 +1,4 @@
-"""``python -m bench.engine``: start a small vLLM, record it, fit the model to the recording, and report the error."""
+"""The command ``python -m bench.engine``: records a real vLLM, fits the engine model, and reports its errors."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ def engine() -> None:
     """Compare the engine model of the simulator with a real vLLM.
 
     \b
-    Example, with a vLLM in another environment:
+    Example, with vLLM in another virtual environment:
       python -m bench.engine record --python /tmp/vllm/bin/python --step-tokens 512 --out chunked.jsonl
       python -m bench.engine fit chunked.jsonl --plot chunked.png
     """
@@ -31,28 +31,38 @@ def engine() -> None:
 @engine.command()
 @click.option("--url", help="URL of a running engine, such as http://127.0.0.1:8000.")
 @click.option(
-    "--python", type=_EXISTING, help="Python with vLLM installed; starts an engine with a small random model."
+    "--python",
+    type=_EXISTING,
+    help="Python interpreter with vLLM installed. The command starts vLLM with this interpreter and a small random "
+    "model.",
 )
 @click.option("--step-tokens", required=True, type=click.IntRange(32), help="vLLM's --max-num-batched-tokens.")
 @click.option("--whole", is_flag=True, help="With --python: start vLLM with --no-enable-chunked-prefill.")
-@click.option("--options", default="", help="With --url: the engine's options, recorded in the file.")
-@click.option("--rounds", default=4, type=click.IntRange(2, 20), help="Number of times to send every prompt.")
+@click.option(
+    "--options",
+    default="",
+    help="With --url: command-line options of the engine. The benchmark only stores them in the recording.",
+)
+@click.option(
+    "--rounds", default=4, type=click.IntRange(2, 20), help="Number of rounds. Each round sends every prompt once."
+)
 @click.option("--out", required=True, type=_NEW, help="File to write the recording to.")
 def record(
     *, url: str | None, python: Path | None, step_tokens: int, whole: bool, options: str, rounds: int, out: Path
 ) -> None:
-    """Send prompts to a real engine, alone and queued, cold and warm, and record when their tokens arrive.
+    """Send prompts to a real engine, and record when each token arrives.
 
-    Four rounds take about six minutes of one quiet core.
+    The command sends prompts one at a time and in queues, to a cold and to a warm prefix cache. Four rounds take about
+    six minutes on one idle core.
 
     \b
     Example:
       python -m bench.engine record --url http://127.0.0.1:8000 --step-tokens 2048 --out recording.jsonl
     """
     if (url is None) == (python is None):
-        raise click.UsageError("give one of --url and --python")
+        raise click.UsageError("give either --url or --python")
     if url is not None and whole:
-        raise click.UsageError("--whole is for an engine started here: give --python instead of --url")
+        raise click.UsageError("--whole requires --python; give --python instead of --url")
 
     async def run() -> None:
         if url is not None:
@@ -75,9 +85,11 @@ def record(
 
 @engine.command()
 @click.argument("recordings", nargs=-1, required=True, type=_EXISTING)
-@click.option("--plot", "picture", type=_NEW, help="Write a PNG of the model's TTFT against the measured one.")
+@click.option(
+    "--plot", "picture", type=_NEW, help="Write a PNG chart that compares the model's TTFT with the measured TTFT."
+)
 def fit(*, recordings: tuple[Path, ...], picture: Path | None) -> None:
-    """Fit the model to every other round of each recording, predict the other rounds, and print the errors.
+    """Fit the engine model to half of each recording's rounds, predict the other half, and print the errors.
 
     \b
     Example:

@@ -1,8 +1,8 @@
 """Fits the engine model's parameters to a real engine: least squares of relative errors, on simple cases only.
 
-A prefill's cost is fitted to requests that were alone, a decode step's to batches that share a prefix. ``report.py``
-predicts queues and mixes. The formulas are ``PrefillCost``'s and ``DecodeCost``'s, which are linear in ``o``, ``1/r``,
-``a/r``, ``1/l`` and in ``d0``, ``d1``, ``d2``.
+The cost of a prefill is fitted to requests that ran alone, and the cost of a decode step to batches that share a
+prefix. ``report.py`` predicts queues and mixes. ``PrefillCost`` and ``DecodeCost`` define the formulas. The formulas
+are linear in ``o``, ``1/r``, ``a/r``, ``1/l`` and in ``d0``, ``d1``, ``d2``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from dualmap_sim.presets import DecodeCost, EngineConfig, PrefillCost
 ALONE = ("alone cold", "alone warm")
 DECODE = "decode"
 NOTHING_S = 1e-12
-"""Replaces a zero time where the model divides by it."""
+"""Replaces a time of zero in a division."""
 
 
 class FitError(Exception):
@@ -25,9 +25,10 @@ class FitError(Exception):
 
 
 def fit(recording: Recording, groups: Sequence[Group], *, chunk_tokens: int | None) -> EngineConfig:
-    """Return the engine whose costs fit these groups of the recording best. Raises FitError.
+    """Return the engine configuration that fits these groups of the recording best. Raises FitError.
 
-    With ``chunk_tokens`` its prefills are cut into chunks, and each chunk pays ``o``; with None they are not cut.
+    With ``chunk_tokens``, prefills are cut into chunks, and each chunk pays ``o``. If ``chunk_tokens`` is None,
+    prefills are not cut.
     """
     block_tokens, kv_tokens = recording.tokens("block_tokens"), recording.tokens("kv_tokens")
     return EngineConfig(
@@ -78,8 +79,8 @@ def _decode(groups: Iterable[Group]) -> DecodeCost:
 def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
     """Return the KV tokens of a batch halfway through its common steps, and the median time of these steps.
 
-    Common steps are those that all requests of the batch share. None where there was no such
-    step: on a busy machine the last request may come after the first has ended.
+    All requests of the batch are in every common step. The result is None without a common step: on a busy machine the
+    last request may begin after the first has ended.
     """
     begin_s, end_s = max(each.token_s[0] for each in batch), min(each.token_s[-1] for each in batch)
     last = max(batch, key=lambda each: each.token_s[0])
@@ -92,12 +93,12 @@ def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
 
 
 def _solve(rows: Sequence[Sequence[float]], times_s: Sequence[float], what: str) -> list[float]:
-    """Return the coefficients, none below zero, that minimise the sum of squared relative errors.
+    """Return the non-negative coefficients that minimise the sum of squared relative errors.
 
     Negative coefficients are set to zero, the most negative first, because their columns explain only noise.
     """
     if len(rows) <= len(rows[0] if rows else ()):
-        raise FitError(f"{len(rows)} requests of the kind {what!r} are too few to fit to")
+        raise FitError(f"the recording has too few requests of the kind {what!r} for a fit: {len(rows)}")
     matrix = np.array(rows, dtype=float) / np.array(times_s)[:, None]
     scale = np.abs(matrix).max(axis=0)
     kept = list(range(matrix.shape[1]))

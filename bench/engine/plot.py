@@ -1,17 +1,17 @@
-"""Plots the model's times against the measured ones, one dot for each request."""
+"""Plots the model's times against the measured times, one dot for each request."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # Selects a backend without a display, which must happen before pyplot is imported.
+matplotlib.use("Agg")  # A backend without a display; it must be selected before pyplot is imported.
 from bench.engine.report import Fitted, by_scenario
 from matplotlib import pyplot
 
 
 def plot(path: Path, columns: Sequence[tuple[str, Sequence[Fitted]]]) -> None:
-    """Write an image with a column for each recording (its title and its fits) and a row for each mode of the model."""
+    """Write an image with a column for each recording (title and fits) and a row for each mode of the model."""
     rows = len(columns[0][1])
     figure, grid = pyplot.subplots(rows, len(columns), figsize=(5 * len(columns), 4.6 * rows), squeeze=False)
     for column, (title, fits) in enumerate(columns):

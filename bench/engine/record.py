@@ -1,6 +1,6 @@
 """Sends the requests of ``scenarios.py`` to a real engine, group by group, and returns the recording.
 
-To record the machine's noise, the same kind of request is sent alone before every group (the *probe*).
+Before every group, one request of a fixed kind, the *probe*, is sent alone. The probes' times show the machine's noise.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from bench.engine.scenarios import Ask, planned
 PROBE_TOKENS = 512
 PROBES = 5
 FIRST_PROBE = 1_000_000
-"""Number of the first probe's text; the scenarios' texts have lower ones."""
+"""Number of the first probe's text; the texts of the scenarios have lower numbers."""
 PAUSE_S = 0.05
-"""The pause between groups: after its last token an engine still has to finish its step."""
+"""Seconds between groups, because an engine still finishes its step after the last token."""
 
 
 async def record(url: str, *, rounds: int, step_tokens: int, options: str, say: Callable[[str], None]) -> Recording:
-    """Send all groups to the engine at ``url``. Raises EngineError."""
+    """Send all groups to the engine at ``url`` and return the recording. Raises EngineError."""
     async with Client(url) as client:
         probe = _Probe(client)
         speed = PROBE_TOKENS / median([await probe.ttft_s() for _ in range(PROBES)])
@@ -53,7 +53,7 @@ async def record(url: str, *, rounds: int, step_tokens: int, options: str, say: 
 
 
 class _Probe:
-    """Requests of one length that share nothing, sent alone."""
+    """Requests of one length without a common prefix, sent alone."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -67,7 +67,7 @@ class _Probe:
 
 
 async def _engine(client: Client) -> dict[str, str | int]:
-    """Return the engine's own facts; only one of its metrics states the cache's shape."""
+    """Return the engine's version, model and cache size. Only one of the engine's metrics contains the cache size."""
     version, models = await client.get("/version"), await client.get("/v1/models")
     cache = dict(re.findall(r'(\w+)="([^"]*)"', await client.line("/metrics", "vllm:cache_config_info{")))
     block_tokens, blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])

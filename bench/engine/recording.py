@@ -1,8 +1,8 @@
-"""A recording of a real engine, as values and as a JSON file: requests with the times of their tokens, machine, engine.
+"""A recording of a real engine, as values and as a JSON file: engine, machine, and requests with their token times.
 
-``record.py`` makes recordings; ``replay.py`` replays them on the engine model. A file holds one group of requests on
-each line. Its times are in milliseconds. A prompt is a list of pieces (a number and a length), from which
-``scenarios.py`` makes tokens.
+``record.py`` makes recordings; ``replay.py`` replays them on the engine model. Each line of a file has one group of
+requests, with times in milliseconds. A prompt is a list of pieces (a number and a length). ``scenarios.py`` converts
+the pieces to tokens.
 """
 
 import json
@@ -15,44 +15,42 @@ from typing import Any, Final
 FORMAT: Final = "dualmap engine recording 1"
 
 Piece = tuple[int, int]
-"""A piece of a prompt: the number of its text, and how many of that text's first tokens it has."""
+"""A piece of a prompt: the number of a text, and the number of tokens from the text's beginning."""
 
 
 class RecordingError(Exception):
-    """A file is not a recording; the message states the fault and its line."""
+    """A file is not a recording; the message contains the fault and its line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One request as its client saw it. Times are seconds since its group began."""
+    """One request as recorded by its client. Times are in seconds since the beginning of the group."""
 
     pieces: tuple[Piece, ...]
     cached_tokens: int
-    """Prompt tokens found in the prefix cache, as the engine reports."""
+    """Prompt tokens found in the prefix cache, as reported by the engine."""
     sent_s: float
     token_s: tuple[float, ...]
-    """When each output token came."""
+    """The arrival time of each output token."""
     setup: bool
-    """Sent only to warm the cache for other requests; its times are not counted."""
+    """Whether the request only warms the cache for other requests. The times of such a request are not counted."""
     wave: int
-    """Each wave begins when all requests of the previous wave have ended; its requests are sent at set times from its
-    beginning.
-    """
+    """The number of the request's wave. A wave begins when all requests of the previous wave have ended."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return sum(tokens for _, tokens in self.pieces)
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """Time to first token in seconds."""
         return self.token_s[0] - self.sent_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Requests sent to an idle engine whose cache held nothing of their prompts."""
+    """Requests sent to an idle engine whose cache contained no blocks of their prompts."""
 
     scenario: str
     round: int
@@ -68,13 +66,15 @@ class Recording:
     """The full result of one run of ``record``."""
 
     engine: Mapping[str, str | int]
-    """``version``, ``model``, ``options``; ``step_tokens`` (the most that one step computes, vLLM's
-    ``max_num_batched_tokens``), ``block_tokens`` and ``kv_tokens``."""
+    """``version``, ``model``, ``options``, ``block_tokens``, ``kv_tokens`` and ``step_tokens``.
+
+    ``step_tokens`` is the maximum number of tokens of one step, vLLM's ``max_num_batched_tokens``.
+    """
     machine: Mapping[str, str | int]
     groups: tuple[Group, ...]
 
     def tokens(self, fact: str) -> int:
-        """Return one of the engine's facts, which must be a number of tokens."""
+        """Return one of the engine's values, which must be a number of tokens."""
         return int(self.engine[fact])
 
 
@@ -86,19 +86,19 @@ def write_recording(path: Path, recording: Recording) -> None:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a recording. Raises RecordingError, OSError."""
+    """Read a recording. Raises RecordingError and OSError."""
     first, *rest = path.read_text(encoding="utf-8").splitlines() or [""]
     head = _line(path, 1, first)
     if head.get("format") != FORMAT:
         raise RecordingError(f'{path}: the first line has no "format": "{FORMAT}"')
     if not all(isinstance(head.get(name), dict) for name in ("engine", "machine")):
-        raise RecordingError(f"{path}: the first line lacks facts of the engine or the machine")
+        raise RecordingError(f'{path}: the first line has no object "engine" or "machine"')
     groups = []
     for number, line in enumerate(rest, start=2):
         try:
             groups.append(_group_in(_line(path, number, line)))
         except (KeyError, TypeError, ValueError) as error:
-            raise RecordingError(f"{path}:{number}: not a group of requests: {error!r}") from error
+            raise RecordingError(f"{path}:{number}: the line is not a valid group of requests: {error!r}") from error
     return Recording(engine=head["engine"], machine=head["machine"], groups=tuple(groups))
 
 
@@ -106,9 +106,9 @@ def _line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise RecordingError(f"{path}:{number}: not JSON: {error}") from error
+        raise RecordingError(f"{path}:{number}: the line is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise RecordingError(f"{path}:{number}: not a JSON object")
+        raise RecordingError(f"{path}:{number}: the line is not a JSON object")
     return value
 
 
@@ -123,7 +123,7 @@ def _group_out(group: Group) -> dict[str, Any]:
 
 
 def _seen_out(seen: Seen) -> list[Any]:
-    """Return pieces, cached tokens, wave, whether it is setup, send time, and the times between successive tokens."""
+    """Return pieces, cached tokens, wave, setup, send time, and the times between successive tokens."""
     times = (seen.sent_s, *seen.token_s)
     gaps = [_ms(after) - _ms(before) for before, after in pairwise(times)]
     facts = [seen.pieces, seen.cached_tokens, seen.wave, int(seen.setup)]

@@ -1,6 +1,6 @@
-"""Replays a recording on the engine model, with requests at the same times, and returns when their tokens come.
+"""Replays a recording on the engine model, with requests at the same times, and returns the times of their tokens.
 
-``recording.py`` holds the requests, ``fit.py`` fits the engine's parameters, ``report.py`` compares.
+``recording.py`` defines the requests, ``fit.py`` fits the engine's parameters, and ``report.py`` compares the times.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from dualmap_sim.presets import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One recorded request, and the model's prediction of it."""
+    """One recorded request and the model's prediction for it."""
 
     group: Group
     position: int
-    """Its index among the group's requests."""
+    """The request's index in its group."""
     ttft_s: float
     total_s: float
-    """From sending to the last token."""
+    """Seconds from sending to the last token."""
     cached_tokens: int
 
     @property
@@ -32,7 +32,7 @@ class Replayed:
 
     @property
     def ttft_error(self) -> float:
-        """The model's TTFT minus the real one, relative to the real one."""
+        """The difference of the model's TTFT from the real TTFT, relative to the real TTFT."""
         return self.ttft_s / self.seen.ttft_s - 1
 
     @property
@@ -42,9 +42,9 @@ class Replayed:
 
 
 def replay(config: EngineConfig, group: Group) -> list[Replayed]:
-    """Replay a group on an empty engine model; return its requests without those of the setup.
+    """Replay a group on an empty engine model; return the predictions without those for setup requests.
 
-    As in the recording, a wave begins when the previous one has ended; its requests keep their times.
+    As in the recording, a wave begins when the previous wave has ended. Within a wave, requests keep their times.
     """
     blocks = _Blocks(config.block_tokens)
     engine = Engine(config)
@@ -55,7 +55,7 @@ def replay(config: EngineConfig, group: Group) -> list[Replayed]:
         late_s = max(late_s, engine.now_s - asked[0][1].sent_s)
         events: list[EngineEvent] = []
         for position, seen in asked:
-            # Adding and subtracting the same time may leave a rounding error.
+            # By a rounding error, the computed time may be earlier than ``engine.now_s``.
             at_s = max(engine.now_s, late_s + seen.sent_s)
             events += engine.advance(at_s)
             engine.submit(at_s, _request(position, seen, blocks))
@@ -87,7 +87,7 @@ def _request(position: int, seen: Seen, blocks: "_Blocks") -> EngineRequest:
 
 
 class _Blocks:
-    """Numbers of blocks: two blocks have the same number if all tokens up to their ends are the same."""
+    """Assigns numbers to blocks. Two blocks have equal numbers if all tokens up to their ends are equal."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -101,7 +101,7 @@ class _Blocks:
         return numbers
 
     def _contents(self, seen: Seen) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """Yield every whole block as the pieces of texts it consists of: text, from, to."""
+        """Yield every full block as a tuple of text pieces: text, start, end."""
         block: list[tuple[int, int, int]] = []
         room = self._block_tokens
         for text, tokens in seen.pieces:

@@ -1,10 +1,10 @@
 """Reports the fitted model's errors in tables, by scenario, on the half of a recording that was not used for the fit.
 
-Each error has a *floor* beside it: the difference between two runs of the same request, one in each half. An error near
+Next to each error is a *floor*: the difference between two runs of the same request, one in each half. An error near
 its floor cannot be distinguished from noise.
 
-On a shared machine some groups run faster than others. So groups are replayed a second time *at their own rate*: one
-factor, the best for the group, slows the whole model. The remaining error is that of the model's form.
+On a shared machine some groups run faster than others. So groups are replayed a second time *at their own rate*: the
+model is slowed by the best factor for the group. The remaining error comes from the form of the model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,28 +19,27 @@ from bench.engine.replay import Replayed, replay
 from dualmap_sim.presets import EngineConfig, slowed
 
 RATES: Final = tuple(0.6 + 0.02 * step for step in range(56))
-"""Factors by which a group may be slower; the best one is taken."""
+"""Possible ratios of a group's real times to the predicted times. The search selects the best ratio."""
 RATED_REQUESTS: Final = 4
-"""Groups with fewer requests get no rate of their own, because a factor would fit so few whatever the model predicts.
-"""
+"""Minimum number of requests for a rate of their own, because a factor fits few requests under any model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The model in one of its modes, fitted to one half of a recording, with its predictions of the other half."""
+    """One mode of the model, fitted to one half of a recording, with its predictions for the other half."""
 
     mode: str
     config: EngineConfig
     replayed: tuple[Replayed, ...]
     at_own_rate: tuple[Replayed, ...]
-    """The requests of groups of at least ``RATED_REQUESTS``, each group replayed at its own rate."""
+    """The requests of groups with at least ``RATED_REQUESTS``, each group replayed at its own rate."""
     rates: tuple[tuple[str, float], ...]
-    """The scenario of each of those groups, and the factor by which the group took longer than predicted."""
+    """The scenario of each group in ``at_own_rate``, and the ratio of the group's real times to the predicted times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """The model's relative errors: median and p90 of the absolute errors, median of the signed ones."""
+    """The model's relative errors: median and p90 of the absolute errors, median of the signed errors."""
 
     requests: int
     median: float
@@ -49,7 +48,7 @@ class Errors:
 
 
 def halves(recording: Recording) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Return the groups of the even rounds, to fit to, and those of the odd ones, to predict."""
+    """Return the groups of the even rounds, for the fit, and the groups of the odd rounds, for the predictions."""
     return (
         tuple(group for group in recording.groups if group.round % 2 == 0),
         tuple(group for group in recording.groups if group.round % 2 == 1),
@@ -57,7 +56,7 @@ def halves(recording: Recording) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
 
 
 def fit_and_replay(recording: Recording) -> tuple[Fitted, Fitted]:
-    """Fit both modes of the model, whole and chunked prefills, to one half, and replay the other half.
+    """Fit both modes of the model (whole and chunked prefills) to one half, and replay the other half.
 
     Raises FitError.
     """
@@ -80,17 +79,17 @@ def _fitted(mode: str, config: EngineConfig, predicted: Sequence[Group]) -> Fitt
 
 
 def counted(group: Group) -> list[Seen]:
-    """Return the requests without those of the setup."""
+    """Return the requests without the setup requests."""
     return [seen for seen in group.requests if not seen.setup]
 
 
 def own_rate(config: EngineConfig, group: Group) -> float:
-    """Return the factor by which this group took longer than predicted: the factor of least mean error."""
+    """Return the group's ratio of real times to predicted times: the ratio with the lowest mean error."""
     return min(RATES, key=lambda rate: fmean(abs(each.ttft_error) for each in replay(slowed(config, rate), group)))
 
 
 def errors(values: Iterable[float]) -> Errors:
-    """Summarise relative errors, at least one."""
+    """Summarise at least one relative error."""
     signed = list(values)
     absolute = sorted(abs(value) for value in signed)
     return Errors(
@@ -110,9 +109,9 @@ def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
 
 
 def floor(recording: Recording, scenario: str) -> float | None:
-    """Return the median relative difference of TTFT between a predicted request and the same one in the round before.
+    """Return the median relative difference between TTFTs of the same request in a fitted and a predicted round.
 
-    None where each round draws new requests.
+    The result is None if each round draws new requests.
     """
     if scenario.startswith("poisson"):
         return None

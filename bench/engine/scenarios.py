@@ -1,6 +1,7 @@
-"""Defines the groups of requests to a real engine, from a single one to a Poisson mix, and their prompts' tokens.
+"""Defines the groups of requests to a real engine, from a single request to a Poisson mix, and their prompts' tokens.
 
-``record.py`` sends them. Every group has texts of its own, so an engine's cache holds nothing of it beforehand.
+``record.py`` sends the groups. Every group has its own texts, so an engine's cache contains no blocks of the group
+beforehand.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from bench.engine.recording import Piece
 
 LENGTHS = (256, 512, 1024, 1536, 2048, 3072, 4000)
 WARM = ((2048, 512), (2048, 1024), (2048, 1536), (2048, 2016), (4000, 1024), (4000, 2048), (4000, 3072), (4000, 3968))
-"""Prompts by their length and how many tokens of it are cached; all have the same beginning."""
+"""Lengths of prompts with the number of cached tokens; all have the same prefix."""
 MIXED = (2048, 256, 1024, 512, 256, 1536)
 BATCHES = (1, 2, 4, 8, 16)
 DECODE_CONTEXTS = (64, 768, 2560)
@@ -20,7 +21,7 @@ POISSON_REQUESTS = 30
 POISSON_LOADS = (("poisson light", 0.5), ("poisson heavy", 0.85))
 DOCUMENTS = 6
 VOCABULARY = (1, 2047)
-"""Token ids in use: the model has 2048, and 0 is the end of text."""
+"""Range of token ids. The model has 2048 ids, and 0 is the end of text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """Waves of requests; each begins when all requests of the previous one have ended."""
+    """Waves of requests. A wave begins when all requests of the previous wave have ended."""
 
     scenario: str
     round: int
@@ -46,13 +47,13 @@ class PlannedGroup:
 
 
 class Texts:
-    """The numbers of texts that no request has used yet."""
+    """Assigns numbers to new texts."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def new(self, tokens: int) -> Piece:
-        """Return a piece of a new text."""
+        """Return a piece of a new text with this number of tokens."""
         self._last += 1
         return (self._last, tokens)
 
@@ -63,7 +64,7 @@ def token_ids(pieces: tuple[Piece, ...]) -> list[int]:
 
 
 def planned(rounds: int, *, tokens_per_s: float, seed: int = 0) -> Iterator[PlannedGroup]:
-    """Yield all groups. ``tokens_per_s`` is the engine's speed, from which the rates of the Poisson mixes follow."""
+    """Yield all groups. The engine's speed ``tokens_per_s`` determines the rates of the Poisson mixes."""
     texts, random = Texts(), Random(seed)
     for number in range(rounds):
         for scenario, waves in _waves(texts, random, tokens_per_s):
@@ -97,9 +98,9 @@ def _waves(texts: Texts, random: Random, tokens_per_s: float) -> Iterator[tuple[
 
 
 def _decode(texts: Texts, context: int) -> tuple[tuple[Ask, ...], ...]:
-    """Return batches that begin to decode together soon.
+    """Return batches of requests that decode together.
 
-    Their shared prefix is warm, so their prefills take almost no time.
+    The cache contains their shared prefix, so their prefills take almost no time.
     """
     shared = texts.new(context)
     batches = (
@@ -110,7 +111,7 @@ def _decode(texts: Texts, context: int) -> tuple[tuple[Ask, ...], ...]:
 
 
 def _poisson(texts: Texts, random: Random, new_tokens_per_s: float) -> tuple[Ask, ...]:
-    """Return questions about a few documents, at random times, that bring this number of uncached tokens per second."""
+    """Return questions on a few documents, at random times, with this number of uncached tokens per second."""
     documents = [texts.new(random.randrange(512, 1537)) for _ in range(DOCUMENTS)]
     chosen = [random.choice(documents) for _ in range(POISSON_REQUESTS)]
     pieces = [(document, texts.new(random.randrange(64, 513))) for document in chosen]

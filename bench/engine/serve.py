@@ -1,4 +1,4 @@
-"""Starts and stops a real vLLM on the CPU with the model of ``tiny_model.py``; used by ``record`` and the e2e tests."""
+"""Starts and stops a real vLLM on the CPU with the model of ``tiny_model.py``, for ``record`` and the e2e tests."""
 
 import asyncio
 import os
@@ -13,14 +13,14 @@ import aiohttp
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 240.0
-"""vLLM starts in 25 s on an idle machine, and in up to 150 s on a busy one."""
+"""vLLM starts in 25 s on an idle machine, and in up to 150 s on a busy machine."""
 STOP_LIMIT_S = 20.0
 LOG_CHARACTERS = 3000
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    # One thread computes, so a second core is left for the engine's other processes and the client.
+    # One thread computes. A second core is left for the engine's other processes and the client.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -33,8 +33,7 @@ class ServeError(Exception):
 def options_of(*, step_tokens: int, whole: bool) -> tuple[str, ...]:
     """Return vLLM's options.
 
-    ``step_tokens`` limits a step; ``whole`` keeps vLLM from cutting a prompt into several
-    steps.
+    ``step_tokens`` limits the tokens of a step. With ``whole``, vLLM never cuts a prompt into several steps.
     """
     return (
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "32"),
@@ -46,7 +45,7 @@ def options_of(*, step_tokens: int, whole: bool) -> tuple[str, ...]:
 
 @asynccontextmanager
 async def serving(python: Path, options: Sequence[str], *, say: Callable[[str], None]) -> AsyncIterator[str]:
-    """Yield the URL of a vLLM that lives as long as the context. Raises ServeError, OSError."""
+    """Yield the URL of a vLLM that runs while the context is open. Raises ServeError and OSError."""
     with tempfile.TemporaryDirectory(prefix="dualmap-vllm-") as temporary:
         folder = Path(temporary)
         log = folder / "log"
@@ -63,7 +62,7 @@ async def serving(python: Path, options: Sequence[str], *, say: Callable[[str], 
                 env=_environment(),
                 stdout=output,
                 stderr=output,
-                # In its own process group, because signals must also reach vLLM's child processes.
+                # The process has its own group, because signals must also reach vLLM's child processes.
                 start_new_session=True,
             )
         try:
@@ -80,7 +79,7 @@ async def _run(python: Path, script: Path, folder: Path, *, log: Path) -> None:
             str(python), str(script), str(folder), env=_environment(), stdout=output, stderr=output
         )
         if await made.wait():
-            raise ServeError(f"{python} could not make the model:\n{_end_of(log)}")
+            raise ServeError(f"{python} failed to create the model:\n{_end_of(log)}")
 
 
 async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> None:
@@ -92,17 +91,17 @@ async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> N
                         if response.status == 200:
                             return
                 except aiohttp.ClientError:
-                    pass  # vLLM does not listen yet.
+                    pass  # The server is still starting.
                 await asyncio.sleep(0.5)
     except TimeoutError as error:
-        raise ServeError(f"vLLM was not healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error
-    raise ServeError(f"vLLM ended with status {server.returncode}:\n{_end_of(log)}")
+        raise ServeError(f"vLLM did not become healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error
+    raise ServeError(f"vLLM exited with status {server.returncode}:\n{_end_of(log)}")
 
 
 async def _stop(server: asyncio.subprocess.Process) -> None:
-    """End vLLM and its children.
+    """Stop vLLM and its child processes.
 
-    On a busy machine vLLM's shutdown can hang for minutes, so after ``STOP_LIMIT_S`` the processes are killed.
+    On a busy machine vLLM's shutdown can hang for minutes. So the processes are killed after ``STOP_LIMIT_S``.
     """
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
@@ -114,7 +113,7 @@ async def _stop(server: asyncio.subprocess.Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # Without this environment's PYTHONPATH: Python would find its packages before vLLM's own.
+    # PYTHONPATH is removed, because Python would otherwise find its packages before vLLM's own.
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **ENVIRONMENT}
 
 

@@ -1,10 +1,8 @@
-"""Writes a small random Qwen2 with a tokenizer into a folder.
+"""Writes a small random Qwen2 model with a tokenizer into a folder.
 
-``serve.py`` runs it with the Python of a vLLM installation.
-
-The model has 25 million parameters (512 wide, 8 layers, 8 heads of which 4 hold KV). On a CPU core that is slow enough
-to tell a prefill's time from the overhead around it. No weights are downloaded. All random values come from a fixed
-seed.
+``serve.py`` runs this script with the Python of a vLLM installation. The model has 25 million parameters (512 wide, 8
+layers, 8 heads, 4 of them with KV). On a CPU core this model is slow enough to separate a prefill's time from its
+overhead. No weights are downloaded. All random values come from a fixed seed.
 """
 
 import sys
@@ -20,7 +18,7 @@ END = "<|endoftext|>"
 
 
 def main(folder: str) -> None:
-    """Write both."""
+    """Write the tokenizer and the model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

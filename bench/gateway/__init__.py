@@ -1,6 +1,6 @@
-"""Measures the router's cost behind a real Envoy, beside Envoy alone and beside a trivial picker.
+"""Measures the cost of the router behind a real Envoy, compared with Envoy alone and with a trivial picker.
 
-``command`` is the command line, ``stacks`` starts the processes, ``experiment`` measures them in turns, and ``report``
-makes tables of the samples. ``load``, ``upstream`` and ``trivial`` run as separate processes: the clients, the engines,
-and the picker whose answer is constant.
+``command`` is the command line, ``stacks`` starts the processes, and ``experiment`` measures the stacks in turn.
+``report`` makes tables of the samples. Three modules run as separate processes: ``load`` (the clients), ``upstream``
+(the engines), and ``trivial`` (the picker with a constant answer).
 """

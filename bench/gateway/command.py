@@ -1,4 +1,4 @@
-"""``python -m bench gateway``: options, progress on stderr, tables on stdout."""
+"""The command ``python -m bench gateway``: its options, progress on stderr, and tables on stdout."""
 
 import asyncio
 import json
@@ -21,15 +21,20 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
 
 @click.command(context_settings={"show_default": True})
 @click.option(
-    "--rounds", default=3, type=click.IntRange(1, 100), help="Number of rounds; each measures every stack once."
+    "--rounds", default=3, type=click.IntRange(1, 100), help="Number of rounds. Each round measures every stack once."
 )
 @click.option("--seconds", default=2.0, type=click.FloatRange(0.1, 60), help="Length of one measurement in seconds.")
 @click.option(
-    "--idle-seconds", default=20.0, type=click.FloatRange(0.5, 600), help="Length of the idle measurement in seconds."
+    "--idle-seconds",
+    default=20.0,
+    type=click.FloatRange(0.5, 600),
+    help="Length of the measurement without requests, in seconds.",
 )
-@click.option("--connections", default=32, type=click.IntRange(1, 200), help="Clients of the closed-loop measurements.")
 @click.option(
-    "--rate", default=200.0, type=click.FloatRange(1, 10_000), help="Requests per second of the open-loop measurements."
+    "--connections", default=32, type=click.IntRange(1, 200), help="Number of clients in closed-loop measurements."
+)
+@click.option(
+    "--rate", default=200.0, type=click.FloatRange(1, 10_000), help="Requests per second in open-loop measurements."
 )
 @click.option(
     "--section",
@@ -38,11 +43,19 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
     type=click.Choice(SECTIONS),
     help="Section to measure; repeat for several. Default: all.",
 )
-@click.option("--quick", is_flag=True, help="Rough figures in about two minutes; overrides the lengths above.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Measure only one short round, in about two minutes. Overrides --rounds, --seconds and --idle-seconds.",
+)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample to this JSON file."
 )
-@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Folder for configurations and logs.")
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep Envoy's configurations and all logs in this folder.",
+)
 def gateway(
     *,
     rounds: int,
@@ -55,10 +68,11 @@ def gateway(
     json_file: Path | None,
     keep: Path | None,
 ) -> None:
-    """Measure the router behind a real Envoy, and compare it with Envoy alone and with a picker that does nothing.
+    """Compare a real Envoy with the router, with a picker that does nothing, and without a picker.
 
-    Every stack has its turn in every round; figures are medians of the rounds (least to most), ratios are taken
-    within a round. The whole takes about six minutes.
+    A stack is Envoy with one of these pickers, or Envoy alone. Every round measures every stack once. The tables show
+    the median over the rounds, with the lowest and the highest value. Ratios compare measurements of the same round. A
+    full benchmark takes about six minutes.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Measures the stacks in turns: each has one turn in every round, so a noisy minute affects all of them.
+"""Measures the stacks in turn, each once in every round, so that a disturbance of the machine affects all stacks.
 
 Compare only figures of one run, and preferably as ratios within one round, as ``report`` does.
 """
@@ -26,7 +26,7 @@ _RAMP_S = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The lengths and numbers of the measurements. ``rate`` is the open loops' requests per second."""
+    """The durations and numbers of the measurements. ``rate`` is the requests per second of the open loops."""
 
     sections: tuple[str, ...]
     rounds: int
@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One kind of load. ``chunks`` is 0 for a JSON answer, ``rate`` 0 for a closed loop."""
+    """One kind of load. ``chunks`` is 0 for a JSON answer. ``rate`` is 0 for a closed loop."""
 
     section: str
     prompt_kb: int
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One stack under one load in one round. ``messages`` counts what Envoy sent to the picker, per request."""
+    """One stack under one load in one round. ``messages`` counts Envoy's messages to the picker per request."""
 
     cell: Cell
     stack: str
@@ -57,7 +57,7 @@ class Sample:
     result: Result
 
     def cpu_us(self, process: str) -> float:
-        """Return the CPU microseconds per request of the processes whose names begin with ``process``."""
+        """Return the CPU microseconds per request of the processes with names that begin with ``process``."""
         spent = sum(spent for name, spent in self.result.cpu_s.items() if name.startswith(process))
         return spent / max(1, self.result.requests) * 1e6
 
@@ -83,7 +83,7 @@ class Measured:
 
 
 class Experiment:
-    """One run; ``say`` receives each line of progress."""
+    """One run of the benchmark. ``say`` receives each line of progress."""
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._plan = plan
@@ -132,7 +132,7 @@ class Experiment:
     async def _at_rest(self) -> None:
         async with self._lab("idle") as lab:
             stack = await lab.routers(REDIS, 1, redis=True, members=IDLE_ENDPOINTS)
-            # Idle after requests, as in operation, not freshly started.
+            # Send requests first: in operation, an idle router has served requests before.
             await self._measure(lab, stack, Cell(section="idle", prompt_kb=1, chunks=0, rate=self._plan.rate), 0)
             await asyncio.sleep(1.0)
             self._say(f"idle: {IDLE_ENDPOINTS} endpoints for {self._plan.idle_s:g} s")
@@ -155,7 +155,7 @@ class Experiment:
 
     async def _rounds(self, lab: Lab, stacks: Sequence[Stack], cells: Sequence[Cell]) -> None:
         for stack in stacks:
-            # The first round warms up interpreter, connections and caches, and is not kept.
+            # The first round warms up interpreter, connections and caches. The samples of the first round are dropped.
             self._say(f"warming up: {stack.name}")
             for cell in cells:
                 if not cell.rate:
@@ -178,18 +178,18 @@ class Experiment:
                 ramp_s=_RAMP_S,
                 prompt_bytes=cell.prompt_kb * 1024,
                 chunks=cell.chunks,
-                # Every measurement has new conversations, so no stack has their prompts from an earlier one.
+                # Every measurement has new conversations, so that no engine has cached their prompts.
                 first=next(self._firsts),
                 pids=stack.pids,
             )
         )
         after = await stack.counts()
         if result.errors:
-            raise BenchError(f"{stack.name}: {result.errors} of {result.sent} requests were not answered with 200")
+            raise BenchError(f"{stack.name}: {result.errors} of {result.sent} requests did not get status 200")
         if after.unasked > before.unasked:
-            raise BenchError(f"{stack.name}: Envoy let {after.unasked - before.unasked} requests through unasked")
+            raise BenchError(f"{stack.name}: Envoy bypassed the picker for {after.unasked - before.unasked} requests")
         if stack.pickers and after.streams - before.streams < result.sent:
-            raise BenchError(f"{stack.name}: the picker saw fewer than the {result.sent} requests sent")
+            raise BenchError(f"{stack.name}: the picker received fewer requests than the clients sent ({result.sent})")
         messages = (after.messages - before.messages) / result.sent
         return Sample(cell=cell, stack=stack.name, round=number, messages=messages, result=result)
 

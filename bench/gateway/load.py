@@ -1,12 +1,13 @@
-"""The clients, as a process: a closed loop, or requests at fixed times regardless of earlier answers.
+"""The client process: a closed loop, or an open loop with requests at fixed times, independent of earlier answers.
 
-``python -m bench.gateway.load`` prints a port. Each line received there is a ``Job`` (JSON), answered with a
-``Result``. It writes raw HTTP/1.1 on asyncio protocols: 20 to 50 us per request of 1 KB, half of Envoy's own cost
-(``Result.cpu_s`` shows it as ``load``). A client library would cost several times Envoy's. This process itself reads
-the measured processes' CPU clocks at both ends of its window, so no messages between processes delay the readings.
+``python -m bench.gateway.load`` prints a port. Each line received on the port is a ``Job`` in JSON; the answer is a
+``Result``. The process writes raw HTTP/1.1 on asyncio protocols. A request of 1 KB costs 20 to 50 us, half of Envoy's
+own cost (``load`` in ``Result.cpu_s``). A client library would cost several times as much as Envoy. The client process
+itself reads the CPU clocks of the measured processes at both ends of the window. So no messages between processes delay
+the readings.
 
-In an open loop a request's times count from when it was due, not from when a connection was free. So a stall shows in
-every request it delayed (coordinated omission).
+In an open loop, a request's times count from its due time, not from the moment when a connection is free. So a stall
+appears in every request that it delayed (coordinated omission).
 """
 
 import asyncio
@@ -28,10 +29,10 @@ _CONNECTIONS_MAX = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One measurement. ``rate`` is requests a second, 0 for a closed loop of ``connections``.
+    """One measurement. ``rate`` is requests per second, or 0 for a closed loop of ``connections``.
 
-    The window of ``seconds`` begins after ``ramp_s``. ``chunks`` is the number of events in an answer (0: JSON).
-    ``first`` is the number of the first conversation. ``pids`` names the processes whose CPU time is measured.
+    The window of ``seconds`` begins after ``ramp_s``. ``chunks`` is the number of events in an answer, or 0 for a JSON
+    answer. ``first`` is the number of the first conversation. ``pids`` are the processes to measure, by name.
     """
 
     port: int
@@ -49,7 +50,7 @@ class Job:
 class Result:
     """The results within the window.
 
-    Times are to the first byte of the body, in ms; ``sent`` includes the requests of the ramp.
+    Times are in ms until the first byte of the body. ``sent`` includes the requests of the ramp.
     """
 
     requests: int
@@ -62,16 +63,16 @@ class Result:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of all threads of a process so far, in user and kernel mode.
+    """Return the CPU seconds that all threads of a process have used, in user and kernel mode.
 
-    This is the sum of /proc/PID/stat in nanoseconds instead of ticks of 10 ms. Linux derives the clock id from the
-    process id (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
+    The clock's resolution is a nanosecond; that of /proc/PID/stat is 10 ms. Linux derives the clock id from the process
+    id (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
     """
     return time.clock_gettime((~pid << 3) | 2)
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection and the request that is on it."""
+    """One keep-alive connection and its current request."""
 
     def __init__(self, clients: "_Clients") -> None:
         self._clients = clients
@@ -193,7 +194,7 @@ class _Clients:
                 self._all_ended.set()
 
     def lost(self, connection: _Connection) -> None:
-        """Count a connection that Envoy closed; a request on it never ends."""
+        """Count a connection that Envoy closed as an error; its request never ends."""
         if not self._closing:
             self.errors += 1
 
@@ -222,7 +223,7 @@ class _Clients:
         connection.send(due_s, [self._head, *next(self._bodies)])
 
     async def _drain(self) -> None:
-        """Wait for the outstanding answers; those that never come count as errors."""
+        """Wait for the outstanding answers; missing answers count as errors."""
         try:
             async with asyncio.timeout(_DRAIN_S):
                 while self._open:
@@ -253,14 +254,14 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def main() -> None:
-    """Serve jobs until killed."""
+    """Serve jobs until the process is killed."""
     server = await asyncio.start_server(_serve, "127.0.0.1", 0)
     print(f"dualmap bench-load ready control=127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    # epoll's timeouts have milliseconds, select's microseconds; a millisecond more would distort the times measured
-    # here.
+    # epoll has timeouts in milliseconds, select in microseconds. A delay of a millisecond would distort the measured
+    # times.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         runner.run(main())

@@ -1,6 +1,6 @@
 """Request bodies of conversations: a long prefix that was sent before, and a few new bytes.
 
-``load`` sends them. They are made with as little copying as possible, so that a body of 220 KB costs the client little.
+``load`` sends the bodies. The module copies little data, so that a body of 220 KB costs the client little time.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ _DIGITS = 12
 
 
 def bodies(size_bytes: int, *, streamed: bool, first: int) -> Iterator[tuple[bytes, bytes, bytes, bytes, bytes]]:
-    """Yield chat bodies of exactly ``size_bytes`` in five pieces, forever.
+    """Yield chat bodies of exactly ``size_bytes`` in five pieces, without end.
 
-    Every conversation has ``TURNS`` requests. Its number stands at the start of the prompt, so no other conversation
-    has its blocks; the turn's number stands at the end. Conversations are numbered from ``first``.
+    Every conversation has ``TURNS`` requests. The prompt starts with the conversation's number, so conversations share
+    no blocks. The prompt ends with the turn's number. Conversations are numbered from ``first``.
     """
     head = b'{"model": "%s", "messages": [{"role": "user", "content": "conversation ' % MODEL.encode()
     tail = b'"}], "stream": %s}' % (b"true" if streamed else b"false")

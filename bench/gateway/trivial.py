@@ -1,9 +1,9 @@
-"""The trivial picker, as a process: the least that a grpc.aio picker in Python can cost.
+"""The trivial picker process: the minimum cost of a grpc.aio picker in Python.
 
-``python -m bench.gateway.trivial DESTINATION CLUSTER`` speaks Envoy's no-wait STREAMED mode as the router does. It
-answers nothing before the body's end, sends one answer per message, and ends the stream at the first chunk of the
-response. Every answer is built once, at the start. Of each message the picker reads two bytes: its kind, and whether
-the body ends. It has no access log, no endpoint discovery and no metrics. It answers Envoy's health checks.
+``python -m bench.gateway.trivial DESTINATION CLUSTER`` uses Envoy's no-wait STREAMED mode, like the router. The picker
+sends no answer before the body's end, then one answer per message. The picker ends the stream at the first chunk of the
+response. Every answer is built once, at the start. The picker reads only the kind of each message, and whether the body
+ends. The picker has no access log, no endpoint discovery and no metrics. It answers Envoy's health checks.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in grpc-stubs
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only the type
 
-# The first byte of a ProcessingRequest as Envoy encodes it: the field number, with the wire type of a message.
+# The first byte of a ProcessingRequest in Envoy's encoding: the field number, with the wire type of a message.
 _REQUEST_BODY, _RESPONSE_HEADERS, _RESPONSE_BODY = 0x22, 0x1A, 0x2A
-# The last bytes of an HttpBody whose end_of_stream is true; JSON never ends in these control characters.
+# The last bytes of an HttpBody with end_of_stream true. JSON never ends with these control characters.
 _END_OF_STREAM = b"\x10\x01"
 
 
@@ -70,7 +70,7 @@ def _ends(message: bytes) -> bool:
 
 
 async def main(destination: str, cluster: str) -> None:
-    """Serve until killed, with the router's own gRPC options."""
+    """Serve until the process is killed, with the router's own gRPC options."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)])
     # Without serializers, gRPC passes bytes in both directions.
     method = grpc.stream_stream_rpc_method_handler(Picker(destination, cluster).process)

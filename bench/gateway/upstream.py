@@ -1,7 +1,7 @@
-"""Engines with almost no cost, as a process: they answer JSON at once, or server-sent events at a fixed pace.
+"""The engine process: engines that cost almost nothing and answer JSON at once, or server-sent events at a fixed pace.
 
-``python -m bench.gateway.upstream COUNT`` listens on COUNT free ports of 127.0.0.1 and prints them in its ready line. A
-request's header ``x-bench-chunks`` sets the number of events; 0 means JSON.
+``python -m bench.gateway.upstream COUNT`` listens on COUNT free ports of 127.0.0.1 and prints the ports in its ready
+line. A request's header ``x-bench-chunks`` sets the number of events; 0 requests JSON.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _END = _chunk(b"data: %s\n\ndata: [DONE]\n\n" % _LAST.encode()) + b"0\r\n\r\n"
 
 
 class Engine(asyncio.Protocol):
-    """One keep-alive connection; requests come one after the other, as Envoy's do, with a content length."""
+    """One keep-alive connection. Requests arrive one after another with a content length, as Envoy sends them."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -81,7 +81,7 @@ def _number(head: bytes, key: bytes) -> int:
 
 
 async def main(count: int) -> None:
-    """Serve until killed."""
+    """Serve until the process is killed."""
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(Engine, "127.0.0.1", 0) for _ in range(count)]
     ports = (server.sockets[0].getsockname()[1] for server in servers)

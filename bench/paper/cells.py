@@ -1,4 +1,4 @@
-"""Defines one measurement of the evaluation: the function to call, where its figures are stored, and its policy.
+"""Defines a cell, one measurement of the evaluation: the function to call, the location of its figures, its policy.
 
 ``measures`` has the functions that cells call in worker processes; ``results`` stores their figures.
 """
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 Figures = Mapping[str, Any]
-"""A measurement's figures as JSON: names end with their units, and null means that there is no value."""
+"""The figures of a measurement as JSON values. Names end with their units, and null stands for a missing value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One measurement. ``section`` and ``name`` identify it: the file of its figures, and the place in that file.
+    """One measurement. ``section`` is the file of its figures, and ``name`` the key in the file.
 
-    Sections may use each other's cells; equal ones are measured once. ``--policies`` selects cells by ``policy``.
-    ``measure`` is called in another process, so the function and its bound arguments must be picklable.
+    Sections may use cells of other sections; equal cells are measured once. ``--policies`` selects cells by ``policy``.
+    Another process calls ``measure``, so the function and its bound arguments must be picklable.
     """
 
     section: str

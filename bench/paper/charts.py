@@ -1,4 +1,4 @@
-"""The common style of all plots: one colour and marker for each policy, plain axes, the legend below."""
+"""The common style of all plots: a colour and a marker for each policy, plain axes, and the legend at the bottom."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,12 +41,12 @@ def colour(policy: str) -> str:
 
 
 def marker(policies: Sequence[str], policy: str) -> str:
-    """Return a policy's marker, given the policies drawn together."""
+    """Return a policy's marker among the policies of a plot."""
     return _MARKERS[list(policies).index(policy) % len(_MARKERS)]
 
 
 def grid(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure with that many axes."""
+    """Return a figure with that number of rows and columns of axes."""
     figure = Figure(
         figsize=(_COLUMN_INCHES * columns + 0.4, _ROW_INCHES * rows + 0.5), layout="constrained", facecolor="white"
     )
@@ -68,7 +68,7 @@ def draw_lines(
 
 
 def finish(axes: Axes, title: str, *, across: str = "") -> None:
-    """Set the axes' title and remove decorations."""
+    """Set the title of the axes and remove decoration."""
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_xlabel(across, fontsize=8, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,7 +79,7 @@ def finish(axes: Axes, title: str, *, across: str = "") -> None:
 
 
 def legend(figure: Figure, policies: Sequence[str], *, names: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Draw one legend of the policies for all axes, below them."""
+    """Draw one legend of the policies for all axes, at the bottom."""
     axes = figure.axes[0]
     handles = [
         axes.plot(
@@ -96,12 +96,12 @@ def legend(figure: Figure, policies: Sequence[str], *, names: Mapping[str, str] 
 
 
 def mark_slo(axes: Axes, slo_s: float = 5.0) -> None:
-    """Draw the SLO as a line across."""
+    """Draw the SLO as a horizontal line."""
     axes.axhline(slo_s, color=SLO_COLOUR, linewidth=1, linestyle=":", zorder=0.5)
 
 
 def bars(axes: Axes, policies: Sequence[str], values: Iterable[Sequence[float]]) -> None:
-    """Draw each policy's mean as a bar, with a line between the extremes."""
+    """Draw each policy's mean as a bar, with a line from the lowest to the highest value."""
     for place, (policy, each) in enumerate(zip(policies, values, strict=True)):
         if not each:
             continue

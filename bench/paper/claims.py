@@ -1,7 +1,7 @@
-"""Makes the table of docs/evaluation.md from the results: the papers' claims beside our measurements.
+"""Makes the table of docs/evaluation.md from the results: the papers' claims next to our measurements.
 
-Each section states its own claims. ``write_claims`` writes them between two marks of the page, so its figures always
-match the results.
+Each section defines its claims. ``write_claims`` writes all claims between two comments of the page, so the page's
+figures always match the results.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _END: Final = "<!-- end of claims -->\n"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A source's claim and its place, and our measurement; empty where nothing was measured yet."""
+    """A claim of a source, its location in the source, and our measurement, or an empty text."""
 
     source: str
     says: str
@@ -23,7 +23,7 @@ class Claim:
 
 
 def write_claims(page: Path, claims: Sequence[Claim]) -> None:
-    """Replace the claims in a page; a page without the marks is left as it is."""
+    """Replace the claims in a page; a page without the comments stays unchanged."""
     text = page.read_text() if page.exists() else ""
     if _BEGIN not in text or _END not in text:
         return

@@ -1,4 +1,4 @@
-"""``python -m bench paper``: run the missing measurements, then write the pages and plots."""
+"""The command ``python -m bench paper``: runs the missing measurements, then writes the pages and plots."""
 
 import signal
 import sys
@@ -30,14 +30,14 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def _refuse_unknown(names: Sequence[str], accepted: Sequence[str], hint: str) -> None:
-    """Raise click.BadParameter for a name that is not accepted."""
+    """Raise click.BadParameter for a name that is not in ``accepted``."""
     for name in names:
         if name not in accepted:
             raise click.BadParameter(f"{name!r} is not accepted; give some of {', '.join(accepted)}", param_hint=hint)
 
 
 def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Reject a trace that cannot be read. The default trace is not checked, because it may be missing."""
+    """Reject an unreadable trace. The default trace is not checked, because it may be missing."""
     if value is not None:
         try:
             read_mooncake(value)
@@ -54,14 +54,21 @@ def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | N
     help=f"Sections to measure, separated by commas: {', '.join(SECTIONS)}.",
 )
 @click.option(
-    "--policies", callback=_names, help="Policies to measure again even where results exist; skip all others."
+    "--policies",
+    callback=_names,
+    help="Policies to measure again, even if results exist. All other policies are skipped.",
 )
 @click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
 @click.option(
-    "--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from the stored results."
+    "--draw",
+    "only_draw",
+    is_flag=True,
+    help="Do not measure. Write the results pages and the plots from the stored results.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Measure one short window of every section as a smoke test; results go to build/."
+    "--quick",
+    is_flag=True,
+    help="Measure one short window of every section, as a smoke test. The results go to build/.",
 )
 @click.option("--processes", default=2, type=click.IntRange(1, 64), help="Number of measurements to run in parallel.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
@@ -70,7 +77,8 @@ def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | N
     "asked_trace",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=_trace,
-    help=f"File of the Conversation trace.  [default: {TRACE}; what needs it is left out where there is none]",
+    help="File of the Conversation trace. If the default file is missing, the measurements that need it are skipped.  "
+    f"[default: {TRACE}]",
 )
 def paper(
     *,
@@ -83,16 +91,16 @@ def paper(
     out: Path | None,
     asked_trace: Path | None,
 ) -> None:
-    """Reproduce the papers' evaluations in virtual time; about half an hour of two quiet cores.
+    """Reproduce the papers' evaluations in virtual time.
 
-    Figures are kept as JSON cell by cell, so a run that is stopped goes on where it was. docs/evaluation.md says what
-    came out.
+    A full benchmark takes about half an hour on two idle cores. Each measurement is stored as JSON. An interrupted
+    benchmark continues with the measurements that have no stored result. docs/evaluation.md contains the results.
 
     \b
     Example:
       python -m bench paper --section goodput,ttft
-      python -m bench paper --policies dualmap        after the policy changed
-      python -m bench paper --stale                   after the router changed
+      python -m bench paper --policies dualmap        # after a change of the policy
+      python -m bench paper --stale                   # after a change of the router
     """
     extent = Extent(quick=quick, trace=asked_trace or TRACE)
     directory = out or (_QUICK if quick else _RECORDED)
@@ -103,7 +111,7 @@ def paper(
     )
     results = Results(directory)
     if not extent.trace.exists():
-        click.echo(f"paper: there is no {extent.trace}; what needs the Conversation trace is left out", err=True)
+        click.echo(f"paper: {extent.trace} does not exist; skipping measurements of the Conversation trace", err=True)
     try:
         if not only_draw:
             measured_by = commit_of_code()
@@ -132,9 +140,9 @@ def _to_measure(
 ) -> list[Cell]:
     """Return the cells to measure, each once.
 
-    Without ``policies`` these are all missing cells; with ``commit`` also those that other code measured. With
-    ``policies`` these are all cells of the named policies; with ``commit`` only those
-    that are missing or that other code measured.
+    Without ``policies``, the result is all missing cells. With ``commit``, the result also has the cells that another
+    version of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, the
+    result is the cells of these policies that are missing or that another version measured.
     """
     cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
     if policies is not None:

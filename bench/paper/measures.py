@@ -1,8 +1,6 @@
-"""The measurements of cells with the simulator: a run at a rate, or the goodput.
+"""The simulator's measurements for cells: a run at a rate, or the goodput.
 
-The functions are called in worker processes.
-
-A section's special measurement is in that section's module.
+Worker processes call these functions. A measurement that only one section needs is in that section's module.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ def run_figures(experiment: Experiment) -> Figures:
 
 
 def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> Figures:
-    """Search the rate at which 90 % meet the SLO; return the figures there, null where no rate is too high."""
+    """Search the rate at which 90 % meet the SLO; return the figures at this rate, null if every rate attains it."""
     try:
         found = goodput(experiment, tolerance=tolerance)
     except NeverOverloaded:
@@ -40,7 +38,7 @@ def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> 
 
 
 def summary_figures(summary: Summary) -> Figures:
-    """Return a summary's figures in the stored form."""
+    """Return a summary's figures in the format of the results."""
     return {
         "slo_attainment": summary.slo_attainment,
         "ttft_p50_s": summary.ttft_p50_s,

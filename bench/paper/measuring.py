@@ -1,4 +1,4 @@
-"""Measures cells in worker processes, and stores each result as it comes, with the commit that measured it."""
+"""Measures cells in worker processes, and stores each result immediately, with the commit of the measured code."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ from dualmap_sim.parallel import run_parallel
 
 _ROOT: Final = Path(__file__).parents[2]
 _CODE: Final = ("core", "sim")
-"""The code that results depend on, beside the workloads and the cells' own settings."""
+"""The code that determines the results, together with the workloads and the cells' settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class _Timed:
 
 
 def measure_cells(cells: Sequence[Cell], results: Results, processes: int, *, commit: str) -> None:
-    """Measure cells and store each result at once; progress goes to stderr. Raises WorkerError."""
+    """Measure cells and store each result immediately; progress goes to stderr. Raises WorkerError."""
     began_s, done = time.monotonic(), 0
 
     def keep(number: int, timed: _Timed) -> None:
@@ -42,7 +42,7 @@ def measure_cells(cells: Sequence[Cell], results: Results, processes: int, *, co
 
 
 def commit_of_code() -> str:
-    """Return the version of the measured code: the last commit that changed it, with a + for uncommitted changes."""
+    """Return the last commit that changed the measured code, with a + if the code has uncommitted changes."""
     try:
         last = _git("log", "-1", "--format=%h", "--", *_CODE)
         return last + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE) else "")

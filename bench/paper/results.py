@@ -1,7 +1,7 @@
 """Stores the measured figures as JSON: one file for each section, rewritten after every cell.
 
-So a stopped run can continue, tables can be redrawn without measuring, and single policies can be measured again after
-a change. Each cell has the commit of the code that measured it.
+So a stopped run can continue, and tables can be redrawn without measurements. After a change, single policies can be
+measured again. Each cell has the commit of the code that measured it.
 """
 
 import json
@@ -16,12 +16,12 @@ from bench.paper.cells import Cell, Figures
 
 
 class ResultsError(Exception):
-    """A file of results cannot be read; ``str()`` gives the file and the reason."""
+    """A file of results cannot be read; the message contains the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A cell's figures, the processor seconds of the measurement, and the commit of the code."""
+    """A cell's figures, the CPU seconds of the measurement, and the commit of the measured code."""
 
     figures: Figures
     cost_s: float
@@ -36,18 +36,18 @@ class Results:
         self._sections: dict[str, dict[str, Any]] = {}
 
     def get(self, cell: Cell) -> Measured | None:
-        """Return the stored result of a cell; None if there is none."""
+        """Return the stored result of a cell, None if it is missing."""
         kept = self._section(cell.section).get(cell.name)
         return None if kept is None else Measured(**kept)
 
     def figures(self, cell: Cell) -> Figures | None:
-        """Return a cell's figures alone."""
+        """Return the stored figures of a cell, None if they are missing."""
         measured = self.get(cell)
         return None if measured is None else measured.figures
 
     def put(self, cell: Cell, measured: Measured) -> None:
-        """Store the result of a cell on disk at once."""
-        # Another process may have written other cells of the section meanwhile.
+        """Store the result of a cell on disk immediately."""
+        # In the meantime, another process may have written other cells of the section.
         self._sections.pop(cell.section, None)
         section = self._section(cell.section)
         section[cell.name] = {
@@ -71,12 +71,12 @@ class Results:
             try:
                 self._sections[section] = json.loads(path.read_text()) if path.exists() else {}
             except ValueError as error:
-                raise ResultsError(f"{path} cannot be read ({error}); repair or remove it") from error
+                raise ResultsError(f"{path} cannot be read ({error}); repair or delete the file") from error
         return self._sections[section]
 
 
 def _without_nan(value: Any) -> Any:
-    """Return figures in the form for JSON: null for NaN, and only the significant digits."""
+    """Return figures in the format for JSON: null for NaN, and six significant digits."""
     if isinstance(value, float):
         return None if math.isnan(value) else float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Defines a section of the evaluation; ``sections`` has all of them."""
+"""Defines a section of the evaluation; ``sections`` contains all sections."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from bench.paper.settings import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the evaluation.
+    """A section of the evaluation.
 
-    ``cells`` returns the measurements it needs. ``page`` returns Markdown of the results, and may draw plots into the
-    given directory. ``claims`` returns the sources' claims beside the measurements. Missing measurements are left out
-    or shown as "-".
+    ``cells`` returns the measurements of the section. ``page`` returns a Markdown page of the results, and may draw
+    plots into the given directory. ``claims`` returns the sources' claims next to the measurements. Missing
+    measurements are left out or shown as "-".
     """
 
     name: str

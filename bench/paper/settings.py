@@ -1,4 +1,4 @@
-"""The sections' common settings: the paper's workloads, models and policies, and how much is measured."""
+"""The sections' common settings: the DualMap paper's workloads, models and policies, and the extent of a run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ TOOL_AGENT: Final = "tool_agent"
 WORKLOADS: Final = (CONVERSATION, TOOL_AGENT)
 MODELS: Final = ("7b", "14b", "pd")
 TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-"""The Conversation trace of the paper; where it is missing, the sections leave out its measurements."""
+"""The Conversation trace of the DualMap paper. Without the file, the sections leave out the trace's measurements."""
 
 OURS: Final = ("dualmap", "dualmap_paper")
 BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")
-"""The baselines of the paper (section 4.1)."""
+"""The baselines of the DualMap paper (section 4.1)."""
 OTHERS: Final = ("llmd_default", "llumnix", "dynamo")
-"""The strongest of other projects' routing policies."""
+"""The strongest routing policies of other projects."""
 BOUNDS: Final = ("limit", "limit_pooled", "limit_deadline")
 
 WARMUP: Final = 500
@@ -31,7 +31,7 @@ TOOL_AGENT_REQUESTS: Final = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured: ``quick`` is one short window of each section, as a smoke test."""
+    """The extent of a run. ``quick`` measures one short window of each section, as a smoke test."""
 
     quick: bool = False
     trace: Path = TRACE
@@ -43,18 +43,18 @@ class Extent:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The windows of the Conversation trace, which are also the seeds of Tool&Agent."""
+        """The windows of the Conversation trace. Tool&Agent uses these numbers as seeds."""
         return (0,) if self.quick else (0, 1, 2)
 
     def workload(self, name: str, window: int) -> Workload:
-        """Return one window of a workload, as long as the paper's (a third of it in quick)."""
+        """Return one window of a workload with the paper's length, or a shorter window if ``quick``."""
         if name == CONVERSATION:
             requests = 1500 if self.quick else CONVERSATION_REQUESTS
             return Workload(trace=self.trace, requests=requests, start=window * CONVERSATION_REQUESTS)
         return Workload(name=name, requests=4000 if self.quick else TOOL_AGENT_REQUESTS, seed=window)
 
     def experiment(self, name: str, model: str, window: int, policy: str, rate: float = 1.0) -> Experiment:
-        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, which the paper's router does not use."""
+        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, because the paper's router has none."""
         return Experiment(
             workload=self.workload(name, window),
             engine=PRESETS[model],
@@ -76,10 +76,10 @@ RATES: Final[Mapping[tuple[str, str], tuple[float, ...]]] = MappingProxyType(
         (TOOL_AGENT, "pd"): (7.0, 9.0, 11.0),
     }
 )
-"""Requests per second of the curves: from half of what one unlimited shared cache admits to slightly more than that."""
+"""Requests per second of the curves: from half of the capacity with one unlimited shared cache to slightly above it."""
 
 
 def few_rates(rates: Iterable[float], extent: Extent) -> tuple[float, ...]:
-    """Return the rates that an extent measures."""
+    """Return the rates that the extent measures."""
     every = tuple(rates)
     return every[1::2] if extent.quick else every

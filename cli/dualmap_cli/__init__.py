@@ -1,1 +1,1 @@
-"""The `dualmap` command line and the demo: the only layer that knows all the others."""
+"""The `dualmap` command line and the demo: the only layer that imports all other layers."""

@@ -1,7 +1,7 @@
-"""What every command says and returns when it is interrupted: shared by ``main`` and the demo."""
+"""The message and the exit status of an interrupted command, for ``main`` and the demo."""
 
 from typing import Final
 
 INTERRUPTED: Final = "interrupted; nothing is left running."
 SIGNAL_EXIT_BASE: Final = 128
-"""Shells' convention: a command that a signal ended returns this plus the signal's number, 130 for Ctrl-C."""
+"""Shells return this number plus the signal's number for a command that a signal ended: 130 for Ctrl-C."""

@@ -1,11 +1,13 @@
-"""Entry point of ``dualmap``: names every subcommand and imports only the one that runs.
+"""Entry point of ``dualmap``: lists every subcommand and imports only the subcommand that runs.
 
-Start-up stays under half a second because a subcommand's module (gRPC, aiohttp, Envoy's types) is imported when
-that subcommand is looked up, and never for another's ``--help``.
+Start-up takes less than half a second, because a subcommand's module may import large libraries (gRPC, aiohttp, Envoy's
+types). A module is imported when its subcommand is looked up, and never for the ``--help`` of another subcommand.
 """
 
+import errno
 import importlib
 import signal
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +16,7 @@ import click
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 from dualmap_cli.stderr import drop_what_stderr_refuses
 
-# Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
+# Subcommand -> (its module, its attribute in the module, its line in `dualmap --help`).
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "router": (
         "dualmap_extproc.app.main",
@@ -27,7 +29,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "envoy_config",
         "Print an Envoy bootstrap for the given pools.",
     ),
-    "explain": ("dualmap_extproc.app.explain", "explain", "Print which instance a request would go to, and why."),
+    "explain": (
+        "dualmap_extproc.app.explain",
+        "explain",
+        "Print which instance the router chooses for a request, and why.",
+    ),
     "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
@@ -41,19 +47,25 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands live in modules that are imported on first use."""
+    """A group of subcommands whose modules are imported on first use."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the command line, run the subcommand and exit with its status, even if stderr is closed."""
+        """Parse the command line, run the subcommand and exit with its status, also if stderr is closed."""
         drop_what_stderr_refuses()
-        return super().main(*arguments, **options)
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name every subcommand, in the order of COMMANDS."""
+        """Return the names of the subcommands, in the order of COMMANDS."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return one subcommand; None when there is no such name."""
+        """Import and return one subcommand, None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module, attribute, _ = COMMANDS[cmd_name]
@@ -62,7 +74,7 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; report Ctrl-C if it comes before the subcommand handles signals itself."""
+        """Run the subcommand; report Ctrl-C if it arrives before the subcommand handles signals itself."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -70,7 +82,7 @@ class LazyGroup(click.Group):
             ctx.exit(SIGNAL_EXIT_BASE + signal.SIGINT)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of subcommands from COMMANDS alone, importing none of them."""
+        """Write the list of subcommands from COMMANDS, without importing the subcommands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
 
@@ -85,6 +97,6 @@ def main() -> None:
     Run a router:        dualmap router --pool pool.yaml
     Run the operator:    dualmap operator --all-namespaces
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
-    Ask why:             dualmap explain --pool pool.yaml --request request.json
+    Explain a decision:  dualmap explain --pool pool.yaml --request request.json
     Plan capacity:       dualmap goodput --policy round_robin,dualmap
     """

@@ -1,6 +1,6 @@
-"""Chooses a request's member: its key, its pair, the candidates, and the policy's choice among them.
+"""Chooses a request's member: computes the key, the pair and the candidates, and applies the policy.
 
-``dispatcher`` sends the request to the chosen member, or queues it while that member is saturated.
+``dispatcher`` sends the request to the chosen member, or queues the request while the member is saturated.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from dualmap.requests import Request
 
 
 class Chooser:
-    """Chooses for one pool; it keeps which prefixes are hot and which member has each session's KV."""
+    """Chooses members for one pool; stores the hot prefixes and the member that has each session's KV."""
 
     def __init__(self, pool: Pool, fleet: Fleet, *, replicated: bool) -> None:
         self._fleet = fleet
@@ -34,7 +34,7 @@ class Chooser:
         self.tree = _tree(pool)
 
     def adopt(self, pool: Pool) -> None:
-        """Take a new version of the pool."""
+        """Apply a new version of the pool."""
         if pool.routing.prefix != self._pool.routing.prefix:
             self.tree = _tree(pool)
         self._pool = pool
@@ -42,16 +42,19 @@ class Chooser:
         self.sessions.ttl_s = pool.routing.session.ttl_s
 
     def key(self, now: float, request: Request) -> Key:
-        """Return the key of a request and count the request for hotness; call it once per request."""
-        # Thresholds use the whole ring, also for a request that may use part of it: keys belong to the pool.
+        """Return the key of a request and count the request for hotness; call this method once per request."""
+        # The thresholds use the size of the full ring, even if a request may use only some members. Otherwise, equal
+        # prompts could have different keys.
         hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
-            # A prompt without text shares no prefix; the request's id spreads such requests over the pool.
+            # A prompt without text shares no prefix; its key is the hash of the request id, which spreads such requests
+            # evenly.
             own = xxh3_64_intdigest(request.id.encode()) if session is None else session
             return Key(hash=own, blocks=0, tokens=0)
         if session is not None:
-            # The session replaces the initial blocks and roots the later ones, in case the session alone turns hot.
+            # The session key replaces the initial blocks. The later blocks are combined with the session key, so that a
+            # key can grow if one session becomes hot.
             rooted = (each ^ session for each in hashes[prefix.initial_blocks : prefix.max_blocks])
             hashes = (*(session for _ in hashes[: prefix.initial_blocks]), *rooted)
         if rule is None:
@@ -63,7 +66,7 @@ class Chooser:
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
-        """Return a request with the members that it can go to, as they are now."""
+        """Return a request's situation: its candidates and their present load."""
         fleet, chain = self._fleet, request.chain
         view, members = fleet.view(now, chain), ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
@@ -91,7 +94,7 @@ class Chooser:
         )
 
     def choose(self, now: float, request: Request, key: Key, situation: Situation) -> QueuedRequest:
-        """Let the session rule or the policy choose; return the request as placed at the chosen member."""
+        """Let the session rule or the policy choose a member; return the request with the chosen member."""
         choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
         chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
@@ -108,21 +111,21 @@ class Chooser:
 
     @property
     def rebalances(self) -> bool:
-        """Whether queued requests move within their pair when both of its members are overloaded."""
+        """True if queued requests move within their pair when both members are overloaded."""
         return self._policy.rebalances and self._pool.routing.rebalance.enabled
 
     @property
     def defers(self) -> bool:
-        """Whether queued requests that will miss the SLO are overtaken by those that can still meet it."""
+        """True if requests that can still meet the SLO are dispatched before requests that will miss the SLO."""
         return self._policy.defers or self._pool.routing.queue.order == "Deadline"
 
     def bind(self, now: float, request: InFlightRequest) -> None:
-        """Record which member has the KV of a request's session from now on."""
+        """Record that the request's member has the KV of the request's session."""
         if request.session is not None:
             self.sessions.bind(now, request.session, host=request.member, tokens=request.chain.tokens)
 
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
-        """Return the other member of a queued request's pair, if it may be picked."""
+        """Return the other member of a queued request's pair, or None if that member may not be picked."""
         ring = self._fleet.ring(queued.request.subset)
         view = self._fleet.view(now, queued.request.chain)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
@@ -130,7 +133,7 @@ class Chooser:
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _may_move(self, now: float, binding: Binding) -> bool:
-        """Whether a session has not moved for the cooldown."""
+        """Return whether the cooldown since the session's last move has passed."""
         return binding.version == 0 or now - binding.moved_s >= self._pool.routing.session.migration.cooldown_s
 
     def _session_choice(self, situation: Situation) -> Choice | None:

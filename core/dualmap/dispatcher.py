@@ -1,7 +1,7 @@
-"""Sends requests to their members, and queues them while those are saturated.
+"""Sends requests to their members, and queues requests while their member is saturated.
 
-The router calls one method per event. Each returns the outcomes of queued requests: the decisions of those it released
-and the rejections of those it gave up.
+The router calls one method per event. Each of these methods returns the decisions of released requests and the
+rejections of expired requests.
 """
 
 from collections.abc import Collection
@@ -20,9 +20,10 @@ from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejecti
 
 
 class Dispatcher:
-    """Sends the requests of one pool to their members, and queues them while those are saturated.
+    """Sends one pool's requests to their members, and queues requests while their member is saturated.
 
-    ``replicated`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
+    If ``replicated`` is true, the dispatcher stores the placement of each prompt for other replicas
+    (``take_placements``).
     """
 
     def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, replicated: bool) -> None:
@@ -32,25 +33,26 @@ class Dispatcher:
         self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.queue)
-        # When `release_all` was last called: an opening before that is kept closed by a stall.
+        # The time of the last `release_all`. A member with an earlier dispatch time is stalled and cannot take
+        # requests.
         self._released_s = -1.0
 
     @property
     def queued(self) -> int:
-        """How many requests are queued, unplaced ones included."""
+        """The number of queued requests, including requests without a member."""
         return len(self._queue)
 
     @property
     def unplaced_tokens(self) -> int:
-        """The prompt tokens of the requests that wait for any first member."""
+        """The prompt tokens of the requests that wait because the pool has no member."""
         return self._queue.unplaced_tokens
 
     def adopt(self, pool: Pool) -> None:
-        """Take a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
+        """Store a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool
 
     def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
-        """Send a new request to its member, queue it, or reject it."""
+        """Send a new request to its member, queue the request, or reject the request."""
         outcomes: list[Outcome] = []
         self._place(now, request, None, outcomes)
         if len(outcomes) == 1 and outcomes[0].request_id == request.id:
@@ -60,7 +62,7 @@ class Dispatcher:
         return Effects(own[0] if own else Queued(request_id=request.id), others)
 
     def release(self, now: float, member: str) -> tuple[Outcome, ...]:
-        """Dispatch a member's queued requests for as long as it can take them."""
+        """Dispatch a member's queued requests until the member is saturated."""
         if member not in self._queue.queues:
             return ()
         outcomes: list[Outcome] = []
@@ -68,7 +70,7 @@ class Dispatcher:
         return tuple(outcomes)
 
     def release_all(self, now: float) -> tuple[Outcome, ...]:
-        """Dispatch every member's queued requests for as long as it can take them."""
+        """Dispatch every member's queued requests until the member is saturated."""
         outcomes: list[Outcome] = []
         for member in tuple(self._queue.queues):
             self._release(now, member, outcomes)
@@ -76,11 +78,15 @@ class Dispatcher:
         return tuple(outcomes)
 
     def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
-        """Place queued requests again if their member may not be picked or is not in ``stayed``; also the unplaced."""
+        """Choose new members for queued requests without a usable member.
+
+        A member is usable if it may be picked and is in ``stayed``. Unplaced requests, which have no member, also get a
+        member.
+        """
         outcomes: list[Outcome] = []
         ring = self._fleet.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
-        # All leave their queues before the first is placed, since placing one may dispatch others.
+        # Remove all these requests before the first is placed: each placement may dispatch other queued requests.
         leaving = [queued for member, queue in self._queue.queues.items() if member not in usable for queued in queue]
         for queued in leaving:
             self._withdraw(queued)
@@ -92,21 +98,21 @@ class Dispatcher:
         return tuple(outcomes)
 
     def forget(self, now: float, request_id: str) -> Effects[bool]:
-        """Take an aborted request out of the queue; the answer is whether it was queued."""
+        """Remove an aborted request from the queue; the answer is whether the request was queued."""
         outcomes: list[Outcome] = []
         queued = self._queue.placed(request_id)
         if queued is not None:
             self._withdraw(queued)
-            # The requests behind it may fit where it did not.
+            # Later requests in the queue may fit into the member's memory even if this request did not.
             self._release(now, queued.member, outcomes)
         return Effects(self._queue.forget(request_id), tuple(outcomes))
 
     def expire(self, now: float) -> tuple[Outcome, ...]:
-        """Reject the requests that have waited for too long."""
+        """Reject requests that have waited longer than the limit."""
         outcomes: list[Outcome] = []
         for request_id in self._queue.expired(now, self._pool.routing.queue.max_wait_s):
             if request_id not in self._queue:
-                # A rejection before it made room, and released it.
+                # An earlier rejection in this loop has released this request.
                 continue
             queued = self._queue.placed(request_id)
             if queued is None:
@@ -114,14 +120,14 @@ class Dispatcher:
             else:
                 rejection = self._rejection(now, request_id, Reason.WAITED_TOO_LONG, queued.member)
                 self._withdraw(queued)
-                # The requests behind it may fit where it did not.
+                # Later requests in the queue may fit into the member's memory even if this request did not.
                 self._release(now, queued.member, outcomes)
             self._queue.forget(request_id)
             outcomes.append(rejection)
         return tuple(outcomes)
 
     def next_deadline(self) -> float | None:
-        """Return when ``release_all`` or ``expire`` has something to do, or None."""
+        """Return the next time at which ``release_all`` or ``expire`` must run, or None."""
         if not self._queue:
             return None
         opens_s = self._fleet.next_dispatch_s(after_s=self._released_s)
@@ -129,12 +135,15 @@ class Dispatcher:
         return min((each for each in (opens_s, expires_s) if each is not None), default=None)
 
     def take_placements(self) -> tuple[Placement, ...]:
-        """Return where prompts were sent since the last call."""
+        """Return the placements of prompts since the last call."""
         placements, self._placements = tuple(self._placements), []
         return placements
 
     def _place(self, now: float, request: Request, key: Key | None, outcomes: list[Outcome]) -> None:
-        """Choose a member for a request. ``key`` is the one it had before, so that hotness counts it once."""
+        """Choose a member for a request.
+
+        ``key`` is the key of an earlier placement, so that hotness counts the request only once.
+        """
         ring = self._fleet.ring(request.subset)
         if not ring.members:
             self._place_nowhere(now, request, outcomes)
@@ -155,7 +164,7 @@ class Dispatcher:
             outcomes.append(self._rejection(now, request.id, Reason.NO_ENDPOINT))
 
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
-        """Dispatch a request that was placed, or queue it, or reject it because the queue is full."""
+        """Dispatch a placed request, queue the request, or reject the request if the queue is full."""
         request, member = placed.request, placed.member
         queue = self._queue.queues.get(member)
         if queue:
@@ -168,7 +177,7 @@ class Dispatcher:
         else:
             self._fleet.will_cache(member, request.chain)
             self._queue.enqueue(now, placed)
-            # The arriving request may fit although the request before it does not.
+            # The new request may fit into the member's memory even if earlier requests do not.
             self._release(now, member, outcomes)
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:
@@ -177,7 +186,7 @@ class Dispatcher:
         return self._fleet.has_room(member, request.chain.tokens)
 
     def _release(self, now: float, member: str, outcomes: list[Outcome]) -> None:
-        """Dispatch a member's queued requests while its window is open and they fit."""
+        """Dispatch queued requests while the member's backlog is within the window and they fit into its memory."""
         queue = self._queue.queues.get(member)
         if queue is None:
             return
@@ -191,7 +200,7 @@ class Dispatcher:
             outcomes.append(self._dispatch(now, queued))
 
     def _dispatch(self, now: float, queued: QueuedRequest) -> Decision:
-        """Enter a request as sent to its member."""
+        """Record that a request is sent to its member; return its decision."""
         chain, pair = queued.request.chain, queued.pair
         self._queue.forget(queued.request.id)
         self._chooser.bind(now, self._fleet.dispatched(now, queued))
@@ -199,7 +208,7 @@ class Dispatcher:
         assert endpoint is not None, "requests are placed at members"
         if self._replicated and queued.new_tokens >= chain.block_tokens:
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
-        # Envoy tries the other member of the pair when the chosen one refuses the connection.
+        # Envoy tries the other member of the pair if the chosen member refuses the connection.
         others = [self._fleet.endpoint(each) for each in pair if each != queued.member]
         return Decision(
             request_id=queued.request.id,
@@ -211,12 +220,12 @@ class Dispatcher:
         return Rejection(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
 
     def _withdraw(self, queued: QueuedRequest) -> None:
-        """Take a request out of its member's queue, and back what the member was to have cached."""
+        """Remove a request from its member's queue, and its blocks from the member's index."""
         self._queue.withdraw(queued)
         self._fleet.will_not_cache(queued)
 
     def _relieve_pair(self, now: float, situation: Situation, outcomes: list[Outcome]) -> int:
-        """Run a round of rebalancing if both candidates of a request are overloaded; return how many requests moved."""
+        """Rebalance once if both candidates of a request are overloaded; return the number of moved requests."""
         slo_ttft_s = self._pool.slo.ttft_s
         if not self._queue.queues or not self._chooser.rebalances:
             return 0
@@ -238,7 +247,7 @@ class Dispatcher:
         )
 
     def _move(self, now: float, queued: QueuedRequest, to: Candidate, outcomes: list[Outcome]) -> None:
-        """Move a queued request to another member: into its queue, or to the member at once."""
+        """Move a queued request to another member: dispatch it there, or queue it there."""
         self._withdraw(queued)
         predicted_ttft_s = now - queued.request.arrived_s + to.ttft_s
         moved = replace(

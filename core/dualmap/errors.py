@@ -1,4 +1,4 @@
-"""Every error the core raises, in one tree.
+"""The exceptions of the core.
 
 ::
 
@@ -6,18 +6,18 @@
     ├── PoolError        a field of an InferencePool is not accepted (its author corrects it)
     └── BadRequest       a request body cannot be routed (the client corrects it)
 
-The application that catches an error maps it to an HTTP status or exit code.
+The application that catches an exception maps it to an HTTP status or exit code.
 """
 
 
 class DualMapError(Exception):
-    """The root of the core's errors; never raised itself."""
+    """The base class of the core's exceptions; the core raises subclasses only."""
 
 
 class PoolError(DualMapError):
-    """A field of an InferencePool holds a value that is not accepted.
+    """A field of an InferencePool has an invalid value.
 
-    ``str()`` names the field, the value and what is accepted, so that it can be shown as it is.
+    ``str()`` returns a message for users with the field, the value and the accepted values.
     """
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
@@ -28,7 +28,7 @@ class PoolError(DualMapError):
 
 
 class BadRequest(DualMapError):
-    """A request body that cannot be routed; the message is meant for the client. ``param`` names the field."""
+    """A request body that cannot be routed. The client receives the message; ``param`` is the field's name."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         self.param = param
@@ -36,7 +36,7 @@ class BadRequest(DualMapError):
 
 
 def _shown(value: object) -> str:
-    """Return a value as an error message quotes it, cut where it grows long."""
+    """Return a value as text for an error message, with at most 80 characters."""
     if value is None:
         return "nothing"
     text = repr(value)

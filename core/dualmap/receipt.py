@@ -1,17 +1,19 @@
-"""The receipt of a routing decision: what the router knew, which rule decided, and the chosen member.
+"""The receipt of a routing decision: the inputs, the rule that decided, and the chosen member.
 
-Receipts leave the router as the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), as
-JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``). Receipts are named tuples: as
-immutable as frozen dataclasses and made in a third of the time, and each decision makes several.
+A receipt has three formats: the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), JSON
+(``dualmap explain --json``, debug logs) and sentences (``dualmap explain``). The classes are named tuples, because each
+decision creates several of these objects. A named tuple is immutable and takes a third of the time of a frozen
+dataclass.
 """
 
 from typing import NamedTuple
 
 from dualmap.policies.situation import Candidate, Rule
+from dualmap.pools.pool import ReceiptFields
 
 
 class Key(NamedTuple):
-    """The hash key of a request: the chained hash of its first ``blocks`` blocks, which hold ``tokens`` tokens."""
+    """The hash key of a request: the chained hash of its first ``blocks`` blocks, which contain ``tokens`` tokens."""
 
     hash: int
     blocks: int
@@ -19,7 +21,7 @@ class Key(NamedTuple):
 
 
 class CandidateReceipt(NamedTuple):
-    """One member as the policy saw it. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
+    """One candidate with the policy's inputs. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
 
     id: str
     state: str
@@ -30,7 +32,7 @@ class CandidateReceipt(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """Why a request went to its member. ``pair`` is in ring order (ring 1, ring 2); ``reason`` follows "because"."""
+    """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because"."""
 
     pool: str
     policy: str
@@ -45,16 +47,23 @@ class Receipt(NamedTuple):
     predicted_ttft_s: float
     candidates: tuple[CandidateReceipt, ...]
 
-    def header(self) -> str:
-        """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``."""
+    def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
+        """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
+
+        With ``ReceiptFields.CHOSEN``, the chosen member is the only value that depends on other clients' requests.
+        Hotness determines the key's length and therefore the pair, and the rule shows which members cache the prompt.
+        """
+        chosen = _sf_string(self.chosen)
+        if fields is ReceiptFields.CHOSEN:
+            return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
         pair = " ".join(_sf_string(member) for member in self.pair)
         return (
-            f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={_sf_string(self.chosen)}, "
+            f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}"
         )
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float) -> "Receipt":
-        """Return the receipt of the same request after it was moved to another member's queue."""
+        """Return the receipt of the same request after a move to another member's queue."""
         return self._replace(
             rule=rule.name,
             reason=rule.meaning,
@@ -65,7 +74,10 @@ class Receipt(NamedTuple):
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return the receipt as plain JSON values; the hash as 16 hex digits, since JSON numbers end at 2^53."""
+        """Return the receipt as JSON values.
+
+        The hash is a string of 16 hex digits, because many JSON parsers lose precision above 2^53.
+        """
         return {
             **self._asdict(),
             "key": {**self.key._asdict(), "hash": f"{self.key.hash:016x}"},
@@ -75,6 +87,6 @@ class Receipt(NamedTuple):
 
 
 def _sf_string(text: str) -> str:
-    """Quote a Structured Fields string (RFC 9651 section 4.1.6); ids are printable ASCII by the pool reader."""
+    """Quote a Structured Fields string (RFC 9651 section 4.1.6); the pool reader allows printable ASCII ids only."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

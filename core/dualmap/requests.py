@@ -1,8 +1,8 @@
-"""The values that go into a pool's router and come out of it.
+"""The values that a pool's router receives and returns.
 
-``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Rejection, or Queued. A later event returns the
-outcome of a queued request: its Decision or Rejection. The drivers (the ext_proc server, the simulator) report each
-request's progress to the router, and receive values to count and log.
+``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Rejection, or Queued. For a queued request, a later
+event returns the Decision or Rejection. The drivers (the ext_proc server and the simulator) report each request's
+progress to the router. The router returns values for metrics and logs.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from dualmap.receipt import Receipt
 class Request:
     """A request for a pool.
 
-    ``id`` is unique among requests that have not ended. ``arrived_s`` is on the clock of every ``now``. ``subset``
-    holds the ``ip:port`` or bare ``ip`` strings that the gateway allows (None: no restriction; empty: none is allowed).
-    ``streamed`` is true if the answer comes token by token, so that the router sees the first token. ``session`` is the
-    key of its session (dualmap.keys.sessions), None if the client named none. ``client`` identifies the client among
-    those of the pool; 0 if clients are not told apart.
+    ``id`` is unique among all requests that have not ended. ``arrived_s`` is the arrival time on the same clock as
+    ``now``. ``subset`` contains the ``ip:port`` or ``ip`` strings that the gateway allows. If ``subset`` is None, all
+    endpoints are allowed; if it is empty, no endpoint is allowed. ``streamed`` is true if the response is streamed, so
+    that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
+    client sent no session.
+    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished.
     """
 
     id: str
@@ -35,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The destination of a request: ``endpoints`` are ``ip:port`` in Envoy's order of attempts, the choice first."""
+    """The destination of a request: ``endpoints`` (``ip:port``) with the choice first; Envoy tries them in order."""
 
     request_id: str
     endpoints: tuple[str, ...]
@@ -48,7 +49,7 @@ class Decision:
 
 
 class Reason(StrEnum):
-    """Why a request is rejected."""
+    """The reason for a rejection."""
 
     NO_ENDPOINT = "no_endpoint"
     QUEUE_FULL = "queue_full"
@@ -57,7 +58,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A rejected request; ``retry_after_s`` is when a new try has better chances, None if that is unknown."""
+    """A rejected request; ``retry_after_s`` is the recommended time before a retry, None if unknown."""
 
     request_id: str
     reason: Reason
@@ -66,7 +67,10 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """A request that is queued in the router: a later event has its outcome, unless the request is aborted first."""
+    """A request that is queued in the router.
+
+    A later event returns the request's outcome, unless the client aborts the request.
+    """
 
     request_id: str
 
@@ -76,11 +80,11 @@ AnswerT = TypeVar("AnswerT", covariant=True)
 
 
 class Effects(NamedTuple, Generic[AnswerT]):
-    """What one event of a router did.
+    """The effects of one router event.
 
-    ``answer`` belongs to the event itself. ``outcomes`` are, in order, the decisions and rejections of queued requests
-    that the event released or gave up. (Named tuples are as unchangeable as frozen dataclasses and made in half the
-    time; every event makes one.)
+    ``answer`` is the answer to the event itself. ``outcomes`` are the decisions and rejections of queued requests that
+    the event released or rejected, in this order. The class is a named tuple because every event creates an instance. A
+    named tuple is immutable and takes half the time of a frozen dataclass.
     """
 
     answer: AnswerT
@@ -89,7 +93,7 @@ class Effects(NamedTuple, Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts as the engine reported them; None for those that it did not report."""
+    """Token counts that the engine reported; None for a count that is not reported."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -98,7 +102,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """The first token of a request: ``predicted_ttft_s`` was expected at the decision, ``ttft_s`` was measured."""
+    """The first token of a request, with the measured TTFT and the prediction at the time of the decision."""
 
     member: str
     ttft_s: float
@@ -108,7 +112,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The end of a request. Measured cached tokens are None unless the engine reported its usage."""
+    """The end of a request. ``measured_cached_tokens`` is None if the engine reported no usage."""
 
     request_id: str
     member: str
@@ -118,12 +122,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """One member as this router knows it: the load that this router put on it, and its learnt speed.
+    """One member in this router: the load from this router's requests, and the member's learnt speed.
 
-    ``held`` requests with ``held_prefill_tokens`` to compute are queued for this member; ``pending_prefill_tokens``
-    belong to requests in flight. ``prefill_tokens_per_second`` is what a request can expect, ``solo_tokens_per_second``
-    what the member can do without other routers' prefills. A ``suspended`` member failed several requests in a row and
-    gets no new ones for a moment.
+    ``held`` is the number of queued requests, with ``held_prefill_tokens`` to compute. ``pending_prefill_tokens``
+    counts requests in flight only. ``prefill_tokens_per_second`` is the speed for this router's requests;
+    ``solo_tokens_per_second`` is the speed without other routers' prefills. A ``suspended`` member failed several
+    consecutive requests and receives no new requests for some seconds.
     """
 
     id: str
@@ -143,10 +147,11 @@ class EndpointStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSnapshot:
-    """A snapshot of a pool as this router knows it.
+    """A snapshot of a pool's state in this router.
 
-    ``held`` counts every queued request. ``unplaced_prefill_tokens`` are the prompts of those that wait for any first
-    member. ``sessions`` counts the session bindings, ``peers`` the other routers that reported lately.
+    ``held`` is the number of queued requests. ``unplaced_prefill_tokens`` counts the prompt tokens of requests that
+    wait because the pool has no member. ``sessions`` is the number of session bindings. ``peers`` is the number of
+    other replicas with a recent report.
     """
 
     pool: str

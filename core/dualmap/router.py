@@ -1,12 +1,13 @@
-"""One pool's router: a synchronous, sans-IO object that turns requests into decisions.
+"""One pool's router: a synchronous object without I/O that returns a decision for each request.
 
-Events and ``now`` (monotonic seconds) go in. An event that may release queued requests returns its effects: the answer
-to the event, and the outcomes of those requests. ``next_deadline`` is the time at which the driver must call
-``on_deadline``. The gRPC server drives the router with the event loop's clock, the simulator with a heap.
+Each event is a method call with ``now`` (monotonic seconds). An event that may release queued requests returns its
+effects: the answer to the event, and the outcomes of the released requests. The driver must call ``on_deadline`` at the
+time that ``next_deadline`` returns. The gRPC server calls the router with the event loop's clock, the simulator with
+virtual time.
 
-The router composes the rooms of a request's walk (docs/architecture.md). The chooser finds a request's member: hotness
-gives the key, the rings give the pair, the fleet describes the candidates, the policy chooses. The dispatcher sends the
-request there, or queues it while that member is saturated.
+The router consists of a chooser, a dispatcher and a fleet (docs/architecture.md). The chooser finds a request's member:
+hotness determines the key, the rings determine the pair, the fleet describes the candidates, and the policy chooses.
+The dispatcher sends the request to the chosen member, or queues the request while the member is saturated.
 """
 
 from collections.abc import Sequence
@@ -32,9 +33,9 @@ from dualmap.requests import (
 
 
 class PoolRouter:
-    """Routes the requests of one pool and records what its members do.
+    """Routes the requests of one pool and records the progress of its members' requests.
 
-    ``replicated`` makes it keep for ``take_update`` what other replicas need to know.
+    If ``replicated`` is true, the router stores the data of ``take_update`` for other replicas.
     """
 
     def __init__(self, pool: Pool, *, replicated: bool = False) -> None:
@@ -50,34 +51,34 @@ class PoolRouter:
         return self._pool
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
-        """Choose the member of a new request; dispatch the request to it, queue it, or reject it."""
+        """Choose the member of a new request; dispatch, queue or reject the request."""
         self._fleet.resume(now)
         return self._dispatcher.place(now, request)
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
-        """Return up to two endpoints for a request without a prompt, in turn; empty if no member may be picked."""
+        """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
         members = self._fleet.ring(subset).members
         turn = self._bodiless_sequence
         self._bodiless_sequence += 1
         return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
 
     def on_served(self, now: float, request_id: str, endpoint: str) -> Effects[bool]:
-        """Move a request to the member that really served it; the answer is whether that is another than the chosen."""
+        """Move a request to the member that served it; the answer is True if that is not the chosen member."""
         served = self._fleet.served(now, request_id, endpoint)
         if served is None:
             return Effects(False)
         request, left = served
         self._chooser.bind(now, request)
-        # Envoy uses another member only if it could not connect to the chosen one.
+        # Envoy uses another member only if it cannot connect to the chosen member.
         outcomes = self._on_failure(now, left, request.dispatched_s)
         return Effects(True, outcomes + self._dispatcher.release(now, left))
 
     def on_heard(self, now: float, request_id: str) -> None:
-        """Record that a request is alive, which postpones its expiry; ignored when it is unknown."""
+        """Record a report of a request, which postpones the request's expiry; ignore an unknown request."""
         self._fleet.heard(now, request_id)
 
     def on_first_token(self, now: float, request_id: str) -> Effects[FirstToken | None]:
-        """Release a request's pending prefill; the answer is None when it is unknown or was released before."""
+        """Release a request's pending prefill; the answer is None if the request is unknown or already released."""
         request = self._fleet.first_token(now, request_id)
         if request is None:
             return Effects(None)
@@ -91,7 +92,7 @@ class PoolRouter:
         return Effects(first_token, self._dispatcher.release(now, request.member))
 
     def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Effects[Completion | None]:
-        """End a request that was served, with the engine's token counts if known; None when it is unknown."""
+        """End a served request, with the engine's token counts if known; the answer is None for an unknown request."""
         request = self._fleet.finished(now, request_id, usage)
         if request is None:
             return Effects(None)
@@ -102,7 +103,7 @@ class PoolRouter:
         self._fleet.measured(request_id, usage)
 
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
-        """End a request whose client disconnected; the answer is None if it is unknown, has ended or was queued."""
+        """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""
         was_queued, outcomes = self._dispatcher.forget(now, request_id)
         if was_queued:
             return Effects(None, outcomes)
@@ -110,7 +111,10 @@ class PoolRouter:
         return Effects(None) if request is None else self._completed(now, request)
 
     def on_failed(self, now: float, request_id: str) -> Effects[Completion | None]:
-        """End a request that its member failed, which suspends the member after several in a row; None when unknown."""
+        """End a request that its member failed; the answer is None for an unknown request.
+
+        Several consecutive failures suspend the member.
+        """
         request = self._fleet.broke_off(now, request_id)
         if request is None:
             return Effects(None)
@@ -119,7 +123,7 @@ class PoolRouter:
         return Effects(completion, outcomes + released)
 
     def on_pool(self, now: float, pool: Pool) -> Effects[None]:
-        """Take a new version of the pool: members join, change and leave; requests in flight stay known."""
+        """Apply a new version of the pool: members join, change and leave; requests in flight stay recorded."""
         assert pool.id == self._pool.id, f"router of {self._pool.id} was given {pool.id}"
         self._pool = pool
         self._chooser.adopt(pool)
@@ -129,7 +133,7 @@ class PoolRouter:
         return Effects(None, outcomes + self._dispatcher.release_all(now))
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
-        """Do what is due; the answer is the completions of requests of which no report came for too long."""
+        """Run all due work; the answer is the completions of requests that expired without a report."""
         completions: list[Completion] = []
         outcomes: tuple[Outcome, ...] = ()
         for request in self._fleet.expire(now):
@@ -142,12 +146,12 @@ class PoolRouter:
         return Effects(tuple(completions), outcomes)
 
     def next_deadline(self) -> float | None:
-        """Return when ``on_deadline`` has something to do, or None."""
+        """Return the next time at which ``on_deadline`` must be called, or None."""
         deadlines = (self._fleet.next_deadline(), self._dispatcher.next_deadline())
         return min((each for each in deadlines if each is not None), default=None)
 
     def take_update(self, now: float) -> ReplicaUpdate:
-        """Return the replication update for the other replicas: what happened here since the last one."""
+        """Return the replication update for the other replicas: the changes in this replica since the last update."""
         return ReplicaUpdate(
             hotness=self._chooser.tree.take_counts(),
             loads=self._fleet.own_loads(now),
@@ -157,7 +161,7 @@ class PoolRouter:
         )
 
     def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
-        """Take the replication update that another replica made ``age_s`` ago."""
+        """Apply the replication update that another replica created ``age_s`` ago."""
         said_s = now - age_s
         if update.loads is not None:
             self._fleet.on_loads(said_s, peer, update.loads, age_s=age_s)
@@ -169,12 +173,12 @@ class PoolRouter:
         return Effects(None, self._dispatcher.release_all(now))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
-        """Take session bindings from the store: those with a higher version, and those that this replica wanted."""
+        """Apply session bindings from the store if their version is higher or this replica requested them."""
         for binding in bindings:
             self._chooser.sessions.adopt(now, binding, hinted=True)
 
     def status(self) -> PoolSnapshot:
-        """Return a snapshot of the pool as this router knows it."""
+        """Return a snapshot of the pool's state in this router."""
         return PoolSnapshot(
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
@@ -188,11 +192,11 @@ class PoolRouter:
         )
 
     def _on_failure(self, now: float, member: str, dispatched_s: float) -> tuple[Outcome, ...]:
-        """Count a failure of a member; if it is suspended, place its queued requests again."""
+        """Count a failure of a member; if the member is now suspended, choose new members for its queued requests."""
         if self._fleet.failed(now, member, dispatched_s):
             return self._dispatcher.requeue(now, self._fleet.members)
         return ()
 
     def _completed(self, now: float, request: InFlightRequest) -> Effects[Completion]:
-        """Return the completion of a request that was not served, and what its end released."""
+        """Return the completion of a failed request and the outcomes of the queued requests that its end released."""
         return Effects(request.completion(None), self._dispatcher.release(now, request.member))

@@ -1,4 +1,4 @@
-"""A real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
+"""Tests that a real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
 
 import asyncio
 from contextlib import ExitStack
@@ -15,9 +15,7 @@ METRIC = "dualmap_pool_desired_replicas"
 
 
 @pytest.mark.timeout(480, func_only=True)
-async def test_hpa_scales_up_and_down_without_a_lost_request(
-    product: Product, cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_hpa_scale_up_and_down_loses_no_request(product: Product, cluster: Cluster, tmp_path: Path) -> None:
     await product.operator()
     await product.apply(waves.pool(product.namespace))
     await product.until_active(1)

@@ -1,4 +1,4 @@
-"""The operator's children of a pool on a real API server: accepted in strict validation and stable."""
+"""Tests that a real API server accepts a pool's child objects with strict validation, and does not change them."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ SIMULATED = {
         ]
     }
 }
-# About 14 s of decoding: three times the initial pause of the script.
+# The decoding takes about 14 s, three times the initial pause of the preStop script.
 STREAMED_TOKENS = 600
 
 
@@ -93,7 +93,7 @@ def apply(cluster: Cluster, child: Mapping[str, Any], *options: str) -> dict[str
         ("q" * 50, RICH, {"engine": {"type": "TensorRTLLM", "port": 65535}, "drain": {"timeout": "1h"}}),
     ],
 )
-def test_children_pass_strict_validation(
+def test_child_objects_pass_strict_validation(
     cluster: Cluster, namespace: str, name: str, template: dict[str, Any], spec: dict[str, Any]
 ) -> None:
     for child in children(create(cluster, namespace, name, template, **spec), replicas=2):
@@ -102,18 +102,18 @@ def test_children_pass_strict_validation(
         assert (answer["kind"], answer["metadata"]["name"]) == (child["kind"], name)
 
 
-def test_children_applied_again_do_not_change(cluster: Cluster, namespace: str) -> None:
+def test_child_objects_applied_twice_stay_unchanged(cluster: Cluster, namespace: str) -> None:
     spec = create(cluster, namespace, "again", RICH)
 
     for child in children(spec, replicas=0):
         first, second = apply(cluster, child), apply(cluster, child)
 
-        # The generation counts changes of the spec. Services have none.
+        # The generation counts changes of the spec. Services have no generation.
         assert second["metadata"].get("generation") == first["metadata"].get("generation")
         assert second["spec"] == first["spec"]
 
 
-def test_pods_have_labels_gate_grace_period_and_hook(cluster: Cluster, namespace: str) -> None:
+def test_pods_have_labels_readiness_gate_grace_and_pre_stop(cluster: Cluster, namespace: str) -> None:
     spec = create(cluster, namespace, "pods", RICH)
     for child in children(spec, replicas=1):
         apply(cluster, child)
@@ -128,7 +128,7 @@ def test_pods_have_labels_gate_grace_period_and_hook(cluster: Cluster, namespace
     assert "preStop" in pod["spec"]["containers"][1]["lifecycle"]
 
 
-def test_kubectl_shows_the_pre_stop_script_in_lines(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_shows_pre_stop_script_as_separate_lines(cluster: Cluster, namespace: str) -> None:
     set_, *_ = children(create(cluster, namespace, "shown", PLAIN), replicas=0)
     apply(cluster, set_)
 
@@ -140,7 +140,7 @@ def test_kubectl_shows_the_pre_stop_script_in_lines(cluster: Cluster, namespace:
 
 
 @pytest.mark.usefixtures("kubelet")
-async def test_pod_deleted_ends_its_streams_before_sigterm(cluster: Cluster, namespace: str) -> None:
+async def test_pod_deletion_waits_for_open_streams_before_sigterm(cluster: Cluster, namespace: str) -> None:
     spec = create(cluster, namespace, "ending", SIMULATED, drain={"timeout": "60s"})
     for child in children(spec, replicas=1):
         apply(cluster, child)
@@ -154,11 +154,11 @@ async def test_pod_deleted_ends_its_streams_before_sigterm(cluster: Cluster, nam
 
 
 async def stream_through_deletion(cluster: Cluster, pod: tuple[str, ...], engine: str) -> int:
-    """Read a long stream to its end. The pod is deleted at the first event.
+    """Read a long stream to its end, and delete the pod at the first event.
 
-    After SIGTERM an engine accepts no new connections. The test therefore checks its health at every 50th event, from
-    the deletion to shortly before the end. Returns the number of answers; raises if an answer is missing or the stream
-    is cut.
+    After SIGTERM an engine accepts no new connections. The test therefore checks the engine's health at every 50th
+    event until shortly before the end. Returns the number of answered health checks; raises an error if a check fails
+    or the stream breaks.
     """
     question = {"model": "m", "prompt": "count", "max_tokens": STREAMED_TOKENS, "stream": True}
     events = answered = 0

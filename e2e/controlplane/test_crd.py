@@ -1,4 +1,4 @@
-"""The CRD on a real API server: what each rule accepts, and that a rejection names path, value and accepted values.
+"""Tests of the CRD's rules on a real API server: accepted values, and the path and values in a rejection's message.
 
 tests/controlplane/test_crd.py compares fields, defaults and bounds with the code.
 """
@@ -25,7 +25,7 @@ MEMBER = {"id": "q-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "
 
 
 class Rule(NamedTuple):
-    """A CEL rule: its path, the path that a rejection names, and accepted and rejected values."""
+    """A CEL rule: its path, the path in the rejection's message, and accepted and rejected values."""
 
     path: str
     accepted: tuple[object, ...]
@@ -147,7 +147,7 @@ RULES = (
     duration("spec.routing.session.migration.cooldown", "1ms", "1h", too_short="0.9ms", too_long="3601s"),
     duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
 )
-# Rules that compare with the old object or that concern the status. Each has its own test below.
+# Rules that compare with the old object, and rules for the status. Each rule has its own test in this file.
 OTHER_RULES = (
     "spec.workload",
     "spec.model.name",
@@ -156,7 +156,7 @@ OTHER_RULES = (
     "status.ring.members.address",
 )
 
-# Bounds, enums and types of the schema: one of each kind. The fast tests cover the others.
+# One example each of the schema's bounds, enums and types. Tests without a cluster cover the other fields.
 SCHEMA_REFUSALS = (
     ("spec.model", None, 'spec.model: Required value'),
     ("spec.workload", None, "spec.workload: Required value"),
@@ -192,7 +192,7 @@ def _namespace(cluster: Cluster) -> str:
 
 
 def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
-    """A small pool in which one field has this value; None removes the field."""
+    """Return a small pool with this value in one field; None removes the field."""
     workload: dict[str, Any] = {"selector": {}} if path.startswith("spec.workload.selector") else {"template": TEMPLATE}
     document: dict[str, Any] = {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -214,21 +214,21 @@ def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
 
 def make(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]], *, check: bool) -> str:
     """Create these pools in a dry run on the server; return kubectl's output."""
-    # Separate documents instead of a List: kubectl validates a List itself before it calls the server.
+    # The input has separate documents, because kubectl validates a List itself before the request to the server.
     text = "\n---\n".join(json.dumps(document) for document in documents)
     return cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", input=text, check=check)
 
 
 def refusals(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return kubectl's error for each of these pools. The server must reject all of them."""
-    # kubectl words a single rejection differently, so there is always a second one.
+    """Return kubectl's error for each of these pools. The server must reject every pool."""
+    # The input always contains a second rejected pool, because kubectl prints a single rejection in another format.
     _, *said = make(cluster, namespace, [*documents, pool("spec", {})], check=False).split("Error from server (")
     assert len(said) == len(documents) + 1, said
     return said[:-1]
 
 
 def part(refusal: str, path: str) -> str:
-    """Return the part of a rejection about one path."""
+    """Return a rejection's message for one path."""
     assert f"{path}: " in refusal
     return refusal[refusal.index(f"{path}: ") :]
 
@@ -243,13 +243,13 @@ def rules(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
         yield from rules(schema["items"], path)
 
 
-def test_every_rule_has_a_test() -> None:
+def test_every_crd_validation_rule_has_a_test() -> None:
     schema = yaml.safe_load(CRD_FILE.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     assert Counter(rules(schema)) == Counter([*(rule.path for rule in RULES), *OTHER_RULES])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
-def test_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
+def test_crd_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
     made = make(cluster, namespace, [pool(rule.path, value) for value in rule.accepted], check=True)
     assert made.count("created (server dry run)") == len(rule.accepted)
     said = refusals(cluster, namespace, [pool(rule.path, value) for value, _ in rule.refused])
@@ -257,31 +257,31 @@ def test_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespa
         assert message in part(refusal, rule.named or rule.path)
 
 
-def test_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
+def test_crd_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
     said = refusals(cluster, namespace, [pool(path, value) for path, value, _ in SCHEMA_REFUSALS])
     for refusal, (_, _, message) in zip(said, SCHEMA_REFUSALS, strict=True):
         assert message in refusal
 
 
-def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace: str) -> None:
+def test_model_name_is_immutable_but_aliases_can_change(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "model"))
     patch(cluster, namespace, "model", {"spec": {"model": {"aliases": ["n"]}}})
     said = patch(cluster, namespace, "model", {"spec": {"model": {"name": "n"}}}, check=False)
     assert (
-        '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or make another pool'
+        '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or create another pool'
         in part(said, "spec.model.name")
     )
 
 
-def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
+def test_pool_port_is_immutable(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "port"))
     said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
-    expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or make another pool"
+    expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or create another pool"
     assert expected in part(said, "spec.engine.port")
 
 
 @pytest.mark.parametrize(("before", "after"), [("template", "selector"), ("selector", "template")])
-def test_kind_of_workload_is_immutable_and_its_content_is_not(
+def test_workload_kind_is_immutable_but_content_can_change(
     cluster: Cluster, namespace: str, before: str, after: str
 ) -> None:
     workloads: dict[str, Any] = {"template": TEMPLATE, "selector": SELECTOR}
@@ -293,18 +293,18 @@ def test_kind_of_workload_is_immutable_and_its_content_is_not(
     switch = {"spec": {"workload": {before: None, after: workloads[after]}}}
     said = patch(cluster, namespace, name, switch, check=False)
     assert (
-        f"{after} is not accepted; the kind of workload cannot be changed, give a {before} or make another pool"
+        f"{after} is not accepted; the kind of workload cannot be changed, give a {before} or create another pool"
         in part(said, "spec.workload")
     )
 
 
-def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, namespace: str) -> None:
+def test_api_server_rejects_lower_ring_version_or_invalid_members(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "ring"))
     members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
     for version in (7, 7, 8):
         patch(cluster, namespace, "ring", {"status": {"ring": {"version": version, "members": members}}}, status=True)
     said = patch(cluster, namespace, "ring", {"status": {"ring": {"version": 7}}}, status=True, check=False)
-    expected = "7 is not accepted; the version of a ring never goes back, give at least 8"
+    expected = "7 is not accepted; the version of a ring never decreases, give at least 8"
     assert expected in part(said, "status.ring.version")
     for address in ("localhost", "10.0.0.1:80", ""):
         bad = {"status": {"ring": {"members": [{**MEMBER, "address": address}]}}}
@@ -316,7 +316,7 @@ def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, na
         part(patch(cluster, namespace, "ring", bad, status=True, check=False), f"status.ring.members[0].{name}")
 
 
-def test_defaults_are_filled_in_and_equal_the_readers(cluster: Cluster, namespace: str) -> None:
+def test_crd_defaults_are_filled_in_and_equal_the_parsers(cluster: Cluster, namespace: str) -> None:
     written = pool()
     text = cluster.kubectl(
         "create", "--dry-run=server", "-n", namespace, "-f", "-", "-o", "json", input=json.dumps(written)
@@ -330,7 +330,7 @@ def test_defaults_are_filled_in_and_equal_the_readers(cluster: Cluster, namespac
     assert read_spec(kept) == read_spec(written)
 
 
-def test_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
+def test_pod_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
     template = {
         "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
         "spec": {
@@ -342,7 +342,7 @@ def test_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
     assert get(cluster, namespace, "kept")["spec"]["workload"] == {"template": template}
 
 
-def test_status_in_create_is_dropped(cluster: Cluster, namespace: str) -> None:
+def test_status_in_create_request_is_dropped(cluster: Cluster, namespace: str) -> None:
     document = pool("metadata.name", "statusless")
     create(cluster, namespace, {**document, "status": {"ring": {"version": 7, "members": [MEMBER]}}})
     assert "status" not in get(cluster, namespace, "statusless")

@@ -1,4 +1,4 @@
-"""kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
+"""Tests of kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
 
 import json
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def create(
 
 
 def table(text: str) -> list[list[str]]:
-    """A printed table as rows of words. No value in these tests has a space."""
+    """Return a printed table as rows of words. No value in these tests has a space."""
     return [line.split() for line in text.splitlines()]
 
 
@@ -63,7 +63,7 @@ def test_kubectl_get_shows_the_main_columns(cluster: Cluster, namespace: str) ->
     assert row[:-1] == ["qwen", "6", "4", "3", "0.97", "0.63", "dualmap_paper"]
 
 
-def test_kubectl_get_wide_shows_the_other_columns(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_get_wide_shows_the_additional_columns(cluster: Cluster, namespace: str) -> None:
     head, row = table(cluster.kubectl("get", "dmpool", "qwen", "-n", namespace, "-o", "wide"))
     assert head[8:] == ["MODEL", "ENGINE", "TTFT", "ATTAINMENT", "RING", "AVAILABLE", "DEGRADED", "REASON"]
     assert row[8:] == ["Qwen/Qwen2.5", "vLLM", "5s", "0.9", "7", "True", "False", "AsExpected"]
@@ -95,7 +95,7 @@ def test_kubectl_explain_describes_fields(cluster: Cluster, namespace: str) -> N
 
 
 @pytest.mark.parametrize("name", ["dmpool", "dualmap", "inference", "inferencepool.serving.dualmap.dev"])
-def test_short_name_categories_and_full_name_find_pools(cluster: Cluster, namespace: str, name: str) -> None:
+def test_kubectl_finds_pools_by_short_name_category_and_full_name(cluster: Cluster, namespace: str, name: str) -> None:
     assert "inferencepool.serving.dualmap.dev/qwen" in cluster.kubectl("get", name, "-n", namespace, "-o", "name")
 
 
@@ -108,7 +108,7 @@ def test_field_selectors_find_pools_by_model_and_policy(cluster: Cluster, namesp
 
 @pytest.fixture(name="both")
 def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """The Gateway API Inference Extension's CRD next to ours, and a pool of that CRD named gaie."""
+    """Install the Gateway API Inference Extension's CRD beside DualMap's, with a pool of that CRD named gaie."""
     crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
     try:
         theirs = {
@@ -128,8 +128,10 @@ def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("both")
-def test_beside_gaie_the_short_name_dmpool_is_ours(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
-    # kubectl caches API discovery: an own cache folder makes it read again.
+def test_short_name_dmpool_with_gaie_installed_finds_dualmap_pool(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    # kubectl caches API discovery, so a new cache folder makes kubectl read the API groups again.
     fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
     for name in ("inferencepool", "inferencepools", "infpool", crds.GAIE_NAME):
         assert cluster.kubectl("get", name, "-o", "name", *fresh) == "inferencepool.inference.networking.k8s.io/gaie\n"

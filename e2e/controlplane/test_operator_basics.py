@@ -1,4 +1,4 @@
-"""The operator on a real control plane: it creates a pool's pods and status, and sends no writes without a change."""
+"""Tests that the operator creates a pool's pods and status on a real control plane, and writes only after changes."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# Limits for the takeover by another operator, and for an operator's exit after SIGTERM.
+# Time limits for the takeover by another operator, and for an operator's exit after SIGTERM.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
@@ -23,13 +23,13 @@ def condition(status: dict[str, Any], kind: str) -> str:
 
 
 async def joined(product: Product, *, replicas: int) -> None:
-    """Apply a pool and wait until all its members take requests."""
+    """Apply a pool and wait until all its members receive requests."""
     await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas))
     await product.until_in_ring(replicas)
 
 
 async def applied(product: Product, *, replicas: int, **spec: Any) -> None:
-    """Apply a pool and wait until all its members are in the ring, and its status has settled."""
+    """Apply a pool and wait until all its members are in the ring, and the status no longer changes."""
     await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas, **spec))
     await product.until_active(replicas)
     await product.until(
@@ -57,7 +57,7 @@ async def leader(product: Product) -> str:
     return holder
 
 
-async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> None:
+async def test_applied_pool_gets_ready_pods_and_a_status(product: Product) -> None:
     operator = await product.operator()
     await applied(product, replicas=2)
 
@@ -76,8 +76,8 @@ async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> Non
     assert {"Accepted", "MemberActive"} <= set(events.split())
 
 
-async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product) -> None:
-    # Briefly after its restart in other tests, the API server rejects all requests.
+async def test_idle_operator_writes_nothing_and_reads_little(product: Product) -> None:
+    # After a restart by other tests, the API server rejects all requests for a short time.
     began = len(operators_requests(product))
     await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
@@ -98,7 +98,7 @@ async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
-async def test_child_deleted_is_created_again(product: Product, kind: str) -> None:
+async def test_deleted_child_object_is_recreated(product: Product, kind: str) -> None:
     await product.operator()
     await applied(product, replicas=1)
     before = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}")
@@ -117,7 +117,7 @@ async def test_child_deleted_is_created_again(product: Product, kind: str) -> No
     assert (await product.pool())["status"]["ring"] == ring, "its pods serve on"
 
 
-async def test_children_edited_are_restored(product: Product) -> None:
+async def test_edited_child_objects_are_restored(product: Product) -> None:
     await product.operator()
     await applied(product, replicas=1)
     await product.kubectl("scale", "statefulset/qwen", "--replicas=3")
@@ -138,7 +138,7 @@ async def test_children_edited_are_restored(product: Product) -> None:
     await until(undone, "all three are as they were", timeout_s=30.0)
 
 
-async def test_pool_deleted_drains_and_removes_its_children(product: Product) -> None:
+async def test_deleted_pool_drains_and_removes_child_objects(product: Product) -> None:
     await product.operator()
     await joined(product, replicas=2)
     await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
@@ -152,7 +152,7 @@ async def test_pool_deleted_drains_and_removes_its_children(product: Product) ->
     assert "MemberDraining" in events.split()
 
 
-async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Product) -> None:
+async def test_pool_deleted_without_operator_drains_after_operator_start(product: Product) -> None:
     first = await product.operator()
     await applied(product, replicas=1)
     await first.kill()
@@ -169,10 +169,10 @@ async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Pro
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -> None:
+async def test_pod_deleted_during_watch_outage_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await joined(product, replicas=2)
-    # The controllers must not recreate the pod before the operator has seen its absence.
+    # The controllers must not recreate the pod before the operator has processed the deletion.
     operator.pause()
     await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
     await product.kubectl("delete", "pod/qwen-1", "--force", "--grace-period=0")
@@ -180,12 +180,12 @@ async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -
     operator.resume()
 
     await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == ["qwen-0"])
-    # The pod is created again and joins.
+    # The StatefulSet controller creates the pod again, and the member joins.
     await product.until_in_ring(2)
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_of_two_operators_only_the_leader_writes(product: Product) -> None:
+async def test_standby_of_two_operators_writes_nothing(product: Product) -> None:
     first = await product.operator("operator-0", "--leader-election")
 
     async def led() -> bool:
@@ -216,7 +216,7 @@ async def test_of_two_operators_only_the_leader_writes(product: Product) -> None
 
 
 def written_by(product: Product, account: str) -> set[str]:
-    """Return the resources that a service account of the system has written in this test."""
+    """Return the resources that a DualMap service account has written in this test."""
     return {
         entry["objectRef"]["resource"]
         for entry in product.audit()
@@ -233,14 +233,14 @@ async def taken_over_after(product: Product, holder: str, end: Any) -> None:
     await until(another, "another operator leads", timeout_s=TAKE_OVER_S)
 
 
-async def test_leader_on_sigterm_exits_in_time(product: Product) -> None:
+async def test_leader_exits_within_grace_period_on_sigterm(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await stopped(operator)
     assert await leader(product) == ""
 
 
-async def test_standby_on_sigterm_exits_in_time(product: Product) -> None:
+async def test_standby_exits_within_grace_period_on_sigterm(product: Product) -> None:
     await product.operator("operator-0", "--leader-election")
     await stopped(await product.operator("operator-1", "--leader-election"))
 
@@ -250,7 +250,7 @@ async def stopped(operator: Operator) -> None:
     assert await operator.wait(timeout_s=STOP_S) == 0
 
 
-async def test_leader_without_lease_renewal_exits(product: Product) -> None:
+async def test_leader_that_cannot_renew_its_lease_exits(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await asyncio.to_thread(product.cluster.stop_apiserver)

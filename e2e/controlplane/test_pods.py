@@ -1,4 +1,4 @@
-"""Pods that are killed, deleted, evicted or rolled out, whose node is lost or whose pool is deleted."""
+"""Tests of killed, deleted, evicted and rolled-out pods, of a lost node, and of a deleted pool."""
 
 import json
 
@@ -23,7 +23,7 @@ async def uids(product: Product) -> dict[str, str]:
     return {name: pod["metadata"]["uid"] for name, pod in (await product.pods()).items()}
 
 
-async def test_engine_crashed_rejoins_with_a_new_incarnation(product: Product, kubelet: ProcessKubelet) -> None:
+async def test_crashed_engine_rejoins_with_new_incarnation(product: Product, kubelet: ProcessKubelet) -> None:
     await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
     await product.until_in_ring(2)
@@ -37,7 +37,7 @@ async def test_engine_crashed_rejoins_with_a_new_incarnation(product: Product, k
 
 @pytest.mark.timeout(180, func_only=True)
 @pytest.mark.parametrize("how", ["deleted", "evicted"])
-async def test_pod_deleted_or_evicted_finishes_its_streams(product: Product, how: str) -> None:
+async def test_deleted_or_evicted_pod_finishes_its_streams(product: Product, how: str) -> None:
     await serving(product, 2)
     await product.open_gateway()
     traffic = product.traffic(streams=6, plain=2, tokens=150)
@@ -65,7 +65,7 @@ async def test_pod_deleted_or_evicted_finishes_its_streams(product: Product, how
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_template_changed_rolls_one_pod_at_a_time(product: Product) -> None:
+async def test_template_change_rolls_one_pod_at_a_time(product: Product) -> None:
     operator = await serving(product, 3, abrupt=True)
     await product.open_gateway()
     before = await uids(product)
@@ -77,7 +77,7 @@ async def test_template_changed_rolls_one_pod_at_a_time(product: Product) -> Non
         await traffic.streaming(5)
         await product.apply(manifest)
         await product.until(lambda status: any(each["state"] == "Draining" for each in status["ring"]["members"]))
-        # Another operator continues.
+        # Another operator continues the work.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -94,7 +94,7 @@ async def test_template_changed_rolls_one_pod_at_a_time(product: Product) -> Non
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_pool_deleted_finishes_streams_and_removes_children(product: Product) -> None:
+async def test_deleted_pool_finishes_streams_and_removes_children(product: Product) -> None:
     operator = await serving(product, 2, abrupt=True)
     await product.open_gateway()
     traffic = product.traffic(streams=4, plain=0, tokens=400)
@@ -103,7 +103,7 @@ async def test_pool_deleted_finishes_streams_and_removes_children(product: Produ
         incident = traffic.incident()
         await product.kubectl("delete", "dmpool/qwen", "--wait=false")
         await product.until(lambda status: {each["state"] for each in status["ring"]["members"]} == {"Draining"})
-        # Another operator continues.
+        # Another operator continues the work.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -112,12 +112,12 @@ async def test_pool_deleted_finishes_streams_and_removes_children(product: Produ
             return left.split() == []
 
         await until(all_gone, "pool and children are gone", timeout_s=90.0)
-    # New requests are rejected during the drain; requests in flight complete.
+    # During the drain, the router rejects new requests, and requests in flight complete.
     assert failed(incident.caught) == []
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_adopted_pods_terminating_leave_the_ring(product: Product) -> None:
+async def test_terminating_adopted_pods_leave_the_ring(product: Product) -> None:
     await product.operator()
     template = pool_manifest("vllm", product.namespace, replicas=2)["spec"]["workload"]["template"]
     deployment = {
@@ -144,7 +144,7 @@ async def test_adopted_pods_terminating_leave_the_ring(product: Product) -> None
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_pods_of_a_lost_node_leave_the_ring(product: Product, cluster: Cluster) -> None:
+async def test_pods_on_lost_node_leave_the_ring(product: Product, cluster: Cluster) -> None:
     with kubelet_on(cluster, "node-lost") as lost, cluster.node_lifecycle():
         manifest = pool_manifest("qwen", product.namespace, replicas=2)
         spec = manifest["spec"]["workload"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""Edge: what router, operator and simulator share outside the pure core: Kubernetes client, logs, ports, options.
+"""Edge: code that the applications share outside the pure core: Kubernetes client, logs, ports, options.
 
-May import ``dualmap`` (the core) and libraries; never an application.
+This package may import ``dualmap`` (the core) and libraries, but no application.
 """

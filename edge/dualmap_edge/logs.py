@@ -1,11 +1,12 @@
-"""Structured logs on stderr, as text or JSON: the only module that imports structlog.
+"""Structured logs on stderr, as text or JSON. Only this module imports structlog.
 
-Every module calls ``get_logger`` and logs a constant message with key=value details. Ids, counts, addresses and reasons
-may be logged. Prompt text and header values never are, except in ``picker``'s debug line with ``--log-prompts``.
+Every module calls ``get_logger`` and logs a constant message with key=value details. Details may be ids, counts,
+addresses and reasons. Prompt text and header values are never logged, except in the debug line of ``picker`` with
+``--log-prompts``.
 
-Messages pass through ``logging``: libraries' messages get the same format. The handlers ignore a broken stderr, so that
-a log reader that ends fails no request. structlog renders them. Its import takes a third of a second, so only
-``configure`` imports it.
+All messages use ``logging``, so that messages of libraries have the same format. structlog renders the messages. The
+handlers ignore a closed stderr, so that the end of a log reader causes no failed request. The import of structlog takes
+a third of a second, so only ``configure`` imports it.
 """
 
 import logging
@@ -23,26 +24,26 @@ LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 
 
 class Logger:
-    """Writes one line per call: a constant message and its details, of any type."""
+    """Writes one line per call: a constant message with details of any type."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
     @property
     def debugging(self) -> bool:
-        """Whether debug lines are written: check before computing expensive details."""
+        """True if debug lines are written; check this property before computing expensive details."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, sentence: str, **details: object) -> None:
-        """Log a detail for debugging one request."""
+        """Log details of one request for debugging."""
         self._logger.debug(sentence, extra={"details": details})
 
     def info(self, sentence: str, **details: object) -> None:
-        """Log a regular event: a start, a reload, a peer that appears or disappears."""
+        """Log a regular event, such as a start, a reload, or a new replica."""
         self._logger.info(sentence, extra={"details": details})
 
     def warning(self, sentence: str, **details: object) -> None:
-        """Log a problem that the program works around."""
+        """Log a problem that the program handles."""
         self._logger.warning(sentence, extra={"details": details})
 
     def error(self, sentence: str, **details: object) -> None:
@@ -51,12 +52,12 @@ class Logger:
 
 
 def get_logger(name: str) -> Logger:
-    """Return the logger of a module; it follows ``configure`` whichever was called first."""
+    """Return the logger of a module; ``configure`` may be called before or after this function."""
     return Logger(name)
 
 
 def configure(*, level: str, log_format: LogFormat) -> None:
-    """Send every log at ``level`` (one of LOG_LEVELS) and above to stderr, libraries' from warning on.
+    """Write logs at ``level`` (one of LOG_LEVELS) and above to stderr; for libraries, warnings and above.
 
     ``log_format`` is one of LOG_FORMATS. Raises ValueError for another level or format.
     """
@@ -80,7 +81,7 @@ def _handler(*, json: bool) -> logging.Handler:
     if json:
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # Not rich's tracebacks, structlog's default: they print local variables, which may contain prompts.
+        # Plain tracebacks, because structlog's default (rich) prints local variables, which may contain prompts.
         plain = structlog.dev.plain_traceback
         render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     formatter = structlog.stdlib.ProcessorFormatter(
@@ -98,6 +99,6 @@ def _handler(*, json: bool) -> logging.Handler:
 
 
 def _add_details(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Add a record's details to the event; a structlog processor."""
+    """Add a record's details to the event, as a structlog processor."""
     details = getattr(event["_record"], "details", {})
     return {**details, **event}

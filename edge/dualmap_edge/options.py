@@ -1,4 +1,4 @@
-"""Types of command line options that several commands have."""
+"""Command-line option types that several commands use."""
 
 import re
 from typing import Any, Final
@@ -14,18 +14,18 @@ _BYTES: Final = {"kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10*
 
 
 class Duration(click.ParamType[float]):
-    """A duration as pool files spell it (``500ms``, ``25s``, ``1m``), in seconds."""
+    """A duration in the format of pool files (``500ms``, ``25s``, ``1m``), converted to seconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return seconds; the error names the accepted forms."""
+        """Return the duration in seconds; the error message contains the accepted formats."""
         if isinstance(value, float):
             return value
         try:
             return parse_duration(value, "duration", high_s=3600.0)
         except PoolError as error:
-            # Click names the option itself.
+            # Click adds the option's name to the message.
             self.fail(f"{value!r} is not accepted; give {error.accepted}", param, ctx)
 
 

@@ -92,7 +92,7 @@ def subset_too_large(limit_bytes: int) -> Refused:
 
 def trailers_unsupported() -> Refused:
     """Return a 400: in this message mode, the router cannot route a request with trailers to one of several pools."""
-    message = "Requests with trailers cannot be routed here; send the request without trailers"
+    message = "The gateway does not route requests with trailers; send the request without trailers"
     return Refused(status=400, code="trailers_unsupported", message=message)
 
 

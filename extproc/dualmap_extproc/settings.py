@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from dualmap.errors import DualMapError
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.logs import LogFormat
 
 # The greatest length of a replica id, which is the greatest length of a host name. Request ids, metrics and Redis keys
@@ -77,9 +78,10 @@ class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router. With
-    ``log_prompts``, debug logs quote headers and prompts. The router sends spans to the OpenTelemetry collector at
-    ``otlp_endpoint`` (None: no spans), and serves the ``dashboard`` on the metrics port.
+    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router.
+    ``hash_key`` is the key of the hashes of prompts and sessions. With ``log_prompts``, debug logs quote headers and
+    prompts. The router sends spans to the OpenTelemetry collector at ``otlp_endpoint`` (None: no spans), and serves the
+    ``dashboard`` on the metrics port.
     """
 
     pools: tuple[Path, ...] = ()
@@ -92,6 +94,7 @@ class Settings:
     tls: str = "off"
     tls_client_ca: Path | None = None
     redis: RedisSettings | None = None
+    hash_key: bytes = field(default=PUBLIC_KEY, repr=False)
     replica_id: str
     log_level: str = "info"
     log_format: LogFormat = "text"

@@ -6,7 +6,7 @@ from importlib import import_module
 from random import Random
 from typing import Final
 
-# Name to help text. A module is imported only when it runs, because atheris instruments modules at import.
+# Target name to help text. A module is imported only when it runs, because atheris instruments modules at import.
 TARGETS: Final = {
     "body": "request bodies: JSON to prompt to block hashes",
     "pools": "pool files: YAML to pools that route",
@@ -18,10 +18,10 @@ TARGETS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target, loaded.
+    """A loaded target.
 
-    ``check`` raises for an input that breaks an invariant. ``mutate`` varies an input by its structure, or returns None
-    to have its bytes varied; it is None for targets without structure.
+    ``check`` raises an error for an input that breaks an invariant. ``mutate`` mutates the structure of an input, or
+    returns None; then the input's bytes are mutated. ``mutate`` is None for targets without structure.
     """
 
     check: Callable[[bytes], None]

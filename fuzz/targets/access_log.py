@@ -1,4 +1,4 @@
-"""Fuzzes Envoy's access log, from a batch's bytes to entries: any client that reaches the port can send these."""
+"""Fuzzes the parsing of Envoy's access log. Any client that reaches the port can send these bytes."""
 
 from contextlib import suppress
 from typing import Final
@@ -34,9 +34,9 @@ _TOKENS_MAX: Final = 10**9
 
 
 def check(data: bytes) -> None:
-    """Any entries are read without an error, and the values read are within bounds.
+    """Check that any entries are read without an error, and that the values are within bounds.
 
-    The bytes are read twice: as an encoded batch, and as choices that build entries.
+    The input is used twice: as an encoded batch, and as choices that build entries.
     """
     entries = [_entry(Choices(data))]
     with suppress(DecodeError):
@@ -65,7 +65,7 @@ def _check_entry(entry: AccessLogEntry) -> None:
 
 
 def _entry(choices: Choices) -> wire.HTTPAccessLogEntry:
-    """Build an entry of the relevant fields, each present or not."""
+    """Build an entry from choices. Each relevant field may be present or absent."""
     entry = wire.HTTPAccessLogEntry()
     common = entry.common_properties
     while choices.more:

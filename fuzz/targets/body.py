@@ -1,4 +1,4 @@
-"""Fuzzes request bodies, from bytes to block hashes, as the picker reads them: clients send these."""
+"""Fuzzes the parsing of request bodies, from bytes to block hashes, as in the picker. Clients send these bytes."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt, read_prompt
 from fuzz import trees
 
-# Small blocks, so that inputs of a few hundred bytes have several.
+# Blocks are short, so that inputs of a few hundred bytes have several blocks.
 _BLOCK_TOKENS: Final = 4
 _BLOCK_BYTES: Final = 4 * _BLOCK_TOKENS
 _AFTER_TURNS: Final = (
     *("prompt", "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "suffix"),
 )
-# For each field that holds the turns of a conversation: the other fields whose text becomes part of the prompt.
+# For each field that contains the turns of a conversation: the other fields whose text becomes part of the prompt.
 _BESIDE_TURNS: Final = {
     "messages": ("input", *_AFTER_TURNS),
     "input": ("messages", *_AFTER_TURNS),
@@ -37,7 +37,7 @@ _WORDS: Final = (
 
 
 def check(data: bytes) -> None:
-    """Any body is either rejected with BadRequest or has one prompt.
+    """Check that any body is either rejected with BadRequest or has one prompt.
 
     The prompt's hashes depend on its prefixes and its tenant.
     """
@@ -62,7 +62,7 @@ def check(data: bytes) -> None:
 
 
 def mutate(data: bytes, random: Random) -> bytes | None:
-    """Vary a body as JSON; None where it is not JSON."""
+    """Mutate a body as JSON; return None if it is not JSON."""
     try:
         return json.dumps(trees.mutate(json.loads(data), random, _WORDS), ensure_ascii=random.random() < 0.5).encode()
     except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ def _chain(prompt: Prompt) -> BlockChain:
 
 
 def _check_api(body: Mapping[str, Any], api: Api) -> None:
-    """Each API either rejects the body with BadRequest or reads the same prompt again."""
+    """Check that each API either rejects the body with BadRequest or reads the same prompt again."""
     try:
         prompt = read_prompt(body, api)
     except BadRequest:
@@ -84,7 +84,7 @@ def _check_api(body: Mapping[str, Any], api: Api) -> None:
 
 
 def _check_prefixes(prompt: Prompt, chain: BlockChain) -> None:
-    """A prefix of the text has a prefix of the hashes; any other text has another last hash."""
+    """Check that a prefix of the text has a prefix of the hashes, and that a changed text has other hashes."""
     root = chain_root(model=prompt.model, lora=prompt.lora, cache_salt=prompt.cache_salt)
     half = len(prompt.text) // 2
     cut = chain_blocks(prompt.text[:half], root=root, block_tokens=_BLOCK_TOKENS)
@@ -97,7 +97,7 @@ def _check_prefixes(prompt: Prompt, chain: BlockChain) -> None:
 
 
 def _check_turns(body: Mapping[str, Any]) -> None:
-    """A conversation with further turns keeps the hashes of all its full blocks."""
+    """Check that a conversation with further turns keeps the hashes of all its full blocks."""
     for name, beside in _BESIDE_TURNS.items():
         turns = body.get(name)
         if not isinstance(turns, list):
@@ -115,7 +115,7 @@ def _check_turns(body: Mapping[str, Any]) -> None:
 
 
 def _check_forgery(body: Mapping[str, Any], name: str, turns: list[Any], prompt: Prompt) -> None:
-    """Two turns never have the same prompt as one turn whose text contains both."""
+    """Check that two turns never have the same prompt as one turn whose text contains both turns."""
     for first, second in pairwise(turns):
         if not all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in (first, second)):
             continue
@@ -126,7 +126,7 @@ def _check_forgery(body: Mapping[str, Any], name: str, turns: list[Any], prompt:
 
 
 def _check_tenants(body: Mapping[str, Any]) -> None:
-    """Prompts of different tenants, models or adapters have no hash in common."""
+    """Check that prompts of different tenants, models or adapters share no hash."""
     salt = body.get("cache_salt")
     other = f"{salt}+" if isinstance(salt, str) else "+"
     variants: list[dict[str, object]] = [{}, {"cache_salt": other}, {"model": f"{body['model']}+"}]

@@ -1,4 +1,4 @@
-"""Fuzzes other replicas' updates, from the store's bytes to values: any writer to the store can send any bytes."""
+"""Fuzzes the decoding of other replicas' updates. Any writer to the store can send any bytes."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -25,12 +25,10 @@ _TEXTS: Final = ("", "a", "10.0.0.1:8000", "[fd00::1]:8000", "é\N{SNOWMAN}", "x
 
 
 def check(data: bytes) -> None:
-    """Bytes are either rejected with UnreadableUpdate or read as an update within bounds.
+    """Check that bytes are either rejected with UnreadableUpdate or read as an update within bounds.
 
-    An update is decoded as it was encoded.
-
-    The bytes are read twice: as an entry of the store's streams, whose form is the same for updates and loads, and as
-    choices that build updates.
+    An update must be equal after encoding and decoding. The input is used twice: as an entry of the store's streams,
+    and as choices that build updates. The store's two streams have the same format.
     """
     with suppress(UnreadableUpdate):
         update = decode_update(data)
@@ -44,7 +42,7 @@ def check(data: bytes) -> None:
     _check_taken(read)
     with suppress(UnreadableUpdate):
         decode_update(encode_update(made)[:-1])
-        raise AssertionError("news that lack their last byte were read")
+        raise AssertionError("decode_update accepted an update without its last byte")
 
 
 def _check_times(update: ReplicaUpdate) -> None:
@@ -54,7 +52,7 @@ def _check_times(update: ReplicaUpdate) -> None:
 
 
 def _check_taken(update: ReplicaUpdate) -> None:
-    """After any update of another replica, requests are routed, and this replica's updates can be encoded."""
+    """Check that after any update the router still routes requests and encodes its own updates."""
     router = PoolRouter(_POOL, replicated=True)
     router.on_update(1.0, "peer", update, 0.5)
     router.on_bindings(1.0, update.bindings)
@@ -69,7 +67,7 @@ def _check_taken(update: ReplicaUpdate) -> None:
 
 
 def _as_sent(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Return an update as other replicas decode it."""
+    """Return an update as decoded by other replicas."""
     loads = {
         member: replace(load, backlog_s=_bounded(load.backlog_s), held_s=_bounded(load.held_s))
         for member, load in update.loads.items()

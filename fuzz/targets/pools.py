@@ -1,4 +1,4 @@
-"""Fuzzes pool files, from bytes to a routed request: an invalid file must not stop the router."""
+"""Fuzzes the loading of pool files, from bytes to a routed request: an invalid file must not stop the router."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 from fuzz import trees
 
-# The longest acceptable message of one line; a value is quoted with at most 80 characters.
+# The maximum length of a one-line message. A message quotes at most 80 characters of a value.
 _MESSAGE_LENGTH: Final = 2000
 _TEXT: Final = b"what is fuzzing? " * 50
 _WORDS: Final = (
@@ -31,7 +31,7 @@ _WORDS: Final = (
 
 
 def check(data: bytes) -> None:
-    """Any bytes are either rejected with one line that names file and field, or are pools that can be served."""
+    """Check that any bytes are either rejected with one line that contains file and field, or are usable pools."""
     with tempfile.NamedTemporaryFile(prefix="pool-", suffix=".yaml") as file:
         file.write(data)
         file.flush()
@@ -48,7 +48,7 @@ def check(data: bytes) -> None:
 
 
 def mutate(data: bytes, random: Random) -> bytes | None:
-    """Vary a pool file as YAML; None where it is not YAML, or too large to vary."""
+    """Mutate a pool file as YAML; return None if it is not YAML, or if it is too large."""
     try:
         documents = list(yaml.load_all(data, Loader=yaml.CSafeLoader))
         at = random.randrange(len(documents))
@@ -71,7 +71,7 @@ def _check_message(error: PoolFileError, path: Path) -> None:
 
 
 def _check_routes(pool: Pool) -> None:
-    """Route one request through the pool with any settings, and check that no state remains."""
+    """Route one request through a pool with any settings, and check that no state remains."""
     router = PoolRouter(pool)
     root = chain_root(model=pool.model.name)
     chain = chain_blocks(_TEXT, root=root, block_tokens=pool.routing.prefix.block_tokens)

@@ -1,4 +1,4 @@
-"""Fuzzes ext_proc streams on one picker with real routers: any client of the port may send any messages."""
+"""Fuzzes ext_proc streams on one picker with real routers. Any client of the port may send any messages."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -19,17 +19,17 @@ from fuzz.choices import Choices
 from fuzz.envoy import Peer, message, request
 
 _STREAMS: Final = 4
-# More steps would be slow and find little more.
+# More steps would be slow and would find few further faults.
 _STEPS: Final = 150
 _LIMITS: Final = Limits(chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
-# Each routed request has exactly one of these ends.
+# Each routed request has exactly one of these observations at its end.
 _ENDINGS: Final[tuple[type[Observation], ...]] = (Ended, Expired)
 
 
 def check(data: bytes) -> None:
-    """No sequence of steps makes the router raise, give a forbidden answer, or keep a request's state."""
+    """Check that no sequence of steps makes the router raise, give a forbidden answer, or keep a request's state."""
     choices = Choices(data)
     talk = _Talk(choices)
     steps = 0
@@ -41,14 +41,14 @@ def check(data: bytes) -> None:
 
 @dataclass(slots=True)
 class _Line:
-    """A stream and its checks."""
+    """A stream and the checks of its answers."""
 
     stream: Stream
     peer: Peer = field(default_factory=Peer)
 
 
 class _Talk:
-    """A few concurrent streams, the pools they are routed in, and the clock."""
+    """Several concurrent streams, the pools that route them, and the clock."""
 
     def __init__(self, choices: Choices) -> None:
         self._source = choices
@@ -75,7 +75,7 @@ class _Talk:
         self._lines = [self._line() for _ in range(_STREAMS)]
 
     def step(self) -> None:
-        """Do the next step."""
+        """Choose the next step and run it."""
         choices, kind = self._source, self._source.number() % 16
         at = choices.number() % _STREAMS
         line = self._lines[at]
@@ -103,7 +103,7 @@ class _Talk:
                 self._receive(line, message(choices))
 
     def end(self) -> None:
-        """Close every stream, let the retention time pass, and check that no state remains."""
+        """Close every stream, advance the clock past all deadlines, and check that no state remains."""
         for line in self._lines:
             self._close(line, cancelled=True)
         for _ in range(1000):
@@ -111,7 +111,7 @@ class _Talk:
                 break
             self._on_time()
         else:
-            raise AssertionError("deadlines without end")
+            raise AssertionError("the picker still has a deadline after 1000 steps")
         for status in self._picker.statuses():
             assert status.held == 0
             for each in status.endpoints:
@@ -126,7 +126,7 @@ class _Talk:
         self._counts[type(observation)] += 1
 
     def _line(self) -> _Line:
-        """Begin a stream."""
+        """Return a new stream."""
 
         def deliver(answers: list[wire.ProcessingResponse]) -> None:
             assert not line.peer.ended, "a request was released after its stream had ended"
@@ -155,7 +155,7 @@ class _Talk:
             self._picker.on_deadline(self._now)
 
     def _set_members(self) -> None:
-        """Give the pools one to three members each, or none, some of them draining."""
+        """Set zero to three members in each pool; some members may be draining."""
         for at, pool in enumerate(self._pools):
             members = tuple(
                 Member(
@@ -180,7 +180,7 @@ class _Talk:
         )
 
     def _raw(self) -> wire.ProcessingRequest:
-        """Return the message that some bytes parse to: fields that do not go together, and unknown ones."""
+        """Return the message parsed from chosen bytes. The message's fields may be unknown or contradict each other."""
         try:
             return wire.ProcessingRequest.FromString(self._source.chunk())
         except DecodeError:

@@ -1,5 +1,5 @@
-"""The operator: reconciles InferencePools, that is, their children, the members of their hash rings and their status.
+"""The operator: reconciles each InferencePool's children, the members of its hash ring and its status.
 
-Layers, each of which may import those below it only: main, wiring, run, act, observe, api, decide (pure), then names,
-settings and errors. docs/architecture.md walks through one reconcile.
+The layers are, from top to bottom: main, wiring, run, act, observe, api, decide (pure), then names, settings and
+errors. A layer imports lower layers only. docs/architecture.md describes one reconcile, step by step.
 """

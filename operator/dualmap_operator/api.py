@@ -1,7 +1,8 @@
 """The operator's requests to the API server: one method for each kind of request, over ``dualmap_edge.kube.client``.
 
-``apply`` and ``events`` write through it, and ``leader`` renews its Lease through it. It raises the errors of
-``errors``. While ``may_write`` returns False it writes nothing: an operator without the lease must not race the leader.
+``apply`` and ``events`` use this module for writes, and ``leader`` for its Lease. All methods raise exceptions of the
+``errors`` module. No write is sent while ``may_write`` returns False, because an operator without the lease must not
+race the leader.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from dualmap_operator.names import FIELD_MANAGER, IN_RING_GATE, PLURAL
 
 _MERGE: Final = "application/merge-patch+json"
 _STRATEGIC: Final = "application/strategic-merge-patch+json"
-_APPLY: Final = "application/apply-patch+yaml"  # JSON is YAML
+_APPLY: Final = "application/apply-patch+yaml"  # The body is JSON, which is valid YAML.
 _GONE_CODES: Final = (404, 410)
 _CONFLICT: Final = 409
 _PLURALS: Final[Mapping[str, str]] = {
@@ -33,21 +34,21 @@ _PLURALS: Final[Mapping[str, str]] = {
 
 
 class ApiObserver(Protocol):
-    """Counts requests to the API server."""
+    """An observer that counts requests to the API server."""
 
     def api_request(self, verb: str, code: int) -> None:
-        """Count one request by the API's verb and the HTTP status; 0 means no answer."""
+        """Count one request by its API verb and HTTP status; status 0 means no answer."""
 
 
 def collection_path(api_version: str, kind: str, namespace: str | None) -> str:
-    """Return the path of all objects of a kind, in one namespace or (None) in all."""
+    """Return the path of all objects of a kind in ``namespace``; None means all namespaces."""
     root = "/api" if "/" not in api_version else "/apis"
     within = "" if namespace is None else f"/namespaces/{quote(namespace)}"
     return f"{root}/{api_version}{within}/{_PLURALS[kind]}"
 
 
 class Api:
-    """Sends the operator's requests. Each method raises ApiError or its subclass for the cause."""
+    """Sends the operator's requests. Each method raises ApiError or a subclass of ApiError."""
 
     def __init__(self, client: KubeClient, observer: ApiObserver, may_write: Callable[[], bool]) -> None:
         self._client = client
@@ -58,7 +59,7 @@ class Api:
         """Return the object with the kind and name of ``child``, with or without our label; None if there is none."""
         metadata = child["metadata"]
         path = collection_path(child["apiVersion"], child["kind"], metadata["namespace"])
-        # A list with a field selector: a get by name would need one more RBAC verb.
+        # The request is a list with a field selector: a get by name would need one more RBAC verb.
         answer = await self.request("GET", path, query=(("fieldSelector", f"metadata.name={metadata['name']}"),))
         found: list[dict[str, Any]] = answer.get("items") or []
         return found[0] if found else None
@@ -72,13 +73,13 @@ class Api:
     async def write_status(
         self, namespace: str, name: str, status: Mapping[str, Any], *, resource_version: str
     ) -> dict[str, Any]:
-        """Merge ``status`` into a pool's status; raises ConflictError unless the pool is at ``resource_version``."""
+        """Merge ``status`` into a pool's status; raise ConflictError unless the pool is at ``resource_version``."""
         path = f"{collection_path(API_VERSION, 'InferencePool', namespace)}/{quote(name)}/status"
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
         return await self._write("PATCH", path, query=_MANAGED, body=body, content_type=_MERGE)
 
     async def set_gate(self, namespace: str, gate: Gate, now_s: float) -> None:
-        """Set our readiness gate's condition; raises ConflictError if another pod has the name by now."""
+        """Set our readiness gate's condition; raise ConflictError if a new pod has the same name."""
         condition = {
             "type": IN_RING_GATE,
             "status": "True" if gate.in_ring else "False",
@@ -90,12 +91,12 @@ class Api:
         await self._write("PATCH", path, query=_MANAGED, body=body, content_type=_STRATEGIC)
 
     async def restart_pod(self, namespace: str, restart: Restart) -> None:
-        """Delete a pod with its own grace period; raises ConflictError if another pod has the name by now."""
+        """Delete a pod with its own grace period; raise ConflictError if a new pod has the same name."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": restart.uid}}
         await self._write("DELETE", f"{collection_path('v1', 'Pod', namespace)}/{quote(restart.pod)}", body=body)
 
     async def create(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object; raises ConflictError if the name exists."""
+        """Create an object; raise ConflictError if the name exists."""
         path = collection_path(document["apiVersion"], document["kind"], document["metadata"]["namespace"])
         return await self._write("POST", path, query=_MANAGED, body=document)
 
@@ -114,7 +115,7 @@ class Api:
         content_type: str = "application/json",
         timeout_s: float = 10.0,
     ) -> dict[str, Any]:
-        """Send and count any request, whether or not this operator may write. Raises ApiError."""
+        """Send and count any request, even if ``may_write`` returns False. Raises ApiError."""
         try:
             answer = await self._client.request(
                 method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s
@@ -127,7 +128,7 @@ class Api:
 
     async def _write(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         if not self._may_write():
-            raise NotLeadingError(f"{method} {path}: not sent, this operator is not the leader")
+            raise NotLeadingError(f"{method} {path}: request not sent, because this operator is not the leader")
         return await self.request(method, path, **request)
 
     def _path(self, api_version: str, kind: str, metadata: Mapping[str, Any]) -> str:

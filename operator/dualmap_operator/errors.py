@@ -2,13 +2,13 @@
 
     OperatorError
     |-- ApiError            the API server refused a request or did not answer
-    |   |-- ConflictError   the object has changed since it was read: observe again
+    |   |-- ConflictError   the object has changed since it was read
     |   |-- GoneError       the object no longer exists
-    |   `-- NotLeadingError nothing was sent: this operator may not write
-    |-- ControlError        a part of the operator ended by itself (``run.control``)
+    |   `-- NotLeadingError the request was not sent: this operator may not write
+    |-- ControlError        a watch or kopf ended unexpectedly (``run.control``)
     `-- LeadershipLostError the lease was not renewed (``run.leader``)
 
-An error in a user's object is a ``dualmap.errors.PoolError``, which names field, value and what is accepted.
+An error in a user's object is a ``dualmap.errors.PoolError`` with the field, its value and the accepted values.
 """
 
 

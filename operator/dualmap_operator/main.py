@@ -1,4 +1,4 @@
-"""``dualmap operator``: the command. Parses the settings once; ``wiring`` runs the operator."""
+"""The command ``dualmap operator``: parses the settings once; ``wiring`` runs the operator."""
 
 import os
 import re
@@ -24,12 +24,14 @@ class _DnsLabel(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not _DNS_LABEL.fullmatch(str(value)):
-            self.fail(f"{value!r} is not accepted; give a DNS label: up to 63 of a-z, 0-9 and -", param, ctx)
+            self.fail(
+                f"{value!r} is not accepted; give a DNS label: at most 63 characters of a-z, 0-9 and -", param, ctx
+            )
         return str(value)
 
 
 class _Address(click.ParamType[tuple[str, int]]):
-    """Parses ``HOST:PORT``; an IPv6 host is in brackets."""
+    """Parses ``HOST:PORT``, with an IPv6 host in brackets."""
 
     name = "HOST:PORT"
 
@@ -40,7 +42,7 @@ class _Address(click.ParamType[tuple[str, int]]):
         elif ":" in host:
             host = ""
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-            self.fail(f"{value!r} is not accepted; give HOST:PORT, an IPv6 host in brackets", param, ctx)
+            self.fail(f"{value!r} is not accepted; give HOST:PORT, with an IPv6 host in brackets", param, ctx)
         return host, int(port)
 
 
@@ -48,7 +50,9 @@ class _Address(click.ParamType[tuple[str, int]]):
 @click.option("--namespace", type=_DnsLabel(), help="Reconcile the pools of this namespace only.")
 @click.option("--all-namespaces", is_flag=True, help="Reconcile the pools of all namespaces (the default).")
 @click.option(
-    "--leader-election", is_flag=True, help="Elect one leader among several operators, by a Lease in POD_NAMESPACE."
+    "--leader-election",
+    is_flag=True,
+    help="Elect one leader among several operators, through a Lease in POD_NAMESPACE.",
 )
 @click.option("--host", default="0.0.0.0", help="Address to listen on.")
 @click.option("--metrics-port", default=9091, type=PORT, help="Port of /metrics (HTTP). 0: any free port.")
@@ -58,7 +62,7 @@ class _Address(click.ParamType[tuple[str, int]]):
     default="dualmap-router",
     type=_DnsLabel(),
     metavar="NAME",
-    help="Service of the routers, in POD_NAMESPACE; its port must be named metrics.",
+    help="Service of the routers, in POD_NAMESPACE. The Service needs a port with the name metrics.",
 )
 @click.option(
     "--router",
@@ -66,36 +70,36 @@ class _Address(click.ParamType[tuple[str, int]]):
     multiple=True,
     type=_Address(),
     metavar="HOST:METRICSPORT",
-    help="Ask this router instead of the Service's, outside a cluster. Repeatable.",
+    help="Address of a router, for an operator outside the cluster. Replaces --router-service. Repeatable.",
 )
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))
 def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> None:
-    """Reconcile InferencePools: their pods, the members of their rings, their status.
+    """Reconcile the pods, ring members and status of InferencePools.
 
     \b
     Examples:
       dualmap operator --all-namespaces --leader-election
       KUBECONFIG=admin.conf dualmap operator --namespace llm --router 127.0.0.1:9090
 
-    The API server is found by env KUBECONFIG, else by the pod's service account. POD_NAMESPACE (default:
-    dualmap-system) is the namespace of the Lease and of the routers' Service. On SIGTERM the operator finishes its
-    writes, releases the Lease, and exits 0.
+    The operator finds the API server through env KUBECONFIG, or else through the pod's service account. The environment
+    variable POD_NAMESPACE (default: dualmap-system) is the namespace of the Lease and of the routers' Service. On
+    SIGTERM, the operator completes its writes, releases the Lease, and exits with status 0.
     """
-    from dualmap_operator.wiring import run  # Late: kopf and aiohttp take a second to import.
+    from dualmap_operator.wiring import run  # A late import, because kopf and aiohttp take a second to import.
 
     if namespace is not None and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if options["health_port"] and options["health_port"] == options["metrics_port"]:
-        raise click.UsageError("--health-port and --metrics-port are the same; give each a port of its own")
-    # The only place in the operator that reads the environment.
+        raise click.UsageError("--health-port and --metrics-port are the same; give two different ports")
+    # Only this function of the operator reads the environment.
     pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
     if not _DNS_LABEL.fullmatch(pod_namespace):
         raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
     settings = Settings(
         namespace=namespace,
         pod_namespace=pod_namespace,
-        # A restarted pod is another candidate, without knowledge of its former lease.
+        # The random suffix makes a restarted process a new candidate, which does not continue its former lease.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         **options,
     )

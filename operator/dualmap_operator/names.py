@@ -1,4 +1,4 @@
-"""Names that users, dashboards and scripts rely on: labels, the readiness gate, condition types, Event reasons."""
+"""The names that users, dashboards and scripts use: labels, the readiness gate, condition types, Event reasons."""
 
 from enum import StrEnum
 from typing import Final

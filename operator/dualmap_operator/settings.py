@@ -9,8 +9,9 @@ from dualmap_edge.logs import LogFormat
 class LeaseSettings:
     """The timing of leader election, in seconds.
 
-    Another candidate may take a lease that was not renewed for ``duration_s``. The holder stops writing
-    ``renew_within_s`` after its last renewal, which leaves time to stop. Attempts are ``retry_s`` apart.
+    Another candidate may acquire a lease that was not renewed for ``duration_s``. The holder stops its writes
+    ``renew_within_s`` after the last renewal. ``renew_within_s`` is shorter than ``duration_s``, so that two operators
+    do not write at the same time. ``retry_s`` is the time between two attempts.
     """
 
     name: str = "dualmap-operator"
@@ -23,8 +24,9 @@ class LeaseSettings:
 class Settings:
     """The operator's command line and environment.
 
-    ``namespace`` is the namespace of the pools to reconcile, None for all. ``pod_namespace`` is the one the operator
-    runs in, with its Lease and the routers' Service. ``routers`` are the routers' metrics ports; empty: look them up.
+    ``namespace`` is the namespace of the pools to reconcile; None means all namespaces. ``pod_namespace`` is the
+    operator's own namespace; it contains the Lease and the routers' Service. ``routers`` are the addresses of the
+    routers' metrics ports; if empty, the operator reads them from the Service.
     """
 
     namespace: str | None

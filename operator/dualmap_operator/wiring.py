@@ -1,6 +1,7 @@
-"""The composition root of ``dualmap operator``: constructs every part, and nothing else does.
+"""The composition root of ``dualmap operator``: only this module constructs the operator's components.
 
-``main`` parses the settings and calls ``run``. These imports take more than a second, which ``--help`` must not take.
+``main`` parses the settings and calls ``run``. ``main`` imports this module late, because its imports take more than a
+second and would delay ``--help``.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from dualmap_operator.run.process import Process, exit_status, stop_on_signals
 from dualmap_operator.run.reconciler import Planner, Reconciler, ReconcilerContext, Reconcilers
 from dualmap_operator.settings import Settings
 
-# Concurrent reconciles: each may wait seconds for routers and for the API server.
+# The number of concurrent reconciles: each reconcile may wait seconds for routers and the API server.
 _RECONCILES: Final = 16
 
 
@@ -35,7 +36,7 @@ def run(settings: Settings) -> int:
 
 
 async def serve(settings: Settings) -> None:
-    """Run the operator until SIGTERM or SIGINT. Raises KubeConfigError and what ``Process.run`` raises."""
+    """Run the operator until SIGTERM or SIGINT. Raises KubeConfigError and the exceptions of ``Process.run``."""
     stop = asyncio.Event()
     stop_on_signals(stop)
     client = await KubeClient.connect()

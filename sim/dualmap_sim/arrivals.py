@@ -1,7 +1,8 @@
-"""A trace as seen by a cluster's two sides: the router's block chain and the engine's request.
+"""Convert a trace into the two forms a cluster needs: the router's block chains and the engine's requests.
 
-Neighbours: ``workloads`` makes traces, ``cluster`` replays the arrivals made here. In production, router and engine
-each cut and hash the prompt's text with their own block length. Here the trace's block ids replace the text.
+``workloads`` makes the traces, and ``cluster`` replays the arrivals. In production, the router and the engine each cut
+the prompt's text into blocks and hash them. Router and engine may use different block lengths. The simulation uses the
+trace's block ids instead of the text.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of a workload: its arrival time, and what router and engine receive of it.
+    """One request of a workload: its arrival time, and its data for the router and for the engine.
 
-    In a closed loop each later request of a session names, by id, the request it follows, and arrives ``pause_s`` after
-    that one ends. Its ``at_s`` is nominal: the arrival time on an infinitely fast system.
+    In a closed loop, each later request of a session follows an earlier request: ``follows`` is the earlier request's
+    id. The later request arrives ``pause_s`` after the earlier request ends. The ``at_s`` of the later request is
+    nominal: the arrival time on an infinitely fast system.
     """
 
     at_s: float
@@ -32,12 +34,12 @@ class Arrival:
 
     @property
     def request_id(self) -> str:
-        """The request's name, the same on both sides."""
+        """The request's id, the same in the router and in the engine."""
         return self.work.request_id
 
 
 def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
-    """Return a trace's requests in order; a request's id is its number in the trace. Block lengths may be any."""
+    """Return a trace's requests in order. A request's id is its number in the trace. Block lengths may differ."""
     root, names = chain_root(model=trace.name), _PrefixNames(trace.block_tokens)
     made = []
     for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True)):
@@ -75,17 +77,17 @@ def _followed(trace: Trace) -> Iterator[str | None]:
 
 
 class _PrefixNames:
-    """Numbers as names of prompts' prefixes, so that a million prompts with shared prefixes fit into memory."""
+    """Assigns a number to each prefix of the prompts, so that a million prompts fit into memory."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._names: dict[tuple[int, int], int] = {}
 
     def of(self, request: TraceRequest, *, every_tokens: int) -> tuple[int, ...]:
-        """Return the prompt's chained hashes: names of its prefixes of ``every_tokens``, twice that, ..., and of all.
+        """Return the prompt's chained hashes: one for each multiple of ``every_tokens``, and one for the full prompt.
 
-        A trace's id names a block with all before it. So the last block's id and the length within it identify a
-        prefix.
+        A trace's block id identifies the block and all blocks before it. So the id of a prefix's last block and the
+        prefix's length within that block identify the prefix.
         """
         names = []
         for start in range(0, request.input_tokens, every_tokens):

@@ -1,22 +1,23 @@
-"""Chunked prefill: one step of an engine that computes a piece of the prompts and one token of every decoding request.
+"""Chunked prefill: an engine step that computes pieces of prompts and one token of every decoding request.
 
-``engine.py`` builds such a step whenever a prompt is to be computed. Otherwise the batch decodes as if there were no
-chunks. The budget follows vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked prefill;
-``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``). Every request that
-decodes takes one of it. The rest goes to the prompt begun before, then to the waiting prompts in order, while memory
-admits them. The prompt that exhausts the budget continues in the next step. So at most one prompt is in pieces, and it
-continues in every step: each request that joins the decodes had at least one prompt token in the step before.
+``engine.py`` builds such a step whenever a prompt is to be computed. In all other steps the batch decodes as without
+chunked prefill. The budget follows vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked prefill;
+``vllm/v1/core/sched/scheduler.py``). Each step has a budget of tokens (``max_num_batched_tokens``). Every decoding
+request takes one token of the budget. A prompt that is partly computed gets tokens first. The waiting prompts follow in
+order, while their KV fits into memory. A prompt that exhausts the budget continues in the next step. So at most one
+prompt is partly computed, and it continues in every step. Each request that joins the decodes had at least one prompt
+token in the step before.
 
-The time of such a step combines the costs in docs/engine-model.md, so that a step without decodes costs what
-a prefill of its tokens does, and one without prompt tokens what a decode step does. Costs that grow with the work add
-up: each prompt token's share of the linear layers, its attention to all before it, the KV that the decodes read. Fixed
-costs (reading the weights and launching the pass: ``o`` of a prefill, ``d0`` of a decode step) are paid once, at the
-higher of the two. The same page of vLLM names this shared pass over the weights as the reason to mix compute-bound
-prompts with memory-bound decodes. Every further step of a prompt pays ``o`` again.
+The time of a chunked step combines the costs in docs/engine-model.md. A step without decodes costs the same as a
+prefill of its tokens. A step without prompt tokens costs the same as a decode step. Costs that grow with the work add
+up: the linear layers and the attention of each prompt token, and the KV that the decodes read. Reading the weights and
+launching the pass are fixed costs: ``o`` of a prefill, ``d0`` of a decode step. The step pays the higher fixed cost
+once. The same vLLM page gives this shared pass over the weights as the reason to mix compute-bound prompts with
+memory-bound decodes. Every further step of a prompt pays ``o`` again.
 
-A prompt's blocks can be reused from the moment its last piece is scheduled, even by the next prompts of the same step
-(vLLM registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt aborted before that
-leaves nothing in the cache, which is simpler than in vLLM.
+Other prompts can reuse a prompt's blocks as soon as the prompt's last piece is scheduled, even in the same step. The
+same holds for vLLM, which registers blocks when it allocates them (docs.vllm.ai, "Automatic Prefix Caching"). A prompt
+aborted before its last piece leaves no blocks in the cache, which is simpler than in vLLM.
 """
 
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ from dualmap_sim.presets import EngineConfig
 
 
 class ChunkedStep:
-    """A step under construction, of an engine with ``chunk_tokens`` and a batch that decodes."""
+    """A step under construction, for an engine with ``chunk_tokens`` and the decodes of its batch."""
 
     __slots__ = ("_config", "_decoding", "_kv_tokens", "_prompts_s", "left_tokens")
 
@@ -37,12 +38,12 @@ class ChunkedStep:
         self._kv_tokens = kv_tokens
         self._prompts_s = 0.0
         self.left_tokens = max(0, config.chunk_tokens - decoding)
-        """The remaining budget of prompt tokens."""
+        """The remaining budget for prompt tokens."""
 
     def add(self, job: Job) -> None:
-        """Compute as much of a prompt as the budget allows."""
+        """Add as much of a prompt as the budget allows."""
         if job.computed_tokens == job.cached_tokens + job.pulled_tokens:
-            # The first piece also loads all the KV that need not be computed.
+            # The first piece also loads the KV that the engine need not compute.
             self._prompts_s += self._config.reuse_s(cached_tokens=job.cached_tokens, pulled_tokens=job.pulled_tokens)
         tokens = min(self.left_tokens, job.request.prompt_tokens - job.computed_tokens)
         self._prompts_s += self._config.prefill.compute_s(new_tokens=tokens, cached_tokens=job.computed_tokens)
@@ -56,10 +57,10 @@ class ChunkedStep:
 
 
 def full_steps_s(config: EngineConfig, prompts: Iterable[tuple[int, float]], *, decoding: int, kv_tokens: int) -> float:
-    """Return the duration of the steps that some prompts, one after the other, fill completely.
+    """Return the duration of the steps that the given prompts, computed in order, fill completely.
 
-    ``prompts`` are the tokens to compute and the seconds this takes, without the costs that a step shares. The decodes
-    are assumed not to change.
+    Each prompt is a pair: the tokens to compute, and the seconds for them without the costs shared by a step. The
+    estimate assumes that the decodes do not change.
     """
     assert config.chunk_tokens is not None, "this engine does not cut prompts"
     tokens, seconds = 0, 0.0

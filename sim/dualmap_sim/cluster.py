@@ -1,12 +1,13 @@
-"""A cluster in virtual time: routers, engines, and what passes between them, as discrete events on a timeline.
+"""A cluster in virtual time: routers, engines and the messages between them, as discrete events on a timeline.
 
-The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the objects that serve in wall-clock time, too.
-This module drives them as the router's ``request/`` and ``engine_driver.py`` do. Reports are late as in production:
-first tokens and completions reach a router after ``feedback_delay_s`` or never, and other routers' updates after the
-replication period and delay. Equal configurations and arrivals give equal records on any machine.
+The routers are core's ``PoolRouter`` and the engines are ``engine.Engine``: the same classes serve in wall-clock time.
+This module drives routers and engines in the same way as the router's ``request/`` and ``engine_driver.py``. Reports
+are late as in production. First tokens and completions reach a router after ``feedback_delay_s``, or are lost. Updates
+of other routers arrive after the replication period and delay. Equal configurations and arrivals give equal records on
+any machine.
 
-``arrivals`` makes the requests, ``records`` holds the results, ``summary`` computes the figures; ``instances``,
-``replication`` and ``events`` are parts of this. An ``observer`` may watch and change the pool.
+``arrivals`` makes the requests, ``records`` holds the results, and ``summary`` computes the figures. ``instances``,
+``replication`` and ``events`` are components of this module. An ``observer`` may observe and change the pool.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,35 +37,35 @@ _TWO_64: Final = 2.0**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """A pool with an engine behind every member, the routers before it, and what happens to them.
+    """The settings of a run: a pool with an engine for every member, the routers, and the events.
 
-    Without an ``exchange`` the routers share no state. Each router takes an equal share of the requests, drawn by their
-    ids.
+    Without an ``exchange`` the routers share no state. Each router receives an equal share of the requests. The request
+    id determines the router.
     """
 
     pool: Pool
     engine: EngineConfig
     engines: Mapping[str, EngineConfig] = field(default_factory=dict)
-    """Engines of the members, by id, that differ from ``engine``."""
+    """Engines that differ from ``engine``, by member id."""
     events: tuple[Event, ...] = ()
     replicas: tuple[Replica, ...] = (Replica(),)
     exchange: ReplicationConfig | None = None
     feedback_delay_s: float = 0.0
-    """Delay until a router learns of a first token, a completion or a failed connection."""
+    """Delay until a router receives a first token, a completion or a failed connection."""
     report_loss: float = 0.0
-    """Share (0 to 1) of first tokens and completions that are never reported, drawn by request id."""
+    """Share (0 to 1) of first tokens and completions that are never reported. The request id determines the loss."""
     kv_moves: bool = False
-    """Whether a request may pull its session's KV from the engine that the session's last request went to."""
+    """Whether an engine may pull a session's KV from the engine of the session's last request."""
     sample_s: float | None = None
-    """Seconds between two samples of the load; None takes none."""
+    """Seconds between two samples of the load; None takes no samples."""
     gives_up: Callable[[Record], bool] | None = None
-    """Called at each first token, rejection and failure; True ends the run at once."""
+    """A function that the run calls at each first token, rejection and failure. If it returns True, the run ends."""
     lasts_s: float = 0.0
-    """The least duration of a run, even without requests."""
+    """The minimum duration of a run, even without requests."""
 
 
 class Cluster:
-    """One run, which an ``observer`` may watch. ``routers`` and ``samples`` may be read afterwards."""
+    """One run, with an optional ``observer``. Callers may read ``routers`` and ``samples`` afterwards."""
 
     def __init__(self, config: ClusterConfig, *, observer: ClusterObserver | None = None) -> None:
         self._config = config
@@ -76,21 +77,21 @@ class Cluster:
         self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Number of requests whose completion may still be reported, including the next arrival; plus one until the
-        # run's minimum duration has passed.
+        # Number of requests that are not over, including the next arrival, plus one until the run's minimum duration
+        # has passed.
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
         # The engine of each session's last request.
         self._hosts: dict[int, Instance] = {}
-        # The time of each router's next wake-up; wake-ups scheduled for other times do nothing.
+        # The time of each router's next wake-up. Wake-ups scheduled for other times have no effect.
         self._router_wakes_s = [inf] * len(self.routers)
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[Record, ...]:
-        """Replay requests until the last has ended; return a record of each, in the order of ``arrivals``.
+        """Replay the requests until the last has ended; return a record of each, in order of arrival.
 
-        ``arrivals`` are in order of ``at_s``. A request that follows another arrives ``pause_s`` after that one has
-        finished, was rejected or failed, because a client continues after any answer.
+        ``arrivals`` are in order of ``at_s``. A request that follows another request arrives ``pause_s`` after the end
+        of the earlier request. A rejection or a failure is also an end, because a client continues after any answer.
         """
         for arrival in arrivals:
             if arrival.follows is not None:
@@ -184,7 +185,7 @@ class Cluster:
         self._wake_engine(instance)
 
     def _with_pull(self, work: EngineRequest, session: int, to: Instance) -> EngineRequest:
-        """Pull the KV of a moved session from its last engine."""
+        """Pull the KV of a session from the engine of its last request, if the new engine is another engine."""
         host = self._hosts.get(session)
         self._hosts[session] = to
         if host is None or host is to or not host.alive or to.engine.config.pull_tokens_per_s is None:
@@ -192,7 +193,7 @@ class Cluster:
         return replace(work, pulled_tokens=host.engine.cached_tokens(work))
 
     def _ended(self, record: Record) -> None:
-        """Schedule the requests that follow the request that ends now."""
+        """Schedule the requests that follow the ended request."""
         for follower in self._followers.pop(record.arrival.work.request_id, ()):
             at_s = self._timeline.now_s + follower.pause_s
             self._open += 1
@@ -204,7 +205,7 @@ class Cluster:
             self.gave_up = True
 
     def _after(self, router: int, outcomes: tuple[Outcome, ...] = ()) -> None:
-        """Carry out what a router's event decided on queued requests, and schedule the router's next deadline."""
+        """Apply a router's decisions on queued requests, and schedule the router's next deadline."""
         for outcome in outcomes:
             self._decided(outcome)
         due_s = self.routers[router].next_deadline()
@@ -288,7 +289,7 @@ class Cluster:
         self._after(record.router, effects.outcomes)
 
     def _fail(self, record: Record) -> None:
-        """End a request whose engine failed, and report it to its router."""
+        """End a request of a failed engine, and report the failure to the request's router."""
         assert not record.failed, f"{record.arrival.request_id} failed twice"
         record.failed = True
         self._open -= 1
@@ -314,7 +315,7 @@ class Cluster:
 
     def _die(self, instance: Instance) -> None:
         if instance.alive:
-            # The engine's work up to now counts.
+            # The engine advances first, because its tokens until now count.
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])

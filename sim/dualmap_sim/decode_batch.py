@@ -1,7 +1,7 @@
-"""The requests that decode together: their number, their KV tokens, and which one ends next.
+"""The requests that decode together: their number, their KV tokens, and which request ends next.
 
-``engine.py`` decides when the batch takes its steps and ``decode_run.py`` knows how long they take. Requests come and
-go between steps only, in O(log batch) each.
+``engine.py`` decides when the batch takes its steps, and ``decode_run.py`` computes their duration. Requests join and
+leave between two steps, in O(log batch) each.
 """
 
 from heapq import heappop, heappush
@@ -12,23 +12,23 @@ from dualmap_sim.presets import DecodeCost
 
 
 class DecodeBatch:
-    """A batch, and the decode steps it has taken. Every member gains one token with each."""
+    """A batch and the number of decode steps it has taken. Each step adds one token to every request of the batch."""
 
     __slots__ = ("_by_last_step", "_joins", "_leaving", "kv_tokens", "size", "steps")
 
     def __init__(self) -> None:
         self.size = 0
         self.steps = 0
-        """All steps taken so far, by any members."""
+        """All steps of the batch so far, also those of requests that have left."""
         self.kv_tokens = 0
-        """KV tokens that its members hold after those steps."""
-        # Aborted ones stay in the heap until they come up.
+        """KV tokens that the current requests hold after ``steps``."""
+        # Aborted jobs stay in the heap until they reach its top.
         self._by_last_step: list[tuple[int, int, Job]] = []
         self._joins = 0
         self._leaving: list[Job] = []
 
     def join(self, job: Job) -> None:
-        """Add a job that has its first token and lacks others."""
+        """Add a job that has its first token and needs more tokens."""
         job.state = JobState.DECODING
         job.joined_step = self.steps
         job.finish_step = self.steps + job.output_tokens - 1
@@ -38,11 +38,11 @@ class DecodeBatch:
         self.kv_tokens += job.request.prompt_tokens + 1
 
     def leave(self, job: Job) -> None:
-        """Mark an aborted job, which leaves with the next ``take``."""
+        """Mark an aborted job. The next ``take`` removes the job."""
         self._leaving.append(job)
 
     def run(self, cost: DecodeCost, *, start_s: float) -> DecodeRun:
-        """Return the steps until the first member is done, as a run from ``start_s``. There must be a member."""
+        """Return a run from ``start_s`` until the first request is done. The batch must not be empty."""
         heap = self._by_last_step
         while heap[0][2].state is JobState.GONE:
             heappop(heap)
@@ -51,9 +51,9 @@ class DecodeBatch:
         )
 
     def take(self, steps: int) -> list[Job]:
-        """Take steps, at most until the first member is done; return those that left, in ``DECODING`` if done.
+        """Take steps, at most until the first request is done. Return the jobs that left.
 
-        Zero steps only remove aborted members.
+        The state of a finished job is still ``DECODING``. With zero steps, only aborted jobs leave.
         """
         self.steps += steps
         self.kv_tokens += steps * self.size
@@ -68,7 +68,7 @@ class DecodeBatch:
                 left.append(job)
                 self._forget(job)
         if not self.size:
-            heap.clear()  # The rest are aborted requests without a further step.
+            heap.clear()  # The remaining entries are aborted jobs.
         return left
 
     def _forget(self, job: Job) -> None:

@@ -1,14 +1,14 @@
-"""A series of decode steps over an unchanged batch, where the end of each step is known in advance.
+"""A series of decode steps over an unchanged batch. The end of each step is known in advance.
 
-``engine.py`` keeps one while its batch decodes, and may shorten it. Only this module computes when a step ends. So the
-server, which shows each token, and the simulation, which skips to the last, agree exactly.
+``engine.py`` has one run while its batch decodes, and may shorten the run. Only this module computes the end of a step.
+So the server and the simulation agree exactly: the server shows each token, and the simulation skips to the last.
 """
 
 from dualmap_sim.presets import DecodeCost
 
 
 class DecodeRun:
-    """``steps`` decode steps from ``start_s`` of ``requests`` that hold ``kv_tokens`` when it starts."""
+    """A run of ``steps`` decode steps from ``start_s``. Its ``requests`` hold ``kv_tokens`` at the start."""
 
     __slots__ = ("_cost", "_kv_tokens", "_requests", "end_s", "start_s", "steps")
 
@@ -19,14 +19,14 @@ class DecodeRun:
         self.start_s = start_s
         self.steps = steps
         self.end_s = self.end_of_s(steps)
-        """The end of its last step."""
+        """The end of the last step."""
 
     def end_of_s(self, steps: int) -> float:
         """Return the end of the run's first ``steps`` steps."""
         return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
 
     def boundary_s(self, now: float) -> float:
-        """Return the end of the current step; ``now`` itself between two steps."""
+        """Return the end of the current step, or ``now`` between two steps."""
         return self.end_of_s(self._begun_at(now))
 
     def cut(self, now: float) -> None:
@@ -43,7 +43,7 @@ class DecodeRun:
         guess = self._cost.steps_within(
             max(0.0, now - self.start_s), requests=self._requests, kv_tokens=self._kv_tokens
         )
-        # The closed form is exact up to rounding; all other code uses `end_of_s`.
+        # The closed form may be wrong by rounding; all other code uses `end_of_s`.
         while guess > 0 and self.end_of_s(guess) > now:
             guess -= 1
         while guess < self.steps and self.end_of_s(guess + 1) <= now:

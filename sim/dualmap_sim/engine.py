@@ -1,17 +1,16 @@
-"""One LLM engine as a function of time: calls pass requests and ``now`` in, and events come out.
+"""One LLM engine as a function of time. Calls pass in requests and ``now``, and return events.
 
-docs/engine-model.md describes the model. Requests are served first come, first served; one prefill runs at a time,
-before any decode. A request is admitted when its prompt and output fit into the free KV memory; until then it blocks
-the requests behind it. All running requests decode together, one token each per step. With ``chunk_tokens``, prompts
-are computed in pieces alongside the decodes (``chunked.py``).
+docs/engine-model.md describes the model. Requests are served first come, first served. One prefill runs at a time, and
+prefills run before decodes. The engine admits a request when its prompt and output fit into the free KV memory. Until
+then the request blocks the requests behind it. All running requests decode together, one token each per step. With
+``chunk_tokens``, prompts are computed in pieces alongside the decodes (``chunked.py``).
 
-The model has no clock, thread, socket or randomness. Two drivers use it: ``engine_driver.py`` with a scaled wall
-clock, and a discrete-event simulation of a cluster. The simulation serves a million requests, so the model does no
-work per token. A *run* is a series of decode steps over an unchanged batch; its duration has a closed form. Only an
-arrival or an abort ends a run early. ``decode_steps`` and ``next_step_s`` derive single tokens from the current run.
+The model has no clock, thread, socket or randomness. It has two drivers: ``engine_driver.py`` with a scaled wall clock,
+and the discrete-event simulation of a cluster. The simulation serves a million requests, so the model does no work per
+token. A *run* is a series of decode steps over an unchanged batch; a closed form gives its duration. A run ends early
+at an arrival or an abort. ``decode_steps`` and ``next_step_s`` derive single tokens from the current run.
 
-A request costs O(blocks + log batch + log queue), and each piece of a chunked prompt O(1). An idle engine costs
-nothing.
+A request costs O(blocks + log batch + log queue), and each piece of a chunked prompt O(1). An idle engine has no cost.
 """
 
 from math import inf
@@ -29,9 +28,9 @@ __all__ = ["Engine", "EngineEvent", "EngineRequest", "Finished", "FirstToken"]
 
 
 class Engine:
-    """The engine model. ``now`` is in seconds, from any origin, and never goes back.
+    """The engine model. ``now`` is in seconds from any origin, and never decreases.
 
-    Several engines may share one given ``cache``; otherwise the engine has its own, as large as configured.
+    Several engines may share a ``cache``. Without ``cache``, the engine has its own cache of the configured size.
     """
 
     def __init__(self, config: EngineConfig, *, cache: PrefixCache | None = None) -> None:
@@ -39,12 +38,12 @@ class Engine:
         self.cache = PrefixCache(config.cache_tokens // config.block_tokens) if cache is None else cache
         self.now_s = -inf
         self.prompt_tokens_total = 0
-        """Prompt tokens of all prefills started."""
+        """Prompt tokens of all started prefills."""
         self.cached_tokens_total = 0
-        """The part of them that the prefix cache held."""
+        """Prompt tokens of all started prefills that were found in the prefix cache."""
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingJobs()
-        # Requests whose prompt, or a piece of it, the current step computes.
+        # The requests with a prompt, or a piece of a prompt, in the current step.
         self._prefilling: list[Job] = []
         self._batch = DecodeBatch()
         self._run: DecodeRun | None = None
@@ -56,58 +55,58 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not begun their prefill."""
+        """Number of requests that wait for their prefill."""
         return self._waiting.size
 
     @property
     def running(self) -> int:
-        """Requests in prefill or decode."""
+        """Number of requests in prefill or decode."""
         return self._batch.size + len(self._prefilling)
 
     @property
     def kv_tokens_reserved(self) -> int:
-        """KV tokens that admitted requests will hold at their end; admission uses them."""
+        """KV tokens that the admitted requests will hold at their end. Admission counts these tokens as used."""
         return self._kv_reserved
 
     @property
     def kv_tokens_held(self) -> int:
-        """KV tokens that admitted requests hold at the last ``now``; the prefix cache does not count.
+        """KV tokens that the admitted requests hold at the last ``now``, without the prefix cache.
 
-        A prompt counts wholly from the beginning of its prefill.
+        A full prompt counts from the beginning of its prefill.
         """
         prefilling = sum(job.request.prompt_tokens for job in self._prefilling)
         return self._batch.kv_tokens + prefilling + self._batch.size * self._steps_in_run()
 
     @property
     def decode_steps(self) -> int:
-        """Decode steps completed at the last ``now``, ever: a decoding request gains one token with each."""
+        """All decode steps completed at the last ``now``. Each step adds one token to every decoding request."""
         return self._batch.steps + self._steps_in_run()
 
     @property
     def generated_tokens_total(self) -> int:
-        """Tokens generated at the last ``now``, ever, those of aborted requests included."""
+        """All tokens generated at the last ``now``, including those of aborted requests."""
         return self._generated + self._batch.size * self._steps_in_run()
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Return how many of the prompt's tokens a prefill beginning now would find in the cache.
+        """Return how many of the prompt's tokens a prefill that begins now would find in the cache.
 
-        As in vLLM only whole blocks count, and never the whole prompt: its last token is always computed, because it
-        produces the first output token.
+        As in vLLM, only full blocks count, and never the full prompt. The engine always computes the prompt's last
+        token, because that token produces the first output token.
         """
         whole = (request.prompt_tokens - 1) // self.config.block_tokens
         return self.cache.match(request.blocks[:whole]) * self.config.block_tokens
 
     def could_start(self, request: EngineRequest) -> bool:
-        """Return whether a request submitted at the last ``now`` would be the next to prefill, and at once.
+        """Return whether a request submitted at the last ``now`` would begin its prefill after the current decode step.
 
-        "At once" means after the current decode step: nothing waits or prefills, and the request's memory is free.
+        The result is True if no request waits or prefills, and if the memory for the request is free.
         """
         return not self._waiting.size and not self._prefilling and self._admits(self._need_tokens(request))
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds until a request submitted now would begin its prefill, behind all waiting ones.
+        """Return the seconds until a request submitted now would begin its prefill, behind all waiting requests.
 
-        The result uses the current cache and batch; it does not foresee waits for memory.
+        The result uses the current cache and batch, and does not include waits for memory.
         """
         self._run_until(now)
         config, batch = self.config, self._batch
@@ -123,24 +122,24 @@ class Engine:
     def next_event_s(self) -> float | None:
         """Return the time of the next ``advance``, None while the engine is idle.
 
-        ``submit``, ``abort`` and ``advance`` may change it. Not every such time has an event: a step shortened by an
-        arrival also ends then.
+        ``submit``, ``abort`` and ``advance`` may change this time. ``advance`` may then return no event: an arrival can
+        end a run of steps early.
         """
         if self._events:
             return self.now_s
         return self._end_s if self._end_s < inf else None
 
     def next_step_s(self) -> float | None:
-        """Return when the prefill or the decode step under way at the last ``now`` ends, None when idle.
+        """Return when the prefill or decode step in progress at the last ``now`` ends, None if the engine is idle.
 
-        For drivers that show every token; drivers that need only events wait until ``next_event_s``.
+        Drivers that show every token use this method. Drivers that need only events use ``next_event_s``.
         """
         if self._run is not None:
             return self._run.end_of_s(self._run.done_at(self.now_s) + 1)
         return self.next_event_s()
 
     def submit(self, now: float, request: EngineRequest) -> None:
-        """Take a request. Raises RequestDoesNotFit when it is larger than the whole KV memory."""
+        """Accept a request. Raises RequestDoesNotFit if the request is larger than the full KV memory."""
         assert request.request_id not in self._jobs, f"request {request.request_id} is already here"
         assert request.prompt_tokens >= 1, "a prompt has at least one token"
         assert request.output_tokens >= 1, "a prefill yields the first token"
@@ -154,10 +153,10 @@ class Engine:
         self._look_at_queue(now)
 
     def abort(self, now: float, request_id: str) -> bool:
-        """Abort a request; True if the engine still had it, and then no ``Finished`` follows.
+        """Abort a request. Return True if the engine still had the request; then no ``Finished`` follows.
 
-        A prefill in its own step stops at once and caches nothing. A request that shares a step holds its memory until
-        the step ends.
+        A prefill in its own step stops at once and adds no blocks to the cache. A request that shares a step holds its
+        memory until the step ends.
         """
         self._run_until(now)
         job = self._jobs.pop(request_id, None)
@@ -172,7 +171,7 @@ class Engine:
             self._batch.leave(job)
             if self._run is not None:
                 self._cut_run(now)
-            elif self.config.chunk_tokens is None:  # Otherwise it shares the step under way.
+            elif self.config.chunk_tokens is None:  # In a chunked step, the job leaves when the step ends.
                 self._take_steps(0, now)
         return True
 
@@ -200,14 +199,14 @@ class Engine:
         self.now_s = now
 
     def _look_at_queue(self, now: float) -> None:
-        """After a change of the queue, begin a prefill, or shorten the decode run so that one can begin."""
+        """Begin a prefill after a change of the queue, or shorten the decode run so that a prefill can begin."""
         if self._end_s == inf:
             self._start_next(now)
         elif self._run is not None and self._admissible() is not None:
             self._cut_run(now)
 
     def _admits(self, need_tokens: int) -> bool:
-        """Return whether a prefill with this memory could begin in a step that begins now."""
+        """Return whether a prefill that needs these tokens could begin in a step that begins now."""
         config = self.config
         if config.chunk_tokens is not None and self._batch.size >= config.chunk_tokens:
             return False
@@ -221,7 +220,7 @@ class Engine:
         return head if self._admits(head.need_tokens) else None
 
     def _cut_run(self, now: float) -> None:
-        """End the run with the current step: a step that has begun is completed."""
+        """End the run after the step in progress."""
         assert self._run is not None
         self._run.cut(now)
         self._end_s = self._run.end_s
@@ -242,7 +241,7 @@ class Engine:
             self._end_s = inf
 
     def _start_prefill(self, now: float) -> float | None:
-        """Begin the whole prefill of the queue's head; return its duration."""
+        """Begin the full prefill of the queue's head; return its duration."""
         job = self._admissible()
         if job is None:
             return None
@@ -254,7 +253,7 @@ class Engine:
         )
 
     def _start_chunks(self, now: float) -> float | None:
-        """Begin a step that computes prompts, in pieces if needed, alongside the batch; return its duration."""
+        """Begin a step that computes prompts or pieces of prompts alongside the batch; return its duration."""
         step = ChunkedStep(self.config, decoding=self._batch.size, kv_tokens=self._batch.kv_tokens)
         if not step.left_tokens:
             return None
@@ -271,7 +270,7 @@ class Engine:
             self._store(job.request)
 
     def _admit(self, job: Job, now: float) -> None:
-        """Take the head of the queue into prefill."""
+        """Move the head of the queue into prefill."""
         self._waiting.pop_head()
         self._prefilling.append(job)
         self._kv_reserved += job.need_tokens
@@ -283,14 +282,14 @@ class Engine:
         self.cached_tokens_total += job.cached_tokens
 
     def _reused(self, request: EngineRequest) -> tuple[int, int]:
-        """Return the prompt tokens that need no computation: those cached here, and further ones pulled."""
+        """Return the prompt tokens that need no computation: tokens in the own cache, and further tokens to pull."""
         cached = self.cached_tokens(request)
         if self.config.pull_tokens_per_s is None:
             return cached, 0
         return cached, max(0, min(request.pulled_tokens, request.prompt_tokens - 1) - cached)
 
     def _left(self, job: Job) -> tuple[int, float]:
-        """Return the number of prompt tokens still to compute, and the seconds this takes without overhead."""
+        """Return the number of prompt tokens left to compute, and the seconds for them without overhead."""
         if job.state is JobState.PREFILLING:
             before, reuse_s = job.computed_tokens, 0.0
         else:
@@ -304,13 +303,13 @@ class Engine:
 
     def _abort_prefill(self, job: Job, now: float) -> None:
         job.state = JobState.GONE
-        if self.config.chunk_tokens is None:  # Otherwise it shares the step under way.
+        if self.config.chunk_tokens is None:  # In a chunked step, the job leaves when the step ends.
             self._prefilling.clear()
             self._kv_reserved -= job.need_tokens
             self._start_next(now)
 
     def _end_prefills(self, now: float) -> None:
-        """End a step that computed prompts, and the batch's step if it shared that step."""
+        """End a step that computed prompts. In a chunked step, the batch also ends its decode step."""
         jobs, self._prefilling = self._prefilling, []
         if self.config.chunk_tokens is None:
             self._store(jobs[0].request)
@@ -351,7 +350,7 @@ class Engine:
         self._take_steps(run.steps, run.end_s)
 
     def _take_steps(self, steps: int, now: float) -> None:
-        """Advance the batch, and release finished and aborted requests."""
+        """Advance the batch by some steps, and release the finished and aborted requests."""
         self._generated += steps * self._batch.size
         for job in self._batch.take(steps):
             self._kv_reserved -= job.need_tokens

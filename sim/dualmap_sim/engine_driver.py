@@ -1,7 +1,7 @@
-"""Drives one engine model in real time: the clock is the wall clock times a speed, the results are tokens per request.
+"""Drives one engine model in real time: model time runs ``speed`` times as fast as the wall clock.
 
-The only module of the simulated engine that uses asyncio's clock. ``engine_server.py`` starts a Generation per request
-and waits on it. The driver has a single timer for the whole engine, set to the model's next event.
+In the simulated engine, only this module uses asyncio's clock. ``engine_server.py`` starts a Generation per request and
+waits for its tokens. The driver has one timer for the engine, set to the model's next event.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
 from dualmap_sim.metrics import EngineMetrics
 
 TICK_S: Final = 0.02
-"""Shortest wall-clock time between two wake-ups for decode steps alone.
+"""Minimum wall-clock time between two wake-ups that serve only decode steps.
 
-At speed 1 a step takes longer than this, so every token is its own chunk. Faster engines put several tokens into a
-chunk, as vLLM does under load. It never delays first tokens and ends of requests.
+At speed 1 a step takes longer than this interval, so every chunk has one token. Faster engines put several tokens into
+a chunk, as vLLM does under load. The interval never delays the first token or the end of a request.
 """
 
 
 class Generation:
-    """A request in the engine, as used by the handler that answers it."""
+    """A request in the engine, with its progress for the HTTP handler."""
 
     __slots__ = (
         "_changed",
@@ -57,7 +57,7 @@ class Generation:
 
 
 class EngineDriver:
-    """An engine living on the event loop. ``speed`` is model seconds per wall second."""
+    """An engine on the event loop. ``speed`` is the number of model seconds per wall-clock second."""
 
     def __init__(self, engine: Engine, metrics: EngineMetrics, *, speed: float) -> None:
         self._engine = engine
@@ -71,7 +71,7 @@ class EngineDriver:
         self._ticked_s = self._origin_s
 
     def start(self, request: EngineRequest, *, stream: bool, finish_reason: str) -> Generation:
-        """Submit a request to the engine; raises RequestDoesNotFit. With ``stream`` every token wakes its waiter."""
+        """Submit a request; raises RequestDoesNotFit. With ``stream``, each token wakes the waiting task."""
         self._engine.submit(self._now(), request)
         generation = Generation(request.request_id, finish_reason=finish_reason)
         self._generations[request.request_id] = generation
@@ -81,7 +81,7 @@ class EngineDriver:
         return generation
 
     def stop(self, generation: Generation) -> None:
-        """Abort a generation that has not finished; callers call it after every answer, complete or not."""
+        """Abort a generation that has not finished. Callers also call this method after a complete answer."""
         if self._generations.pop(generation.request_id, None) is not None:
             self._streaming.pop(generation.request_id, None)
             if self._engine.abort(self._now(), generation.request_id):
@@ -89,12 +89,12 @@ class EngineDriver:
             self._arm()
 
     def scrape(self) -> bytes:
-        """Advance the engine to now and return its metrics page."""
+        """Advance the engine to the current time and return its metrics page."""
         self._tick()
         return self._metrics.render()
 
     def _now(self) -> float:
-        """Return model time. Timers may fire slightly early, and the model's time must never go back."""
+        """Return the model time, which never decreases although timers may fire slightly early."""
         return max(self._engine.now_s, (self._loop.time() - self._origin_s) * self._speed)
 
     def _tick(self) -> None:

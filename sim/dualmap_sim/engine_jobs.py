@@ -1,6 +1,6 @@
-"""One engine's requests: the state of each, and the order of those that wait.
+"""One engine's requests: the state of each request, and the order of the waiting requests.
 
-``engine.py`` moves the jobs, ``decode_batch.py`` holds those that decode.
+``engine.py`` changes the states of the jobs. ``decode_batch.py`` holds the decoding jobs.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dualmap_sim.engine_requests import EngineRequest
 
 
 class JobState(Enum):
-    """The state of a request."""
+    """The state of a request in the engine."""
 
     WAITING = auto()
     PREFILLING = auto()
@@ -46,25 +46,25 @@ class Job:
         self.prefill_started_s = inf
         self.cached_tokens = 0
         self.pulled_tokens = 0
-        # The leading prompt tokens whose KV is available when the current step ends.
+        # The leading prompt tokens that have KV when the current step ends.
         self.computed_tokens = 0
         self.joined_step = 0
         self.finish_step = 0
 
 
 class WaitingJobs:
-    """The jobs that have not begun their prefill, by priority and then by arrival."""
+    """The jobs that wait for their prefill, ordered by priority and then by arrival."""
 
     __slots__ = ("_arrivals", "_heap", "size")
 
     def __init__(self) -> None:
-        # Aborted ones stay in the heap until they come up.
+        # Aborted jobs stay in the heap until they reach its top.
         self._heap: list[tuple[int, int, Job]] = []
         self._arrivals = 0
         self.size = 0
 
     def __iter__(self) -> Iterator[Job]:
-        """Yield them in no particular order."""
+        """Yield the waiting jobs in no particular order."""
         return (job for _, _, job in self._heap if job.state is JobState.WAITING)
 
     def push(self, job: Job) -> None:
@@ -74,18 +74,18 @@ class WaitingJobs:
         heappush(self._heap, (job.request.priority, self._arrivals, job))
 
     def head(self) -> Job:
-        """Return the next job. There must be one."""
+        """Return the next job. The queue must not be empty."""
         heap = self._heap
         while heap[0][2].state is JobState.GONE:
             heappop(heap)
         return heap[0][2]
 
     def pop_head(self) -> None:
-        """Remove what ``head`` has just returned."""
+        """Remove the job that ``head`` has just returned."""
         heappop(self._heap)
         self.size -= 1
 
     def drop(self, job: Job) -> None:
-        """Remove a job from its place in the queue."""
+        """Remove a job from the queue."""
         job.state = JobState.GONE
         self.size -= 1

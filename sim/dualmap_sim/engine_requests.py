@@ -1,6 +1,6 @@
 """The inputs and outputs of an engine: requests, first tokens and ends.
 
-``engine.py`` uses these and re-exports them; drivers need no other module.
+``engine.py`` uses and re-exports these classes; drivers need no other module.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ class EngineRequest:
     request_id: str
     prompt_tokens: int
     output_tokens: int
-    """Tokens to generate, at least 1; the first comes from the prefill. A prefill-only engine stops after it."""
+    """Tokens to generate, at least 1. The prefill yields the first token; a prefill-only engine stops after it."""
     blocks: Sequence[int] = ()
-    """Chained hashes of the prompt's blocks of ``EngineConfig.block_tokens``; an incomplete last one is ignored."""
+    """Chained hashes of the prompt's blocks (``EngineConfig.block_tokens``). An incomplete last block is ignored."""
     priority: int = 0
-    """Waiting requests with the lowest number go first; among equals the order is that of arrival (as in vLLM)."""
+    """The waiting request with the lowest number runs first. Equal numbers run in order of arrival, as in vLLM."""
     pulled_tokens: int = 0
     """Leading prompt tokens whose KV another engine holds.
 
-    If ``EngineConfig.pull_tokens_per_s`` allows it, the engine pulls the ones its own cache lacks instead of computing
-    them.
+    If ``EngineConfig.pull_tokens_per_s`` allows a pull, the engine pulls the tokens that are missing from its own
+    cache. Otherwise the engine computes these tokens.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """A prefill ended, and with it the time to first token."""
+    """The end of a prefill, which yields the first token."""
 
     at_s: float
     request_id: str
@@ -37,16 +37,16 @@ class FirstToken:
     prefill_started_s: float
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that the engine's own cache held."""
+    """Prompt tokens found in the engine's own cache."""
     pulled_tokens: int
-    """Prompt tokens beyond those that came from another engine."""
+    """Further prompt tokens that the engine pulled from another engine."""
     decode_step: int
-    """The engine's ``decode_steps`` at that moment: later the request has one token more than the steps since."""
+    """The engine's ``decode_steps`` at the first token. The request gains one token with each later step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A request generated its last token."""
+    """The end of a request: the engine generated its last token."""
 
     at_s: float
     request_id: str

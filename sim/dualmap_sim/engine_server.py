@@ -1,7 +1,7 @@
 """``dualmap engine-sim``: the command that runs one simulated engine until a signal stops it.
 
-The composition root: this module parses the settings, ``http_server.py`` serves. SIGTERM (or Ctrl-C) drains, as a vLLM
-with a shutdown timeout does; a second one aborts the remaining requests.
+This module parses the settings, and ``http_server.py`` serves the requests. SIGTERM (or Ctrl-C) drains the server, like
+vLLM with a shutdown timeout. A second signal aborts the remaining requests.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
 
 BLOCK_TOKENS: Final = 16
-"""vLLM's block size; the presets' 512 is that of the traces."""
+"""vLLM's block size. The presets use the traces' block size of 512."""
 DRAIN_TIMEOUT_S: Final = 120.0
-"""Seconds a stopped server waits for running requests before it aborts them."""
+"""Seconds that a stopped server waits for running requests before it aborts them."""
 
 
 @click.command()
@@ -29,7 +29,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Port to listen on; 0 selects a free one.",
+    help="Port to listen on. 0 selects a free port.",
 )
 @click.option(
     "--model", callback=not_blank, default="simulated", show_default=True, help="Model name that requests must use."
@@ -39,19 +39,19 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=click.Choice(list(PRESETS)),
     default="7b",
     show_default=True,
-    help="Speeds and memory of the engine; pd is a prefill-only instance that stops after one token.",
+    help="Preset with the engine's speeds and memory. The preset pd is prefill-only and stops after one token.",
 )
 @click.option(
     "--cache-tokens",
     type=click.IntRange(min=0),
-    help="Capacity of the prefix cache in tokens; 0 disables it.  [default: the preset's]",
+    help="Capacity of the prefix cache in tokens. 0 disables the cache.  [default: the preset's]",
 )
 @click.option(
     "--speed",
     type=FiniteFloatRange(0.0001, 10_000),
     default=1.0,
     show_default=True,
-    help="Model seconds per second: 10 makes everything ten times as fast.",
+    help="Seconds of simulated time per second. With --speed 10, the engine runs ten times as fast.",
 )
 @click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
 def engine_sim(
@@ -59,12 +59,12 @@ def engine_sim(
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
-    It answers chat completions, completions and embeddings with made-up words, at the speed of the
-    modelled engine: first-come, first-served prefill, a prefix cache and batched decode. Four bytes of a
-    prompt count as one token. A line on stderr gives the address.
+    The engine answers chat completions, completions and embeddings with generated words. A model of first-come,
+    first-served prefill, prefix cache and batched decode sets the engine's speed. Four bytes of a prompt count as one
+    token. The command prints the engine's address on stderr.
 
-    Of a long prompt only the first tokens are computed and counted: 20480 with the presets 7b and pd,
-    10240 with 14b, 131072 with agent. /v1/models and /tokenize report the limit as max_model_len.
+    The engine cuts prompts at 20480 tokens with the presets 7b and pd, at 10240 with 14b, and at 131072 with agent.
+    /v1/models and /tokenize report this limit as max_model_len.
 
     \b
     Example:
@@ -79,10 +79,10 @@ def engine_sim(
 
 
 async def _serve(settings: ServerSettings) -> int:
-    """Serve until a signal; return the exit code: 0 when every accepted request was answered."""
+    """Serve until a signal; return the exit code: 0 if every accepted request was answered."""
     from dualmap_sim.http_server import (
         EngineHttpServer,
-    )  # Imported here, because loading aiohttp takes a second, which --help does not need.
+    )  # Imported here because aiohttp takes a second to load, and --help does not need it.
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()

@@ -1,17 +1,17 @@
-"""The errors of the simulated engine, as one small tree.
+"""The error classes of the simulated engine.
 
 EngineSimError
-├── RequestDoesNotFit      the model: no amount of waiting would make room for this request
-└── ApiError               the HTTP surface: a refusal with its status, in OpenAI's shape
+├── RequestDoesNotFit      the engine model: the request is larger than the engine's KV memory
+└── ApiError               the HTTP server: an error response with its status, in OpenAI's format
 """
 
 
 class EngineSimError(Exception):
-    """Root of the simulator's errors."""
+    """Base class of the simulated engine's errors."""
 
 
 class RequestDoesNotFit(EngineSimError):
-    """A request needs more KV memory than the whole engine has, so it could never be admitted."""
+    """A request needs more KV memory than the engine has, so the engine can never admit it."""
 
     def __init__(self, *, needed_tokens: int, memory_tokens: int) -> None:
         super().__init__(f"prompt and output need {needed_tokens} tokens of KV memory, the engine has {memory_tokens}")
@@ -22,7 +22,7 @@ class RequestDoesNotFit(EngineSimError):
 class ApiError(EngineSimError):
     """A request that the server answers with an OpenAI error body.
 
-    ``kind`` is the ``type`` vLLM puts in that body; ``param`` names the offending field where there is one.
+    ``kind`` is the ``type`` field of vLLM's error body. ``param`` is the invalid field, if the error concerns a field.
     """
 
     def __init__(self, status: int, kind: str, message: str, *, param: str | None = None) -> None:

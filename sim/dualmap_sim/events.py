@@ -1,4 +1,4 @@
-"""The events of a cluster during a run, besides requests: values of ``ClusterConfig.events``."""
+"""The events of a cluster during a run, other than requests: values of ``ClusterConfig.events``."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from dualmap_sim.presets import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChange:
-    """Every router gets a new version of the pool: members join, drain, leave, change their weight.
+    """Every router receives a new version of the pool: members join, drain, leave or change their weight.
 
-    A new member's engine starts cold; a removed member's engine finishes its requests. A member with another address
-    under the same id is a new one.
+    A new member's engine starts with an empty cache. A removed member's engine finishes its requests. A member with an
+    unchanged id and a changed address counts as new.
     """
 
     at_s: float
@@ -20,7 +20,7 @@ class PoolChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """A member's engine dies: its requests fail at once, and so do new ones until it recovers."""
+    """A member's engine fails: its requests fail at once, and new requests fail until the engine recovers."""
 
     at_s: float
     member: str
@@ -28,7 +28,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recover:
-    """A dead member's engine starts again, with an empty cache."""
+    """A failed engine starts again, with an empty cache."""
 
     at_s: float
     member: str
@@ -38,7 +38,7 @@ class Recover:
 class Speed:
     """A member's engine becomes slower or faster; its current step ends at the old speed.
 
-    Only the costs of prefill and decode may differ from the member's engine, not memory or blocks.
+    ``engine`` may change only the costs of prefill and decode, not memory or blocks.
     """
 
     at_s: float

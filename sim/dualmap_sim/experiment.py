@@ -1,10 +1,12 @@
-"""One experiment: a workload at a rate, a policy, engines and an objective, replayed in virtual time.
+"""One experiment: a workload at a rate, a policy, engines and an SLO, replayed in virtual time.
 
-An ``Experiment`` is a value: equal ones give equal outcomes on any machine, it can be sent to another process, and
-``dataclasses.replace`` makes a variant. Its fields are what the DualMap paper varies (section 5).
+An ``Experiment`` is a value: equal experiments give equal outcomes on any machine. Another process can run an
+experiment, and ``dataclasses.replace`` makes a variant. The fields are the variables of the DualMap paper's evaluation
+(section 5).
 
-Neighbours: ``cluster`` and ``oracles`` replay, ``summary`` computes the figures, ``goodput`` searches over rates,
-``parallel`` runs several. Traces and prompts are kept per process, so runs that differ in policy or rate share them.
+``cluster`` and ``oracles`` replay the requests, and ``summary`` computes the figures. ``goodput`` searches over rates,
+and ``parallel`` runs several experiments. Traces and prompts are cached per process. Runs that differ only in policy or
+rate share the cached traces and prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,57 +26,57 @@ from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.trace import Trace
 
 _KEPT: Final = 4
-"""Number of traces and prompts kept per process: an evaluation uses the windows of one or two workloads."""
+"""Number of traces and prompts cached per process: an evaluation uses the windows of one or two workloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One experiment: workload, rate, engines, policy, and the requests that count.
+    """The settings of one experiment: workload, rate, engines, policy, and more.
 
-    The trace's prompts are cut to the engine's longest (paper, A.2.1). Members are called ``qwen-0``, ``qwen-1``, ...
+    Prompts longer than the engine's maximum are cut (DualMap paper, A.2.1). Members have the ids ``qwen-0``,
+    ``qwen-1``, ...
     """
 
     requests_per_s: float
     workload: Workload = field(default_factory=Workload)
     policy: str = "dualmap"
-    """A name of ``dualmap.policies.registry.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
+    """A key of ``dualmap.policies.registry.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
     instances: int = 8
     engine: EngineConfig = PRESETS["7b"]
     engines: tuple[tuple[str, EngineConfig], ...] = ()
-    """Members whose engine is another than ``engine``."""
+    """Members with an engine that differs from ``engine``, by member id."""
     slo_ttft_s: float = 5.0
     warmup: int = 500
-    """The number of first requests of the trace that are served but not counted."""
+    """Number of requests at the start of the trace that are served but not counted."""
     routers: int = 1
     view_delay_s: float = 0.1
-    """The mean age of a router's knowledge of the other routers' actions."""
+    """Mean age of a router's data about the other routers' requests."""
     feedback_delay_s: float = 0.0
-    """Delay until a router learns of a first token or a completion."""
+    """Delay until a router receives a first token or a completion."""
     report_loss: float = 0.0
     """Share of first tokens and completions that are never reported."""
     routing: Routing = field(default_factory=Routing)
-    """The pool's ``spec.routing`` without the policy and the block length, which the experiment sets."""
+    """The pool's ``spec.routing`` except the policy and the block length, which the experiment sets."""
     block_tokens: int | None = None
-    """Block length of the routers' keys and indexes; None: the trace's, which is exact and cheapest."""
+    """Block length of the routers' keys and indexes. None uses the trace's length, which is exact and fastest."""
     sessions: bool = True
-    """Whether requests name their session, if the workload has sessions."""
+    """Whether requests carry their session id, if the workload has sessions."""
     kv_moves: bool = False
-    """Whether a session's KV may be pulled from the engine that served it last."""
+    """Whether an engine may pull a session's KV from the engine of the session's last request."""
     believed_tokens_per_s: float | None = None
-    """Prefill speed that the pool's object states for every member; None: the real speed of ``engine``."""
+    """Prefill speed in the pool's object for every member. None uses the real speed of ``engine``."""
     kv_tokens_known: bool = True
-    """Whether the pool's object states the engines' KV memory (``spec.engine.kvTokens``)."""
+    """Whether the pool's object contains the engines' KV memory (``spec.engine.kvTokens``)."""
     sample_s: float | None = 1.0
-    """Virtual seconds between two samples of the engines' loads; None takes none, and there is no CV then."""
+    """Virtual seconds between two samples of the engines' loads. None takes no samples, and the result has no CV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The results of an experiment.
 
-    ``records`` and ``samples`` cover the whole run, ``summary`` leaves out the warm-up.
-
-    With ``gave_up`` the run ended when it could no longer succeed; the figures cover the time until then.
+    ``records`` and ``samples`` cover the full run; ``summary`` excludes the warm-up. If ``gave_up`` is true, the run
+    ended early because it could no longer attain the share. The figures of such a run cover the time until its end.
     """
 
     summary: Summary
@@ -88,14 +90,14 @@ def run_experiment(
 ) -> Outcome:
     """Replay an experiment to its end.
 
-    With ``stop_below`` a run ends as soon as that share of the counted requests can no longer meet the SLO.
-    ``on_answer`` is called with every first token or refusal, to show progress. Raises UnknownWorkload or TraceError if
-    the workload cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or for an oracle whose
-    engines differ.
+    With ``stop_below``, a run ends as soon as its counted requests can no longer attain that share. The run calls
+    ``on_answer`` at each first token or rejection, to show progress. Raises UnknownWorkload or TraceError if the
+    workload cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or if an oracle gets
+    engines that differ.
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
-        raise ValueError(f"a warm-up of {experiment.warmup} leaves none of {len(trace.requests)} requests to count")
+        raise ValueError(f"warmup={experiment.warmup}: the trace has only {len(trace.requests)} requests")
     asked = _arrivals(experiment, trace)
     lost = None
     if stop_below is not None:
@@ -118,17 +120,17 @@ def run_experiment(
 
 
 def load_trace(experiment: Experiment) -> Trace:
-    """Return an experiment's trace with its prompts cut, at the rate at which it was recorded. Raises TraceError."""
+    """Return an experiment's trace with its prompts cut, at its recorded rate. Raises TraceError."""
     return _trace(experiment.workload, experiment.engine.input_tokens_max)
 
 
 def load_workload(workload: Workload) -> Trace:
-    """Return a workload's unchanged trace, loading it once per process. Raises UnknownWorkload or TraceError."""
+    """Return a workload's unchanged trace, loaded once per process. Raises UnknownWorkload or TraceError."""
     return _loaded(workload)
 
 
 def member_ids(instances: int) -> tuple[str, ...]:
-    """Return the names of the members of a pool of that size."""
+    """Return the member ids of a pool with that number of instances."""
     return tuple(f"qwen-{number}" for number in range(instances))
 
 
@@ -155,9 +157,9 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 
 
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
-    """Replay without routers: reports and delays do not apply to an oracle."""
+    """Replay without routers: an oracle has no reports and no delays."""
     if experiment.engines:
-        raise ValueError(f"{experiment.policy} is an oracle for equal engines, these differ")
+        raise ValueError(f"the oracle {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,
         engine=experiment.engine,
@@ -171,10 +173,10 @@ def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: C
 
 
 def _summarise(experiment: Experiment, records: Sequence[Record], samples: Sequence[LoadSample]) -> Summary:
-    """Return the figures of the counted requests, and of the load between their first and last arrival.
+    """Return the figures of the counted requests, and of the load between the first and last of their arrivals.
 
-    While the last requests drain, the load is uneven whatever the policy does. A run that stopped before its first
-    counted request is measured over all its requests.
+    Samples after the last arrival are excluded, because the load is then uneven under every policy. A run that stopped
+    before its first counted request is measured over all its requests.
     """
     counted = [record for record in records if int(record.arrival.request_id) >= experiment.warmup] or records
     first_s, last_s = counted[0].arrival.at_s, counted[-1].arrival.at_s
@@ -186,10 +188,10 @@ def _summarise(experiment: Experiment, records: Sequence[Record], samples: Seque
 
 
 def _exchange(experiment: Experiment) -> ReplicationConfig | None:
-    """Return the replication settings for several routers, or None for one.
+    """Return the replication settings for several routers, or None for one router.
 
-    The mean age of a router's knowledge of its peers is the delay plus half a period, the mean wait since collection.
-    So the period is the wanted age and the delay is half of it.
+    ``view_delay_s`` is the mean age of a router's data about the other routers. The mean age equals the delay plus half
+    a period, the mean wait until the next update. So the period is ``view_delay_s``, and the delay is half of it.
     """
     if experiment.routers == 1:
         return None
@@ -223,14 +225,14 @@ def _pool(experiment: Experiment) -> Pool:
 
 
 def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
-    """Return the requests as they arrive at the experiment's rate."""
+    """Return the requests with their arrival times at the experiment's rate."""
     paced = trace.at_rate(experiment.requests_per_s)
     router_block_tokens = experiment.block_tokens or trace.block_tokens
     engine_block_tokens = experiment.engine.block_tokens
     if trace.closed_loop:
         if not experiment.sessions:
             paced = paced.without_sessions()
-        # Another rate may change the order of requests, and with it their numbers.
+        # Another rate may change the order of the requests, and so their numbers.
         return arrivals(paced, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)
     prompts = _prompts(
         experiment.workload,
@@ -258,7 +260,7 @@ def _trace(workload: Workload, input_tokens_max: int) -> Trace:
 def _prompts(
     workload: Workload, input_tokens_max: int, router_block_tokens: int, engine_block_tokens: int, sessions: bool
 ) -> tuple[Arrival, ...]:
-    """Return the trace's requests with named prompt blocks; naming takes longer than setting arrival times."""
+    """Return the trace's requests with their block hashes, which take longer to compute than arrival times."""
     trace = _trace(workload, input_tokens_max)
     if not sessions:
         trace = trace.without_sessions()

@@ -1,12 +1,12 @@
-"""Goodput: the highest rate at which a share of the requests still gets its first token within the SLO.
+"""Goodput: the highest rate at which a share of the requests gets the first token within the SLO.
 
-This is the measure of the DualMap paper, section 5.1. Attainment falls as the rate rises, but not monotonically,
-because a slightly different rate places different requests side by side. Attainment may therefore cross the wanted
-share at several rates. The search returns one of them: a rate that attains the share while the next rate, a relative
-``tolerance`` higher, does not. All searches use one fixed grid of rates, so that policies are compared at the same
-rates. Several windows and seeds show the random variation.
+Section 5.1 of the DualMap paper defines this measure. Attainment falls as the rate rises, but not monotonically: at a
+slightly different rate, different requests coincide. So attainment may cross the required share at several rates. The
+search returns a rate that attains the share, while the next rate, higher by the factor 1 + ``tolerance``, does not. All
+searches use the same grid of rates, so that policies are compared at equal rates. Several windows and seeds show the
+random variation.
 
-Neighbours: ``experiment`` does the runs, ``parallel`` several searches at once.
+``experiment`` runs each rate, and ``parallel`` runs several searches at once.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from dualmap_sim.summary import Summary
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
 
 _FIRST_STEP: Final = 1.2
-"""Grid points of the first step from the guess; each further step goes twice as far."""
+"""Grid points of the first step from the initial guess. Each further step is twice as long."""
 _SPARSEST: Final = 1 / 200
-"""Share of the ideal capacity below which no rate is tried: there every request has an instance of its own."""
+"""The lowest rate to try, as a share of the ideal capacity. At this rate requests practically never overlap."""
 _DENSEST_SLO_SHARE: Final = 0.01
-"""Share of the SLO within which all requests arrive at the highest rate tried: practically at once."""
+"""At the highest rate to try, all requests arrive within this share of the SLO: practically at once."""
 
 
 class NeverOverloaded(Exception):
-    """Every rate attains the share; ``str()`` explains this, and what to change."""
+    """Every rate attains the share; the message explains the error and its remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Goodput:
     """The result of a search: the rate, the number of runs, and the bracket around the rate.
 
     The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. The rate is 0 if even
-    requests that have the engines to themselves do not attain the share. ``summary`` has the figures of the run at the
-    rate (without a CV, which needs samples of the load); None if the rate is 0.
+    requests that never overlap do not attain the share. ``summary`` has the figures of the run at the rate, without a
+    CV, which needs samples of the load. ``summary`` is None if the rate is 0.
     """
 
     requests_per_s: float
@@ -55,8 +55,9 @@ def goodput(
 ) -> Goodput:
     """Return the highest rate at which ``attainment`` of the counted requests meet the SLO, to ``tolerance``.
 
-    The experiment's own rate plays no role. The search begins at ``guess``, by default what an ideal cache would admit.
-    ``on_try`` is called with each rate before it is tried. Raises NeverOverloaded, and what ``run_experiment`` raises.
+    The search ignores the experiment's own rate. The search begins at ``guess``, by default the capacity with an ideal
+    cache. The search calls ``on_try`` with each rate before its run. Raises NeverOverloaded and the errors of
+    ``run_experiment``.
     """
     search = _Search(experiment, attainment=attainment, tolerance=tolerance, on_try=on_try)
     good, bad = search.bracket(ideal_capacity(experiment) if guess is None else guess)
@@ -75,14 +76,14 @@ def goodput(
 
 
 def ideal_capacity(experiment: Experiment) -> float:
-    """Return the requests per second that the engines could compute if every reusable token were reused."""
+    """Return the requests per second that the engines could compute if they reused every reusable token."""
     trace, engine = load_trace(experiment), experiment.engine
     work_s = prefill_work_s(trace, engine.prefill, ideally_cached=True) + decode_work_s(trace, engine)
     return experiment.instances * len(trace.requests) / work_s
 
 
 class _Search:
-    """Rates as points of a geometric grid, ``(1 + tolerance) ** step``, each tried once at most."""
+    """A search over the points of a geometric grid, ``(1 + tolerance) ** step``. Each point runs at most once."""
 
     def __init__(
         self, experiment: Experiment, *, attainment: float, tolerance: float, on_try: Callable[[float], None] | None
@@ -91,16 +92,16 @@ class _Search:
         self._attainment = attainment
         self._ratio = 1 + tolerance
         self._on_try = on_try
-        # The figures of each run that attained the share, None for the others.
+        # The figures of each run that attained the share, None for the other runs.
         self._tried: dict[int, Summary | None] = {}
 
     @property
     def runs(self) -> int:
-        """The number of runs."""
+        """The number of runs so far."""
         return len(self._tried)
 
     def rate(self, step: int) -> float:
-        """Return the requests per second of a grid point."""
+        """Return the requests per second at a grid point."""
         return float(self._ratio**step)
 
     def attains(self, step: int) -> bool:
@@ -115,11 +116,11 @@ class _Search:
         return self._tried[step] is not None
 
     def summary(self, step: int) -> Summary | None:
-        """Return the figures of a grid point that was tried, None where it did not attain the share."""
+        """Return the figures of a tried grid point, None if the point did not attain the share."""
         return self._tried[step]
 
     def bracket(self, guess: float) -> tuple[int | None, int]:
-        """Return a grid point that attains the share, None if there is none, and a higher one that does not."""
+        """Return a grid point that attains the share, or None, and a higher grid point that does not."""
         experiment, requests = self._experiment, len(load_trace(self._experiment).requests)
         lowest = self._step(min(guess, ideal_capacity(experiment)) * _SPARSEST)
         highest = self._step(max(guess, requests / (experiment.slo_ttft_s * _DENSEST_SLO_SHARE)))
@@ -133,8 +134,8 @@ class _Search:
         if not upwards:
             return None, here
         raise NeverOverloaded(
-            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests have their first token within "
-            f"{experiment.slo_ttft_s:g} s at any rate (tried to {self.rate(here):.3g} requests/s); "
+            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests meet the SLO of "
+            f"{experiment.slo_ttft_s:g} s at every tested rate up to {self.rate(here):.3g} requests/s; "
             "give more requests or fewer instances"
         )
 

@@ -1,13 +1,13 @@
 """The simulated engine's HTTP server: vLLM's endpoints, answered at the speed of the engine model.
 
-It behaves as vLLM does: response headers leave when a request is accepted, and the first body chunk leaves with the
-first token. A client that disconnects aborts its request, and ``/metrics`` uses vLLM's names. Unlike vLLM it accepts
-prompts of any length and computes only the first tokens, up to the preset's limit, as the DualMap paper does with
-its traces. Two response headers are for tests: ``x-engine`` names the instance, and ``x-request-sha256`` is the
-digest of the request body as it arrived, which shows whether a proxy changed it.
+As in vLLM, response headers leave when a request is accepted, and the first body chunk leaves with the first token. A
+client that disconnects aborts its request, and ``/metrics`` uses vLLM's metric names. Unlike vLLM, the server accepts
+prompts of any length. The server computes only the first tokens, up to the preset's limit, as the DualMap paper does
+with its traces. Two response headers are for tests. ``x-engine`` identifies the instance. ``x-request-sha256`` is the
+digest of the received request body, which shows whether a proxy changed the body.
 
-``openai_api.py`` and ``openai_answers.py`` hold the format, ``engine_driver.py`` the time,
-``engine_server.py`` the command and the signals. This module alone knows aiohttp.
+``openai_api.py`` and ``openai_answers.py`` define the format of bodies. ``engine_driver.py`` provides the timing, and
+``engine_server.py`` the command and the signals. Only this module uses aiohttp.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from dualmap_sim.openai_answers import Answer
 from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Well above the largest body a test sends (64 MB), because router and Envoy enforce the limits."""
+"""The limit exceeds the largest body of a test (64 MB), because the router and Envoy enforce their own limits."""
 KEEPALIVE_S: Final = 5.0
-"""Seconds an idle connection stays open, as in vLLM (uvicorn's default); a proxy must close its side earlier."""
+"""Seconds an idle connection stays open, as in vLLM (uvicorn's default). A proxy must close its side earlier."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _DIGEST: Final = web.RequestKey("x-request-sha256", str)
 
 
 class EngineHttpServer:
-    """One simulated engine behind a listening socket. Create and use it on one event loop."""
+    """One simulated engine behind a listening socket. Create and use the server on one event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -63,7 +63,7 @@ class EngineHttpServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen; return ``host:port`` as bound. Raises OSError when the address is not available."""
+        """Listen on the configured address; return the bound ``host:port``. Raises OSError if it is in use."""
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()
@@ -72,14 +72,14 @@ class EngineHttpServer:
         return self._engine_name
 
     async def drain(self) -> None:
-        """Stop listening, reject new requests on open connections, and wait until all others are answered."""
+        """Stop listening, reject new requests on open connections, and wait for the accepted requests."""
         self._draining = True
         assert self._site is not None
         await self._site.stop()
         await self._all_answered.wait()
 
     async def close(self) -> None:
-        """Close every connection; unanswered requests are aborted."""
+        """Close every connection, which aborts the unanswered requests."""
         await self._runner.cleanup()
 
     def _app(self) -> web.Application:
@@ -95,14 +95,14 @@ class EngineHttpServer:
         return app
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the test headers to whatever is about to be sent."""
+        """Add the test headers to a response before it is sent."""
         response.headers["x-engine"] = self._engine_name
         if _DIGEST in request:
             response.headers["x-request-sha256"] = request[_DIGEST]
 
     @web.middleware
     async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Accept or reject a request, and give every error OpenAI's shape."""
+        """Accept or reject a request, and convert every error to OpenAI's format."""
         if self._draining and request.method == "POST":
             refusal = _refuse(ApiError(503, "ServiceUnavailable", "the engine is shutting down"))
             refusal.force_close()

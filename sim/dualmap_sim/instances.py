@@ -1,6 +1,6 @@
-"""The engines behind a simulated cluster's members, as members come and go, fail, and change their speed.
+"""The engines of a simulated cluster's members. Members may join, leave, fail, and change their speed.
 
-``cluster`` submits requests to these and advances them; the engine model itself is ``engine.Engine``.
+``cluster`` submits requests to the engines and advances them. ``engine.Engine`` is the engine model.
 """
 
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from dualmap_sim.presets import EngineConfig
 
 
 class Instance:
-    """One engine from its start to its end; a member that leaves and returns gets a second one."""
+    """One engine from its start to its end. A member that leaves and returns gets a new instance."""
 
     __slots__ = ("alive", "engine", "live", "pending_tokens", "wakes_s")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.alive = True
-        # The time of the next ``advance``; wake-ups scheduled for other times do nothing.
+        # The time of the next ``advance``. Wake-ups scheduled for other times have no effect.
         self.wakes_s = inf
-        # Its unfinished requests, each with its part of `pending_tokens`.
+        # The unfinished requests, each with its share of `pending_tokens`.
         self.live: dict[str, int] = {}
         self.pending_tokens = 0
 
     def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
-        """Take a request. ``weighed`` counts its uncomputed tokens as pending, which needs a lookup in the cache."""
+        """Submit a request. With ``weighed``, the uncomputed tokens count as pending, which needs a cache lookup."""
         uncomputed = 0
         if weighed:
             uncomputed = work.prompt_tokens - max(self.engine.cached_tokens(work), work.pulled_tokens)
@@ -41,11 +41,11 @@ class Instance:
         self.live[request_id] = 0
 
     def ended(self, request_id: str) -> None:
-        """Forget a request that ended."""
+        """Remove a request that ended."""
         del self.live[request_id]
 
     def die(self) -> tuple[str, ...]:
-        """Stop the engine, drop all requests, and return those that had not ended."""
+        """Stop the engine, drop all requests, and return the unfinished requests."""
         dropped = tuple(self.live)
         self.alive, self.wakes_s = False, inf
         self.live.clear()
@@ -54,7 +54,7 @@ class Instance:
 
 
 class Instances:
-    """The instances of a pool's current members; instances of removed members exist as long as their requests."""
+    """The instances of a pool's current members. An instance of a removed member exists until its requests end."""
 
     def __init__(self, pool: Pool, *, engine: EngineConfig, engines: Mapping[str, EngineConfig]) -> None:
         self._engine = engine
@@ -64,11 +64,11 @@ class Instances:
         self.adopt(pool)
 
     def at(self, endpoint: str) -> Instance:
-        """Return the instance behind an ``ip:port`` of the pool."""
+        """Return the instance at an ``ip:port`` of the pool."""
         return self._at[endpoint]
 
     def adopt(self, pool: Pool) -> None:
-        """Apply a new version of the pool; new members start cold."""
+        """Apply a new version of the pool. The engines of new members start with an empty cache."""
         present, self._at, self._endpoints = self._at, {}, {}
         for member in pool.members:
             instance = present.get(member.endpoint)
@@ -80,13 +80,13 @@ class Instances:
         return self._at[self._endpoints[member]]
 
     def recover(self, member: str) -> None:
-        """Restart a member's dead engine; an engine that is alive continues."""
+        """Restart a member's engine if it has failed."""
         endpoint = self._endpoints[member]
         if not self._at[endpoint].alive:
             self._at[endpoint] = self._start(member)
 
     def change_speed(self, member: str, engine: EngineConfig) -> None:
-        """Change the costs of a member's engine, from its next prefill or decode run on."""
+        """Change the costs of a member's engine, starting with its next prefill or decode run."""
         self._engines[member] = engine
         changed = self._at[self._endpoints[member]].engine
         config = changed.config
@@ -95,7 +95,7 @@ class Instances:
         changed.config = engine
 
     def pending_tokens(self) -> dict[str, int]:
-        """Return each member's tokens that were submitted and are not prefilled, by id."""
+        """Return each member's tokens that were submitted but not prefilled, by member id."""
         return {member: self._at[endpoint].pending_tokens for member, endpoint in self._endpoints.items()}
 
     def _start(self, member: str) -> Instance:

@@ -1,7 +1,8 @@
 """Detects early that a run is lost: too many of its requests can no longer meet the SLO.
 
-Neighbours: ``experiment`` creates it, ``cluster`` and the oracles call it at each first token and rejection, and it
-saves ``goodput`` most of its time. It never ends a run that would have succeeded, and so changes no result.
+``experiment`` creates the detector. ``cluster`` and the oracles call the detector at each first token and rejection.
+Early detection saves most of the time of ``goodput``. The detector never ends a run that would attain the share, so it
+changes no result.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from dualmap_sim.arrivals import Arrival
 from dualmap_sim.records import Record
 
 _ROUNDING_S: Final = 1e-6
-"""Much larger than rounding errors of times, much smaller than any duration."""
+"""Much larger than rounding errors of times, and much smaller than any duration."""
 
 
 class LostRun:
     """Counts a run's requests that missed the SLO, including those that have waited longer than the SLO.
 
-    The first ``warmup`` requests do not count. ``in_order`` means that requests arrive at their stated times, in order.
-    In a closed loop they do not, and a waiting request is counted only when it is served.
+    The first ``warmup`` requests do not count. With ``in_order``, requests arrive in order at the given times. A closed
+    loop has no such order, so a waiting request counts only when it is served.
     """
 
     def __init__(
@@ -29,13 +30,13 @@ class LostRun:
         self._attainment = attainment
         self._counted = len(arrivals) - warmup
         self._missed = 0
-        # Requests that were counted: met, missed or rejected.
+        # Requests that have been counted as met, missed or rejected.
         self._settled: set[str] = set()
         self._waiting = arrivals[warmup:] if in_order else ()
         self._overdue = 0
 
     def gives_up(self, record: Record) -> bool:
-        """Record a request that got its first token or was rejected; True when the run is lost."""
+        """Record a request's first token or rejection; return True if the run is lost."""
         ttft_s = record.ttft_s
         self._settle(record.arrival.request_id, missed=ttft_s is None or ttft_s > self._slo_ttft_s)
         if record.first_token_s is not None:
@@ -43,7 +44,7 @@ class LostRun:
         return (self._counted - self._missed) / self._counted < self._attainment
 
     def _settle_overdue(self, now: float) -> None:
-        """Count requests that are later than the SLO, whenever their first token comes."""
+        """Count the requests that have waited longer than the SLO, before their first tokens arrive."""
         latest_s = now - self._slo_ttft_s - _ROUNDING_S
         while self._overdue < len(self._waiting) and self._waiting[self._overdue].at_s < latest_s:
             self._settle(self._waiting[self._overdue].request_id, missed=True)

@@ -1,7 +1,7 @@
-"""The simulated engine's ``/metrics``: vLLM's names, computed from the engine model at each scrape.
+"""The simulated engine's ``/metrics`` page: vLLM's metric names, computed from the engine model at each scrape.
 
-Names and labels are those of vLLM 0.32. Only the metrics that routers and autoscalers read are exported. Durations
-are wall-clock seconds: model seconds divided by the server's speed.
+Names and labels are those of vLLM 0.32. Only the metrics that routers and autoscalers read are exported. Durations are
+wall-clock seconds: model seconds divided by the server's speed.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ _REQUEST_BUCKETS: Final = (
 
 
 class _EngineCollector(Collector):
-    """Gauges and counters that the engine model keeps itself."""
+    """Gauges and counters that the engine model computes."""
 
     def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
         self._engine = engine
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family with its value of this moment."""
+        """Yield every metric family with its current value."""
         engine, config = self._engine, self._engine.config
         prompt, cached = engine.prompt_tokens_total, engine.cached_tokens_total
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", engine.running)
@@ -79,7 +79,7 @@ class _EngineCollector(Collector):
 
 
 class EngineMetrics:
-    """One engine's registry. ``speed`` is model seconds per wall second."""
+    """One engine's metrics registry. ``speed`` is the number of model seconds per wall-clock second."""
 
     def __init__(self, engine: Engine, *, model: str, speed: float) -> None:
         self._speed = speed
@@ -104,21 +104,21 @@ class EngineMetrics:
         self._ended = {reason: success.labels("0", reason, model) for reason in ("stop", "length", "abort")}
 
     def first_token(self, event: FirstToken) -> None:
-        """Count a prefill's end."""
+        """Count the end of a prefill."""
         self._ttft.observe((event.at_s - event.arrived_s) / self._speed)
         self._queue.observe((event.prefill_started_s - event.arrived_s) / self._speed)
 
     def finished(self, event: Finished, reason: str) -> None:
-        """Count a request's end; ``reason`` is its finish reason, ``stop`` or ``length``."""
+        """Count the end of a request; ``reason`` is its finish reason, ``stop`` or ``length``."""
         self._e2e.observe((event.at_s - event.arrived_s) / self._speed)
         self._ended[reason].inc()
 
     def aborted(self) -> None:
-        """Count a request whose client went away."""
+        """Count a request that its client aborted."""
         self._ended["abort"].inc()
 
     def render(self) -> bytes:
-        """Return the page in Prometheus' text format."""
+        """Return the metrics page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

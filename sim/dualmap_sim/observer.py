@@ -1,7 +1,7 @@
-"""The interface through which ``cluster`` reports its events, and an observer may change the pool.
+"""The interface to observe the events of ``cluster`` and to change its pool.
 
-``autoscaling`` implements it. An observer receives each router's outcomes at the time at which the production server
-counts them (``dualmap_extproc.autoscaling.demand``). It acts by scheduling calls on the timeline.
+``autoscaling`` implements the interface. The observer receives each router's outcomes at the moment when a production
+router counts them (``dualmap_extproc.autoscaling.demand``). An observer acts by scheduling calls on the timeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from dualmap_sim.timeline import Timeline
 
 
 class ClusterObserver(Protocol):
-    """Receives the routers' events; ``router`` is the number of the router."""
+    """Receives the routers' events. ``router`` is the number of the router."""
 
     def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
-        """Start before the first event. ``publish`` gives every router a new version of the pool."""
+        """Start before the first event. ``publish`` sends a new version of the pool to every router."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
-        """A request was sent to an instance."""
+        """Receive the event that a request was sent to an instance."""
 
     def held(self, now: float, router: int) -> None:
-        """A request was queued."""
+        """Receive the event that a request was queued."""
 
     def refused(self, now: float, router: int) -> None:
-        """A request was rejected."""
+        """Receive the event that a request was rejected."""
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """A first token was reported to a router."""
+        """Receive the event that a first token was reported to a router."""

@@ -1,10 +1,10 @@
-"""OpenAI responses as vLLM writes them: whole answers, SSE chunks and errors, as bytes ready to send.
+"""OpenAI responses in vLLM's format: complete answers, SSE chunks and errors, as bytes to send.
 
-Fields and their order follow vLLM 0.32, as recorded from it. Every generated token is a space and three letters, so
-an answer that returns in the next turn's prompt counts as many tokens as were generated. The text needs no escaping,
-so a stream's chunk is a concatenation of bytes, not a JSON document built for each chunk.
+Fields and their order follow vLLM 0.32, as recorded from a real server. Every generated token is a space and three
+letters. So an answer that returns in the next turn's prompt counts as many tokens as were generated. The text needs no
+escaping. So a stream's chunk is a concatenation of bytes, without a JSON document for each chunk.
 
-``openai_api.py`` is the other direction.
+``openai_api.py`` reads the requests.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from dualmap_sim.errors import ApiError
 
 DONE: Final = b"data: [DONE]\n\n"
 EMBEDDING_FLOATS: Final = 8
-"""Length of an embedding; its numbers mean nothing."""
+"""Length of an embedding. Its numbers have no meaning."""
 
 _WORDS: Final = (
     b" the fox ran far and saw one red hen sit low off our big oak hut"
@@ -28,14 +28,14 @@ _VOCABULARY: Final = len(_WORDS) // _TOKEN_BYTES
 
 
 def output_text(start: int, tokens: int) -> bytes:
-    """Return ``tokens`` tokens of output text from position ``start`` on: ASCII that JSON need not escape."""
+    """Return ``tokens`` tokens of output text from position ``start``, as ASCII that needs no escaping in JSON."""
     first = start % _VOCABULARY
     cycles = (first + tokens) // _VOCABULARY + 1
     return (_WORDS * cycles)[_TOKEN_BYTES * first : _TOKEN_BYTES * (first + tokens)]
 
 
 def error_body(error: ApiError) -> bytes:
-    """Return an error as OpenAI's JSON, with vLLM's fields."""
+    """Return an error as JSON in OpenAI's format, with vLLM's fields."""
     return orjson.dumps(
         {
             "error": {
@@ -49,7 +49,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
-    """Return the body of ``/v1/models`` with its single model; ``max_model_len`` is the longest prompt computed."""
+    """Return the body of ``/v1/models`` with its single model. ``max_model_len`` is the longest computed prompt."""
     card = {
         "id": model,
         "object": "model",
@@ -63,12 +63,12 @@ def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
 
 
 def tokens(ids: Sequence[int], *, max_model_len: int) -> bytes:
-    """Return the body of ``/tokenize``; ``max_model_len`` as in ``/v1/models``, however many tokens there are."""
+    """Return the body of ``/tokenize``. ``max_model_len`` is the value of ``/v1/models``, for prompts of any length."""
     return orjson.dumps({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": None})
 
 
 def embeddings(inputs: Sequence[bytes], *, model: str, prompt_tokens: int) -> bytes:
-    """Return the body of ``/v1/embeddings``: a short vector per input that depends on nothing but the input."""
+    """Return the body of ``/v1/embeddings``: a short vector per input, derived from the input alone."""
     data = [{"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(inputs)]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
@@ -79,10 +79,10 @@ def _vector(text: bytes) -> list[float]:
 
 
 class Answer:
-    """The answer to one generation, in the words its endpoint uses.
+    """The answer to one generation, in the format of its endpoint.
 
-    ``created_s`` is Unix time; ``start`` is where in the vocabulary the text begins, so that a prompt always
-    gets the same answer.
+    ``created_s`` is Unix time. The text begins at position ``start`` of the vocabulary. The position depends on the
+    prompt, so that a prompt always gets the same answer.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Answer:
             self._after_text = b'","logprobs":null,"finish_reason":'
 
     def opening_chunk(self) -> bytes:
-        """Return the chunk before the first token: chat announces the role, completions say nothing."""
+        """Return the chunk before the first token: the role for chat, an empty chunk for completions."""
         if not self._chat:
             return b""
         choice = {
@@ -125,7 +125,7 @@ class Answer:
         return _event(self._chunk_head() | {"choices": [choice], "prompt_token_ids": None, "prompt_text": None})
 
     def text_chunk(self, sent_tokens: int, tokens: int) -> bytes:
-        """Return the chunk that brings the stream from ``sent_tokens`` to ``tokens``; the last says why it ends."""
+        """Return the chunk with the tokens from ``sent_tokens`` to ``tokens``; the last chunk has the finish reason."""
         text = output_text(self._start + sent_tokens, tokens - sent_tokens)
         if tokens < self._output_tokens:
             ending = b'null,"token_ids":null}]}\n\n'
@@ -134,7 +134,7 @@ class Answer:
         return b"".join((self._before_text, text, self._after_text, ending))
 
     def usage_chunk(self, *, cached_tokens: int) -> bytes:
-        """Return the chunk that ``stream_options.include_usage`` asks for: no choices, the whole usage."""
+        """Return the chunk that ``stream_options.include_usage`` requests: no choices and the complete usage."""
         return _event(self._chunk_head() | {"choices": [], "usage": self._usage(cached_tokens)})
 
     def whole(self, *, cached_tokens: int) -> bytes:
@@ -179,7 +179,7 @@ class Answer:
 
 
 def _open(head: dict[str, object]) -> bytes:
-    """Return the beginning of an SSE event whose object goes on after ``head``."""
+    """Return the beginning of an SSE event with an object that continues after ``head``."""
     return b"data: " + orjson.dumps(head)[:-1]
 
 

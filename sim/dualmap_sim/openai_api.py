@@ -1,8 +1,8 @@
-"""OpenAI request bodies as vLLM reads them: JSON in, prompt and limits or a refusal out.
+"""OpenAI request bodies as vLLM reads them: converts JSON into a prompt with limits, or into an error.
 
-There is no tokenizer: four bytes of prompt text are one token, and a prompt sent as token ids is four bytes
-an id. ``openai_answers.py`` writes the answers, ``engine_server.py`` receives and sends both. This module neither waits
-nor uses sockets.
+The module has no tokenizer: four bytes of prompt text are one token, and each token id of a prompt becomes four bytes.
+``openai_answers.py`` writes the answers, and ``http_server.py`` receives and sends the messages. This module never
+waits and uses no sockets.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from dualmap_sim.errors import ApiError
 
 BAD_REQUEST: Final = "BadRequestError"
 DEFAULT_OUTPUT_TOKENS: Final = 32
-"""Tokens after which the simulated model ends its answer when the request sets no limit."""
+"""Length of the simulated model's chat answer in tokens if the request sets no limit."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""The number of tokens that OpenAI's and vLLM's completions endpoints generate without ``max_tokens``."""
+"""Number of tokens that OpenAI's and vLLM's completions endpoints generate without ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One generation as the request body describes it."""
+    """One generation, as read from the request body."""
 
     chat: bool
     prompt: bytes
@@ -38,14 +38,15 @@ class Call:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt, estimated; at least 1."""
+        """Estimated length of the prompt in tokens, at least 1."""
         return count_tokens(self.prompt)
 
     def output_tokens(self, *, room_tokens: int) -> int:
-        """Return how many tokens the answer has, given the room the context leaves it; may raise ApiError.
+        """Return the number of tokens of the answer; ``room_tokens`` is the free context. May raise ApiError.
 
-        The simulated model never ends an answer early: ``max_tokens`` is met exactly. Without it, the answer
-        ends after a fixed length, or with ``ignore_eos`` at the end of the context, as a real model's would.
+        The simulated model never ends an answer early: the answer has exactly ``max_tokens``. Without ``max_tokens``
+        the answer ends after a fixed length. With ``ignore_eos`` and without ``max_tokens``, the answer fills the
+        context, as with a real model.
         """
         if self.max_tokens is None:
             natural = DEFAULT_OUTPUT_TOKENS if self.chat else DEFAULT_COMPLETION_TOKENS
@@ -63,7 +64,7 @@ class Call:
 
     @property
     def finish_reason(self) -> str:
-        """``stop`` where the model ended its answer, ``length`` where a limit did."""
+        """``stop`` if the model ended its answer, ``length`` if a limit ended it."""
         return "stop" if self.max_tokens is None and self.chat and not self.ignore_eos else "length"
 
 
@@ -73,13 +74,13 @@ def count_tokens(prompt: bytes) -> int:
 
 
 def token_ids(prompt: bytes) -> list[int]:
-    """Return the ids of a prompt's tokens: its bytes, four at a time."""
+    """Return the ids of a prompt's tokens. Each id is the value of four bytes of the prompt."""
     padded = prompt + bytes(-len(prompt) % BYTES_PER_TOKEN)
     return [int.from_bytes(padded[at : at + BYTES_PER_TOKEN], "little") for at in range(0, len(padded), 4)]
 
 
 def parse_body(body: bytes) -> dict[str, object]:
-    """Return a request body as a JSON object; raises ApiError 400."""
+    """Return a request body as a JSON object; raises ApiError 400 if it is not a JSON object."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -90,7 +91,7 @@ def parse_body(body: bytes) -> dict[str, object]:
 
 
 def check_model(body: Mapping[str, object], served: str) -> None:
-    """Raise ApiError 404 when the body names another model; as in vLLM, naming none is fine."""
+    """Raise ApiError 404 if the body names another model. As in vLLM, the model may be missing."""
     model = body.get("model")
     if model is None:
         return
@@ -101,7 +102,7 @@ def check_model(body: Mapping[str, object], served: str) -> None:
 
 
 def read_call(body: Mapping[str, object], *, chat: bool) -> Call:
-    """Read a chat completions (``chat``) or completions body; raises ApiError 400 naming the field."""
+    """Read a chat completions (``chat``) or completions body; raises ApiError 400 with the invalid field."""
     _int(body, "n", default=1, low=1, high=1)
     max_tokens = _int(body, "max_completion_tokens", default=0, low=1) if chat else 0
     max_tokens = max_tokens or _int(body, "max_tokens", default=0, low=1)
@@ -137,7 +138,7 @@ def read_call(body: Mapping[str, object], *, chat: bool) -> Call:
 
 
 def chat_prompt(body: Mapping[str, object]) -> bytes:
-    """Render messages as a ChatML template does, tools in front; raises ApiError 400."""
+    """Render messages like a ChatML template, with the tools first; raises ApiError 400."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, BAD_REQUEST, "messages is not a list of at least one message", param="messages")
@@ -158,7 +159,7 @@ def chat_prompt(body: Mapping[str, object]) -> bytes:
 
 
 def text_prompt(body: Mapping[str, object], field: str) -> bytes:
-    """Read a prompt: a text, a list of token ids, or a list with one of either; raises ApiError 400."""
+    """Read a prompt: a text, a list of token ids, or a list with one such value; raises ApiError 400."""
     value = body.get(field)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
@@ -170,7 +171,7 @@ def text_prompt(body: Mapping[str, object], field: str) -> bytes:
 
 
 def embedding_inputs(body: Mapping[str, object]) -> list[bytes]:
-    """Read an embeddings body's ``input``: one prompt or a list of them; raises ApiError 400."""
+    """Read the ``input`` of an embeddings body: one prompt or a list of prompts; raises ApiError 400."""
     value = body.get("input")
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         return [text_prompt({"input": item}, "input") for item in value]
@@ -192,7 +193,7 @@ def _part(part: object, where: str) -> bytes:
         return part.encode()
     if isinstance(part, dict):
         text = part.get("text")
-        # Content other than text is replaced by its digest: 16 tokens, whatever the size of the image.
+        # A digest replaces content other than text: 16 tokens, for an image of any size.
         return text.encode() if isinstance(text, str) else hashlib.sha256(orjson.dumps(part)).hexdigest().encode()
     raise ApiError(400, BAD_REQUEST, f"{where}.content has a part that is not an object", param=where)
 

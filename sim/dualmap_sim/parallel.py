@@ -1,8 +1,8 @@
-"""Runs in parallel processes: results in order, the garbage collector off, and no process left behind.
+"""Runs items in parallel processes. Results are in order, garbage collection is off, and no process is left behind.
 
-The workers are forked, so they share what the parent has loaded. Each is handed one item at a time through a pipe of
-its own: a worker that dies is noticed, and workers whose parent dies end with the item under way. Neighbours:
-``experiment`` and ``goodput`` are what runs here.
+The workers are forked, so they share the data that the parent has loaded. Each worker receives one item at a time
+through its own pipe. The parent therefore detects a worker that dies. If the parent dies, each worker ends after its
+current item. The items are runs of ``experiment`` or searches of ``goodput``.
 """
 
 import gc
@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 Report = Callable[[object], None]
 
 _PROGRESS, _DONE, _FAILED = range(3)
-# Signals for which a worker has handlers of its own.
+# Signals that a worker handles itself.
 _RESET: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class WorkerError(Exception):
-    """A worker process raised or died; ``str()`` ends with its traceback where there is one."""
+    """A worker process raised an exception or died. The message ends with the worker's traceback, if there is one."""
 
 
 def run_parallel(
@@ -36,7 +36,7 @@ def run_parallel(
 ) -> list[Result]:
     """Apply a function to items in forked processes; return the results in the items' order.
 
-    ``on_done`` is called here with each item's number and result as it is done. Raises WorkerError.
+    This process calls ``on_done`` with the number and result of each finished item. Raises WorkerError.
     """
     return run_reporting(partial(_silently, function), items, processes=processes, on_done=on_done)
 
@@ -49,9 +49,9 @@ def run_reporting(
     on_done: Callable[[int, Result], None] | None = None,
     on_progress: Callable[[int, Any], None] | None = None,
 ) -> list[Result]:
-    """As ``run_parallel``, with a function that also receives a callback for its progress.
+    """Apply a function like ``run_parallel``, and report its progress. The function also receives a progress callback.
 
-    ``on_progress`` is called in this process with the item's number and the reported value.
+    This process calls ``on_progress`` with the item's number and the value of each report.
     """
     workers: list[_Worker[Item, Result]] = []
     results: dict[int, Result] = {}
@@ -83,7 +83,7 @@ def run_reporting(
 
 
 class _Worker(Generic[Item, Result]):
-    """A process and the parent's end of its pipe; ``number`` is that of the item it works on."""
+    """A process and the parent's end of its pipe; ``number`` is the number of the current item."""
 
     def __init__(self, function: Callable[[Item, Report], Result], *, inherited: Sequence[Connection]) -> None:
         context = get_context("fork")
@@ -92,8 +92,9 @@ class _Worker(Generic[Item, Result]):
         self._process = context.Process(
             target=_work, args=(function, theirs, (*inherited, self.pipe)), name="dualmap-run", daemon=True
         )
-        # The parent's handlers must not run in the worker: one that raises before ``_work`` has reset them is lost in
-        # the interpreter's start-up, and ``end`` would wait for ever. Until then signals stay pending.
+        # The parent's signal handlers must not run in the worker. An exception from a handler before ``_work`` resets
+        # the handlers is lost in the interpreter's start-up. ``end`` would then never return. So signals stay pending
+        # until ``_work`` runs.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
         try:
             self._process.start()
@@ -102,23 +103,23 @@ class _Worker(Generic[Item, Result]):
         theirs.close()
 
     def begin(self, number: int, item: Item) -> None:
-        """Hand over the next item."""
+        """Send the next item to the worker."""
         self.number = number
         self.pipe.send(item)
 
     def hear(self) -> tuple[int, Any]:
-        """Return the worker's message; raises WorkerError when it has failed or died."""
+        """Return the worker's message; raises WorkerError if the worker failed or died."""
         try:
             kind, value = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            raise WorkerError(f"a worker process died with exit code {self._process.exitcode}") from None
+            raise WorkerError(f"a worker process ended with exit code {self._process.exitcode}") from None
         if kind == _FAILED:
             raise WorkerError(f"a run failed:\n{value}")
         return kind, value
 
     def end(self) -> None:
-        """Stop the process at once, and wait until it has ended."""
+        """Stop the process at once, and wait for its end."""
         self._process.terminate()
         self._process.join()
         self.pipe.close()
@@ -129,15 +130,16 @@ def _silently(function: Callable[[Item], Result], item: Item, _report: Report) -
 
 
 def _work(function: Callable[[Item, Report], Result], pipe: Connection, inherited: Sequence[Connection]) -> None:
-    """Work off items until the parent closes its end; runs in the worker."""
+    """Process items until the parent closes its end of the pipe; runs in the worker."""
     # Ctrl-C reaches every process of the terminal; the parent stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _RESET)
-    # A worker sees the parent's end only if no worker keeps the parent's ends of the pipes open.
+    # A worker detects the parent's end only if no worker keeps the parent's ends of the pipes open.
     for each in inherited:
         each.close()
-    # The collector finds nothing during a run, because its objects live until its end; the parent's objects stay.
+    # During a run all new objects stay in use, so a collection finds no garbage. `freeze` excludes the parent's
+    # objects.
     gc.disable()
     gc.freeze()
     while True:
@@ -149,5 +151,5 @@ def _work(function: Callable[[Item, Report], Result], pipe: Connection, inherite
             answer: tuple[int, object] = (_DONE, function(item, lambda progress: pipe.send((_PROGRESS, progress))))
         except Exception:  # noqa: BLE001 - The parent raises WorkerError for any of them.
             answer = (_FAILED, traceback.format_exc())
-        gc.collect()  # Between runs, reference cycles can be collected.
+        gc.collect()  # Between two runs, a collection frees the reference cycles.
         pipe.send(answer)

@@ -1,7 +1,7 @@
-"""The engine's prefix cache: which prompt blocks have cached KV, and the order of their eviction.
+"""The engine's prefix cache: the prompt blocks with cached KV, and the order of their eviction.
 
-This is the true content of an instance's cache. ``engine.py`` fills it as prefills end. The router's own estimate (the
-core's prefix index) is separate on purpose, so that both can differ as in production.
+The module models the real cache of an instance. ``engine.py`` fills the cache when prefills end. The router's estimate,
+core's prefix index, is separate on purpose: as in production, both can differ.
 """
 
 from collections import OrderedDict
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 
 class PrefixCache:
-    """LRU over chained block hashes, bounded in blocks or not, leaves evicted before the blocks they hang on.
+    """LRU cache of chained block hashes, bounded in blocks or unlimited. A block is evicted before its parent block.
 
-    A chain is refreshed from its last block to its first, so every block is older than the one before it in
-    its chain. The oldest block of all therefore never has a descendant in the cache: plain LRU order *is*
-    leaf-first order, without a tree.
+    A chain is refreshed from its last block to its first, so every block is older than its parent block. The least
+    recently used block therefore never has a child in the cache. So plain LRU order evicts children first, without a
+    tree.
 
-    Several engines may share one; then each sees the others' blocks.
+    Several engines may share one cache; each engine then finds the other engines' blocks.
     """
 
     def __init__(self, capacity_blocks: int | None) -> None:
@@ -29,7 +29,7 @@ class PrefixCache:
         return block in self._blocks
 
     def match(self, chain: Sequence[int]) -> int:
-        """Return how many blocks from the chain's first on are cached, without refreshing them."""
+        """Return how many leading blocks of the chain are cached, without refreshing them."""
         cached = self._blocks
         for index, block in enumerate(chain):
             if block not in cached:
@@ -37,10 +37,10 @@ class PrefixCache:
         return len(chain)
 
     def insert(self, chain: Sequence[int]) -> None:
-        """Store a chain or refresh its stored blocks, then evict down to the capacity.
+        """Store a chain or refresh its stored blocks, then evict blocks down to the capacity.
 
-        Of a chain longer than the whole cache only its beginning is kept: the rest could not be reached
-        without it.
+        The cache keeps only the beginning of a chain that is longer than the cache, because a block without its parent
+        cannot be found.
         """
         blocks = self._blocks
         for block in reversed(chain[: self._capacity_blocks]):

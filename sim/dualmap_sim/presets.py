@@ -1,7 +1,7 @@
 """Parameters of the engine model (times and memory), and its named presets.
 
-docs/engine-model.md has the formulas. The numbers are assumptions calibrated on the text of the DualMap paper. Every
-number is a field; ``dataclasses.replace`` makes a variant of a preset. ``engine.py`` uses these costs.
+docs/engine-model.md has the formulas. The numbers are assumptions, calibrated on the text of the DualMap paper. Every
+number is a field, and ``dataclasses.replace`` makes a variant of a preset. ``engine.py`` uses these costs.
 """
 
 from collections.abc import Mapping
@@ -11,59 +11,58 @@ from types import MappingProxyType
 from typing import Final
 
 TRACE_BLOCK_TOKENS: Final = 512
-"""Length of a prefix block in the Mooncake traces that the paper replays (appendix A.1.1)."""
+"""Length of a prefix block in the Mooncake traces that the DualMap paper replays (appendix A.1.1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``."""
+    """Seconds of one prefill of ``n`` new and ``h`` cached tokens: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``."""
 
     overhead_s: float
-    """``o``: paid by every prefill, whatever its length."""
+    """``o``: a fixed cost of every prefill."""
     tokens_per_s: float
-    """``r``: speed at which new tokens are computed while attention is still cheap."""
+    """``r``: speed of computing new tokens without the cost of attention."""
     attention: float
-    """``a``: how much a token's cost grows with each token before it, relative to its own."""
+    """``a``: increase of a token's cost per preceding token, relative to the cost without attention."""
     load_tokens_per_s: float
-    """``l``: speed at which the KV of cached tokens is brought in."""
+    """``l``: speed of loading the KV of cached tokens."""
 
     def compute_s(self, *, new_tokens: int, cached_tokens: int) -> float:
-        """Return what computing ``n`` tokens takes that attend to ``h`` before them, wherever those came from."""
+        """Return the time to compute ``n`` tokens that attend to ``h`` preceding tokens with KV."""
         total = new_tokens + cached_tokens
         attended = self.attention / 2 * (total * total - cached_tokens * cached_tokens)
         return (new_tokens + attended) / self.tokens_per_s
 
     def seconds(self, *, new_tokens: int, cached_tokens: int) -> float:
-        """Return the duration of a prefill of ``n`` new tokens behind ``h`` cached ones."""
+        """Return the duration of a prefill of ``n`` new tokens after ``h`` cached tokens."""
         compute_s = self.compute_s(new_tokens=new_tokens, cached_tokens=cached_tokens)
         return self.overhead_s + compute_s + cached_tokens / self.load_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCost:
-    """Seconds one decode step takes: ``d0 + d1 * k + d2 * b`` for ``b`` requests holding ``k`` KV tokens."""
+    """Seconds of one decode step: ``d0 + d1 * k + d2 * b`` for ``b`` requests that hold ``k`` KV tokens."""
 
     step_s: float
-    """``d0``: reading the weights once."""
+    """``d0``: time to read the weights once."""
     per_kv_token_s: float
-    """``d1``: reading one token's KV."""
+    """``d1``: time to read the KV of one token."""
     per_request_s: float
-    """``d2``: what one more request in the batch adds."""
+    """``d2``: additional time per request in the batch."""
 
     def steps_s(self, steps: int, *, requests: int, kv_tokens: int) -> float:
-        """Return the duration of ``steps`` steps of an unchanged batch that holds ``kv_tokens`` at their
-        start.
+        """Return the duration of ``steps`` steps of an unchanged batch that holds ``kv_tokens`` at the start.
 
-        Each step appends one token per request, so the steps' costs are an arithmetic series.
+        Each step adds one token per request, so the costs of the steps are an arithmetic series.
         """
         first = self.step_s + self.per_kv_token_s * kv_tokens + self.per_request_s * requests
         return steps * first + self.per_kv_token_s * requests * (steps * (steps - 1) / 2)
 
     def steps_within(self, seconds: float, *, requests: int, kv_tokens: int) -> int:
-        """Return how many whole steps of that batch fit into ``seconds``, give or take one for rounding."""
+        """Return how many full steps of an unchanged batch fit into ``seconds``; rounding may add or subtract one."""
         growth = self.per_kv_token_s * requests / 2
         linear = self.step_s + self.per_kv_token_s * kv_tokens + self.per_request_s * requests - growth
-        # The root of the series' quadratic, in the form that neither cancels nor divides by zero as d1 goes to 0.
+        # The root of the series' quadratic equation. This form avoids cancellation, and division by zero if d1 is 0.
         return int(2 * seconds / (linear + sqrt(linear * linear + 4 * growth * seconds)))
 
 
@@ -73,20 +72,21 @@ class EngineConfig:
 
     prefill: PrefillCost
     decode: DecodeCost | None
-    """None on a prefill-only instance of a disaggregated deployment: every request ends with its first token."""
+    """None for a prefill-only instance of a disaggregated deployment: every request ends with its first token."""
     kv_memory_tokens: int
-    """``m``: tokens (prompt + output) that admitted requests may hold together."""
+    """``m``: KV tokens (prompt and output) that all admitted requests together may hold."""
     cache_tokens: int
-    """``c``: tokens of KV kept for reuse once computed; 0 switches the prefix cache off."""
+    """``c``: capacity of the prefix cache in KV tokens; 0 disables the cache."""
     input_tokens_max: int
-    """Longest prompt: the paper caps its traces here; whoever makes requests applies it, and so does the server."""
+    """Longest prompt, as in the DualMap paper's traces. The experiment and the server cut longer prompts."""
     block_tokens: int = TRACE_BLOCK_TOKENS
-    """Length of a prefix block; only whole blocks are cached and reused."""
+    """Length of a prefix block. Only full blocks are cached and reused."""
     pull_tokens_per_s: float | None = None
-    """Speed at which KV can be brought from another engine; None: it cannot."""
+    """Speed of pulling KV from another engine; None disables pulls."""
     chunk_tokens: int | None = None
-    """Most tokens one step computes, those of the decodes included (``chunked.py``); None: a prefill is one step of its
-    own, before any decode."""
+    """Maximum tokens of one step, including those of the decodes (``chunked.py``).
+
+    None disables chunked prefill: each prefill is one step of its own, before any decode."""
 
     def reuse_s(self, *, cached_tokens: int, pulled_tokens: int) -> float:
         """Return the seconds to load the KV of tokens that are not computed."""
@@ -97,16 +97,16 @@ class EngineConfig:
         return seconds
 
     def prefill_s(self, *, new_tokens: int, cached_tokens: int, pulled_tokens: int) -> float:
-        """Return the duration of a prefill in one step of its own, behind cached and pulled tokens."""
+        """Return the duration of a prefill in its own step, after cached and pulled tokens."""
         compute_s = self.prefill.compute_s(new_tokens=new_tokens, cached_tokens=cached_tokens + pulled_tokens)
         reuse_s = self.reuse_s(cached_tokens=cached_tokens, pulled_tokens=pulled_tokens)
         return self.prefill.overhead_s + compute_s + reuse_s
 
 
 def slowed(config: EngineConfig, factor: float) -> EngineConfig:
-    """Return an engine that takes ``factor`` times as long for everything it does.
+    """Return an engine that takes ``factor`` times as long to prefill and to decode.
 
-    Its memory is the same, and so is the speed of pulling KV, which is the network's.
+    The engine's memory stays the same. So does its speed of pulling KV, because the network limits that speed.
     """
     prefill, decode = config.prefill, config.decode
     return replace(
@@ -159,4 +159,4 @@ PRESETS: Final[Mapping[str, EngineConfig]] = MappingProxyType(
         ),
     }
 )
-"""The presets by name."""
+"""All presets, by name."""

@@ -1,6 +1,6 @@
 """The results of a run: one record per request, and samples of the load.
 
-``cluster`` and the oracles write these, ``summary`` and the plots read them.
+``cluster`` and the oracles write the results; ``summary`` and the plots read them.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from dualmap_sim.arrivals import Arrival
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One request's way. Times are None, and ``refused`` is, where that never happened.
+    """One request's history. A time is None if its event did not happen; ``refused`` is None without a rejection.
 
-    ``arrival.at_s`` is when it really arrived, also in a closed loop. ``cached_tokens`` of the prompt its engine had,
-    ``pulled_tokens`` beyond them came from another. ``failed`` says that its engine died or was dead, whatever it had
-    answered until then.
+    ``arrival.at_s`` is the actual arrival time, also in a closed loop. ``cached_tokens`` are the prompt tokens in the
+    engine's own cache. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
+    failed before or during the request.
     """
 
     arrival: Arrival
@@ -34,7 +34,7 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the arrival at the router to the first token; None when there was none."""
+        """Seconds from the arrival at the router to the first token; None without a first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
 
 
@@ -42,8 +42,8 @@ class Record:
 class LoadSample:
     """The load of every member at one moment, by id.
 
-    ``pending_tokens`` are prompt tokens still to be computed and not yet prefilled: of requests handed over what their
-    engine's cache lacked at that moment, of those held for the member what their router expects it to lack.
+    ``pending_tokens`` are prompt tokens that are neither cached nor prefilled. For a submitted request, the engine's
+    cache decides which tokens count. For a queued request, the router's estimate of the cache decides.
     """
 
     at_s: float

@@ -1,7 +1,8 @@
 """The replication between the routers of a simulated cluster, with delays as in production.
 
-``cluster`` owns the routers and the timeline. This module carries updates between them, and acts as the store that
-decides which replica's binding of a session holds (``dualmap_extproc.store.exchange`` does this in production).
+``cluster`` owns the routers and the timeline. This module sends updates between the routers. The module also replaces
+the store that decides which replica's session binding is valid. In production, ``dualmap_extproc.store.exchange`` makes
+this decision.
 """
 
 from collections import deque
@@ -16,9 +17,9 @@ from dualmap_sim.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One router, which starts to take requests at ``at_s`` with an empty state.
+    """One router, which starts at ``at_s`` with an empty state.
 
-    A joining router receives the updates of the ``replay_s`` seconds before.
+    A router that starts later receives the updates of the preceding ``replay_s`` seconds.
     """
 
     at_s: float = 0.0
@@ -26,7 +27,7 @@ class Replica:
 
 
 def everything(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Return the unchanged update: the default filter of an exchange."""
+    """Return the unchanged update. This is the default filter of a replication."""
     return update
 
 
@@ -34,9 +35,8 @@ def everything(update: ReplicaUpdate) -> ReplicaUpdate:
 class ReplicationConfig:
     """Replication settings: updates are sent every ``period_s`` and arrive ``delay_s`` later.
 
-    The delay is half a period by default, because routers read updates as often as they write them.
-    ``carries`` may remove parts of an update. Bindings go through a store that handles one at a time and answers at
-    once.
+    The default delay is half a period, because routers read updates as often as they write them. ``carries`` may remove
+    parts of an update. A store processes session bindings one at a time and answers at once.
     """
 
     period_s: float = 0.1
@@ -45,7 +45,7 @@ class ReplicationConfig:
 
 
 class Replication:
-    """The replication between the routers of one run; ``after`` gets a router and its outcomes."""
+    """The replication between the routers of one run. ``after`` is called with a router and its outcomes."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Replication:
         self._bindings: dict[int, tuple[float, SharedBinding]] = {}
 
     def begin(self) -> None:
-        """Schedule every router's updates from when it joins."""
+        """Schedule every router's updates, starting when the router joins."""
         for router, replica in enumerate(self._replicas):
-            # Routers do not send at the same time; the first tick of a joining router is its replay.
+            # Routers send at different times. A joining router first receives its replay.
             phase_s = self._exchange.period_s * router / len(self._routers)
             self._timeline.at(replica.at_s, self._replay, router, ticks=True)
             self._timeline.at(replica.at_s + phase_s, self._tick, router, ticks=True)
@@ -90,9 +90,9 @@ class Replication:
             timeline.at(now + exchange.delay_s, self._hear_bindings, (router, answers), ticks=True)
 
     def _store(self, now: float, update: ReplicaUpdate) -> tuple[SharedBinding, ...]:
-        """Answer lookups, then compare and set: the newer version wins, of equal ones the first.
+        """Answer lookups, then compare and set bindings. The newer version wins; of equal versions, the first wins.
 
-        Return the known entries of the lookups, and the winners over refused writes.
+        Return the stored bindings that the lookups found, and the winners over rejected writes.
         """
         answers = [self._bindings[session] for session in update.wanted if session in self._bindings]
         for binding in update.bindings:

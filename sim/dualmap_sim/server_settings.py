@@ -1,6 +1,6 @@
-"""The settings of one engine server: between ``engine_server.py``, which parses them, and ``http_server.py``.
+"""The settings of one engine server, which ``engine_server.py`` parses and ``http_server.py`` uses.
 
-It is separate from both, so that the command line can read its flags without loading an HTTP server.
+The module is separate, so that the command line can parse its flags without loading an HTTP server.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dualmap_sim.presets import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The settings of an engine server. ``port`` 0 takes any free one; ``speed`` is model s per wall s."""
+    """The settings of an engine server. ``port`` 0 selects a free port; ``speed`` is model seconds per real second."""
 
     host: str
     port: int

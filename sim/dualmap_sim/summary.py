@@ -10,12 +10,12 @@ from dualmap_sim.records import LoadSample, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Figures over some of a run's requests; shares are 0 to 1.
+    """Figures over some of a run's requests. Shares are from 0 to 1.
 
-    TTFT, E2E (arrival to last token) and hit rate are over the requests that were served; one that was refused or
-    failed counts as one that missed the SLO. ``pending_cv`` is how unevenly prompt tokens still to be computed lay on
-    the members: standard deviation over mean, itself the mean over all samples with any such tokens. ``rules`` counts
-    the requests sent by each of the policy's rules.
+    TTFT, E2E (arrival to last token) and hit rate cover the served requests. A rejected or failed request counts as an
+    SLO miss. ``pending_cv`` measures how unevenly pending prompt tokens are distributed over the members.
+    ``pending_cv`` is the standard deviation over the mean, averaged over all samples with pending tokens. ``rules``
+    counts the requests sent by each of the policy's rules.
     """
 
     requests: int
@@ -35,7 +35,7 @@ class Summary:
 
 
 def summarise(records: Sequence[Record], *, slo_ttft_s: float, samples: Sequence[LoadSample] = ()) -> Summary:
-    """Return the figures of some ended requests, at least one; NaN where none was served, or nothing was sampled."""
+    """Return the figures of at least one ended request. A figure without data (served requests, samples) is NaN."""
     served = [record for record in records if record.finished_s is not None]
     ttft_s = sorted(record.ttft_s for record in served if record.ttft_s is not None)
     e2e_s = sorted(r.finished_s - r.arrival.at_s for r in served if r.finished_s is not None)
@@ -69,5 +69,5 @@ def _pending_cv(samples: Sequence[LoadSample]) -> float:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the least of some sorted values that at least ``share`` of them do not exceed; NaN where there is none."""
+    """Return the lowest sorted value that at least ``share`` of the values do not exceed; NaN without values."""
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else nan

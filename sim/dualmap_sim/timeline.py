@@ -1,6 +1,6 @@
-"""Virtual time: scheduled calls in order of their time, and in order of scheduling for equal times.
+"""Virtual time: scheduled calls in order of their time. Calls at equal times run in order of scheduling.
 
-``cluster`` and the oracles drive their runs with it. There is no clock: time is that of the next event.
+``cluster`` and the oracles run on a timeline. The timeline has no clock: the time is that of the current call.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,18 @@ Subject = TypeVar("Subject")
 
 
 class Timeline:
-    """A heap of acts, each with its one argument (a partial for each would cost more than the heap)."""
+    """A heap of scheduled calls, each with one argument. A ``partial`` for each call would cost more than the heap."""
 
     def __init__(self) -> None:
         self.now_s = -inf
-        """The moment of the last act."""
-        # Scheduled calls other than ticks: ticks recur for ever and would hide that nothing else is due.
+        """The time of the last call."""
+        # Number of scheduled calls other than ticks. Ticks recur without end, so they do not keep a run going.
         self._to_come = 0
         self._scheduled = 0
         self._heap: list[tuple[float, int, bool, Callable[[Any], None], Any]] = []
 
     def at(self, at_s: float, act: Callable[[Subject], None], subject: Subject, *, ticks: bool = False) -> None:
-        """Have ``act(subject)`` called at ``at_s``; an act that ``ticks`` keeps nothing alive."""
+        """Schedule ``act(subject)`` at ``at_s``. With ``ticks``, the call does not keep the run going."""
         self._scheduled += 1
         self._to_come += not ticks
         heappush(self._heap, (at_s, self._scheduled, ticks, act, subject))
@@ -34,7 +34,7 @@ class Timeline:
         return not self._to_come
 
     def step(self) -> None:
-        """Run the next act; there must be one."""
+        """Run the next call. At least one call must be scheduled."""
         self.now_s, _, ticks, act, subject = heappop(self._heap)
         self._to_come -= not ticks
         act(subject)

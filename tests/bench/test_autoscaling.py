@@ -1,4 +1,4 @@
-"""The autoscaling benchmark's harness: its cells, pages and charts. tests/sim tests the runs themselves."""
+"""Tests of the autoscaling benchmark's harness: its settings, pages and charts. tests/sim tests the simulated runs."""
 
 import importlib
 from collections.abc import Callable
@@ -35,19 +35,21 @@ def _bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return lambda name: importlib.import_module(f"bench.{name}")
 
 
-def test_measurements_have_distinct_names(bench: Bench, tmp_path: Path) -> None:
+def test_autoscaling_measurements_have_distinct_names(bench: Bench, tmp_path: Path) -> None:
     extent = bench("autoscaling.settings").Extent(quick=False, trace=tmp_path / "none")
     names = [cell.name for cell in bench("autoscaling.measures").cells(extent)]
     assert len(set(names)) == len(names)
     assert all(name.startswith("tool_agent ") for name in names)
 
 
-def test_recorded_trace_is_used_if_present(bench: Bench, tmp_path: Path) -> None:
+def test_autoscaling_bench_uses_recorded_trace_if_present(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "trace").touch()
     assert bench("autoscaling.settings").Extent(quick=True, trace=tmp_path / "trace").workload == "conversation"
 
 
-def test_page_shows_only_what_was_measured(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoscaling_page_shows_only_measured_values(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, measures, command = (bench(f"autoscaling.{name}") for name in ("settings", "measures", "command"))
     monkeypatch.setattr(command, "_RECORDED", tmp_path)
     extent = settings.Extent(quick=False, trace=tmp_path / "none")
@@ -62,7 +64,9 @@ def test_page_shows_only_what_was_measured(bench: Bench, tmp_path: Path, monkeyp
     assert (tmp_path / "autoscaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_run_measures_missing_and_stale_results(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoscaling_run_measures_missing_and_stale_results(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command, asked = bench("autoscaling.command"), []
     monkeypatch.setattr(command, "_QUICK", tmp_path)
     monkeypatch.setattr(command, "commit_of_code", lambda: "abc")

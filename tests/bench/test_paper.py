@@ -1,4 +1,7 @@
-"""The evaluation's harness: cells, results, repeated runs and pages; ``bench`` is in the source tree only."""
+"""Tests of the evaluation's harness: experiments, results, repeated runs and pages.
+
+``bench`` is only in the source tree.
+"""
 
 import importlib
 import json
@@ -30,7 +33,7 @@ def measured(bench: Bench, **figures: Any) -> Any:
     return bench("results").Measured(figures=figures, cost_s=1.234, commit="abc")
 
 
-def test_results_persist_and_nan_is_null(bench: Bench, tmp_path: Path) -> None:
+def test_results_file_keeps_results_and_stores_nan_as_null(bench: Bench, tmp_path: Path) -> None:
     bench("results").Results(tmp_path).put(cell(bench, "one"), measured(bench, a_s=math.nan, b=[0.123456789, 7]))
     again = bench("results").Results(tmp_path)
     assert again.figures(cell(bench, "one")) == {"a_s": None, "b": [0.123457, 7]}
@@ -38,7 +41,7 @@ def test_results_persist_and_nan_is_null(bench: Bench, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "some.json").read_text())["one"]["commit"] == "abc"
 
 
-def test_concurrent_runs_keep_each_others_cells(bench: Bench, tmp_path: Path) -> None:
+def test_results_of_concurrent_runs_are_all_kept(bench: Bench, tmp_path: Path) -> None:
     first, second = bench("results").Results(tmp_path), bench("results").Results(tmp_path)
     assert second.get(cell(bench, "one")) is None
     first.put(cell(bench, "one"), measured(bench, x=1))
@@ -46,7 +49,7 @@ def test_concurrent_runs_keep_each_others_cells(bench: Bench, tmp_path: Path) ->
     assert sorted(json.loads((tmp_path / "some.json").read_text())) == ["one", "two"]
 
 
-def test_malformed_results_file_is_named(bench: Bench, tmp_path: Path) -> None:
+def test_malformed_results_file_raises_error_with_its_name(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text("{")
     with pytest.raises(bench("results").ResultsError, match=r"some\.json cannot be read"):
         bench("results").Results(tmp_path).get(cell(bench, "one"))
@@ -70,7 +73,7 @@ def twos() -> dict[str, float]:
     return {"x": 2.0}
 
 
-def test_run_measures_missing_cells_and_chosen_policies(
+def test_paper_run_measures_missing_cells_and_selected_policies(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = bench("command")
@@ -100,7 +103,7 @@ def test_run_measures_missing_cells_and_chosen_policies(
     assert page.endswith("{'x': 1.0}")
 
 
-def test_claims_replace_only_text_between_the_marks(bench: Bench, tmp_path: Path) -> None:
+def test_claims_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
     claims = bench("claims")
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- claims: made by python -m bench paper -->\nold\n<!-- end of claims -->\nafter\n")
@@ -114,20 +117,20 @@ def test_claims_replace_only_text_between_the_marks(bench: Bench, tmp_path: Path
     assert "| 4.2 | much | 1 |" not in text
 
 
-def test_sections_state_claims_without_results(bench: Bench, tmp_path: Path) -> None:
+def test_sections_without_results_still_state_claims(bench: Bench, tmp_path: Path) -> None:
     results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
     for section in bench("sections").SECTIONS.values():
-        if section.name != "ttft":  # This cell reads the trace.
+        if section.name != "ttft":  # This experiment reads the trace.
             assert all(each.says for each in section.claims(results, extent))
 
 
-def test_unknown_section_is_rejected_with_known_names(bench: Bench) -> None:
+def test_unknown_section_is_rejected_with_accepted_names(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["--section", "goodputs"])
     assert done.exit_code == 2
     assert "'goodputs' is not accepted; give some of goodput, ttft" in done.output
 
 
-def test_unused_policy_is_rejected_with_known_names(bench: Bench) -> None:
+def test_unknown_policy_is_rejected_with_accepted_names(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["--section", "goodput", "--policies", "dualmap,dual_map"])
     assert done.exit_code == 2
     assert "--policies" in done.output
@@ -135,7 +138,7 @@ def test_unused_policy_is_rejected_with_known_names(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [(None, "No such file"), ("{}\n{", "trace.jsonl:1: ")])
-def test_named_unreadable_trace_is_rejected(bench: Bench, tmp_path: Path, text: str | None, told: str) -> None:
+def test_unreadable_trace_path_is_rejected(bench: Bench, tmp_path: Path, text: str | None, told: str) -> None:
     trace = tmp_path / "trace.jsonl"
     if text is not None:
         trace.write_text(text)
@@ -145,7 +148,9 @@ def test_named_unreadable_trace_is_rejected(bench: Bench, tmp_path: Path, text: 
     assert told in done.output
 
 
-def test_ctrl_c_exits_130(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paper_command_interrupted_by_ctrl_c_exits_130(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_arguments: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
@@ -156,13 +161,13 @@ def test_ctrl_c_exits_130(bench: Bench, tmp_path: Path, monkeypatch: pytest.Monk
     assert done.output.endswith("interrupted; nothing is left running.\n")
 
 
-def test_help_has_a_short_option(bench: Bench) -> None:
+def test_paper_command_help_has_a_short_option(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["-h"])
     assert done.exit_code == 0
     assert "--stale" in done.output
 
 
-def test_cells_have_distinct_names_and_a_policy(bench: Bench) -> None:
+def test_result_cells_have_distinct_names_and_a_policy(bench: Bench) -> None:
     extent = bench("settings").Extent(trace=ROOT / "pyproject.toml")
     for section in bench("sections").SECTIONS.values():
         cells = section.cells(extent)
@@ -175,7 +180,7 @@ def test_cells_have_distinct_names_and_a_policy(bench: Bench) -> None:
         )
 
 
-def test_missing_trace_leaves_out_conversation(bench: Bench, tmp_path: Path) -> None:
+def test_missing_trace_omits_the_conversation_workload(bench: Bench, tmp_path: Path) -> None:
     extent = bench("settings").Extent(trace=tmp_path / "none")
     cells = [each for section in bench("sections").SECTIONS.values() for each in section.cells(extent)]
     assert not [each.name for each in cells if "conversation" in each.name]
@@ -183,19 +188,19 @@ def test_missing_trace_leaves_out_conversation(bench: Bench, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", [(4, 8), (8, 4), (8, 9)])
-def test_moved_keys_match_theory(bench: Bench, change: tuple[int, int]) -> None:
+def test_share_of_moved_keys_matches_theory(bench: Bench, change: tuple[int, int]) -> None:
     elasticity = bench("sections.elasticity")
     found, expected = elasticity.remapped(*change), elasticity.expected_to_move(*change)
     assert found == pytest.approx({**expected, "modulo": found["modulo"]}, abs=0.01)
 
 
-def test_two_choices_balance_like_four_and_beat_one(bench: Bench) -> None:
+def test_two_candidates_balance_load_as_well_as_four(bench: Bench) -> None:
     deviations = {d: bench("sections.choices").deviation(8, d)["deviation"] for d in (1, 2, 4)}
     assert deviations[1] > 10 * deviations[2]
     assert deviations[2] - deviations[4] < 2
 
 
-def test_rule_of_several_takes_the_cached_member_if_fast_enough(bench: Bench) -> None:
+def test_several_candidates_rule_prefers_cached_member_within_slo(bench: Bench) -> None:
     settings, choices = bench("settings"), bench("sections.choices")
     from dualmap_sim.experiment import run_experiment
     from dualmap_sim.workloads.catalog import Workload
@@ -215,13 +220,13 @@ def test_rule_of_several_takes_the_cached_member_if_fast_enough(bench: Bench) ->
     assert len({record.endpoint for record in records}) > 1
 
 
-def test_tool_agent_key_lengths_match_hot_prefixes(bench: Bench) -> None:
+def test_tool_agent_key_lengths_match_hot_prefix_lengths(bench: Bench) -> None:
     found = bench("sections.keys").key_lengths(bench("settings").Extent(quick=True), "tool_agent", "dualmap_paper")
     shares = {length: of / found["requests"] for length, of in found["lengths"].items()}
     assert shares["13"] == pytest.approx(0.378, abs=0.02)
 
 
-def test_figures_show_spread_or_a_dash(bench: Bench) -> None:
+def test_table_values_show_spread_or_a_dash_if_missing(bench: Bench) -> None:
     tables = bench("tables")
     assert tables.Spread.of([1.0, None, 3.0]).show(1) == "2.0 (1.0-3.0)"
     assert tables.Spread.of([None]).show() == "-"

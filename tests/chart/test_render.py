@@ -1,6 +1,6 @@
-"""The render matrix: each switch of the chart, both forms of its rights, three versions of Kubernetes.
+"""Tests of the rendered chart: each setting, cluster-wide and namespaced permissions, three versions of Kubernetes.
 
-Every object is checked against Kubernetes' strict schemas, and for invariants that hold for all values.
+The tests check every object against Kubernetes' strict schemas, and check invariants for all values.
 """
 
 import re
@@ -30,8 +30,8 @@ ELSEWHERE = {
     "DestinationRule": "networking.istio.io/v1",
 }
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
-# Not created by the chart: named in the values, or created by cert-manager.
-SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
+# The chart does not create these Secrets: the values contain the names, or cert-manager creates the Secrets.
+SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
 @pytest.fixture(name="objects", params=CASES)
@@ -45,7 +45,7 @@ def template(spec: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("kube_version", KUBE_VERSIONS)
-def test_render_every_object_is_valid_for_kubernetes(objects: Sequence[Object], kube_version: str) -> None:
+def test_rendered_objects_are_valid_for_kubernetes(objects: Sequence[Object], kube_version: str) -> None:
     for each in objects:
         found = complaints(each, kube_version)
         if found is None:
@@ -54,14 +54,14 @@ def test_render_every_object_is_valid_for_kubernetes(objects: Sequence[Object], 
             assert not found, f"{each['kind']} {each['metadata']['name']}"
 
 
-def test_render_is_the_same_for_every_kubernetes_version() -> None:
-    """So that what is checked of one is checked of all."""
+def test_rendered_chart_is_equal_for_every_kubernetes_version() -> None:
+    """This equality lets the other tests check a single version."""
     for case in ("defaults", "monitoring", "gaie with istio"):
         rendered = [render(CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
         assert rendered[0] == rendered[1] == rendered[2]
 
 
-def test_render_objects_are_unique_labelled_and_namespaced(objects: Sequence[Object]) -> None:
+def test_rendered_objects_are_unique_labelled_and_namespaced(objects: Sequence[Object]) -> None:
     keys = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
     assert len(set(keys)) == len(keys)
     for kind, namespace, name in keys:
@@ -76,10 +76,10 @@ def test_render_objects_are_unique_labelled_and_namespaced(objects: Sequence[Obj
             }
 
 
-def test_pod_meets_the_restricted_security_standard(objects: Sequence[Object]) -> None:
+def test_chart_pods_meet_the_restricted_security_standard(objects: Sequence[Object]) -> None:
     for _, _, spec in pods(objects):
         assert spec["securityContext"]["runAsNonRoot"] is True
-        # Without one, OpenShift chooses.
+        # Without runAsUser, OpenShift assigns a user.
         assert spec["securityContext"].get("runAsUser", 1) > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
@@ -94,7 +94,7 @@ def test_pod_meets_the_restricted_security_standard(objects: Sequence[Object]) -
             assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret"}
 
 
-def test_container_has_image_tag_and_resource_requests(objects: Sequence[Object]) -> None:
+def test_chart_containers_have_image_tag_and_resource_requests(objects: Sequence[Object]) -> None:
     for _, _, spec in pods(objects):
         for container in containers(spec):
             assert re.fullmatch(r"[^@]+(?::(?!latest$)[^:/@]+|@sha256:[0-9a-f]{64})", container["image"])
@@ -102,7 +102,7 @@ def test_container_has_image_tag_and_resource_requests(objects: Sequence[Object]
             assert "memory" in container["resources"]["limits"]
 
 
-def test_pod_has_a_token_only_if_it_uses_the_api_server(objects: Sequence[Object]) -> None:
+def test_api_token_is_mounted_only_in_pods_using_the_api_server(objects: Sequence[Object]) -> None:
     bound = {
         subject["name"] for each in objects if each["kind"].endswith("RoleBinding") for subject in each["subjects"]
     }
@@ -126,15 +126,15 @@ def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
             yield each, spec["selector"]["matchLabels"]
 
 
-def test_selector_matches_the_pods_of_one_workload(objects: Sequence[Object]) -> None:
+def test_selector_matches_pods_of_exactly_one_workload(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (name,) = selected(objects, labels)
-        # The routers have a second Service, which gives each a name.
+        # The routers have a second Service, for the DNS names of their pods.
         assert each["metadata"]["name"].removesuffix("-pods") == name
     for name, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-            # A StatefulSet's controller labels its pods differently from a Deployment's.
+            # The StatefulSet controller adds other labels to pods than the Deployment controller.
             revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
             assert spread["matchLabelKeys"] == [revision]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
@@ -146,7 +146,7 @@ def test_selector_matches_the_pods_of_one_workload(objects: Sequence[Object]) ->
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= offered
 
 
-def test_port_is_named_and_declared(objects: Sequence[Object]) -> None:
+def test_ports_are_named_and_declared(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (spec,) = selected(objects, labels).values()
         has, asked = set(ports(spec)), set()
@@ -168,7 +168,7 @@ def test_port_is_named_and_declared(objects: Sequence[Object]) -> None:
                 assert hook["httpGet"]["port"] in ports(spec).values()
 
 
-def test_volume_is_mounted_and_has_a_source(objects: Sequence[Object]) -> None:
+def test_volumes_are_mounted_and_have_a_source(objects: Sequence[Object]) -> None:
     made = {(each["kind"], each["metadata"]["name"]) for each in objects}
     for _, _, spec in pods(objects):
         volumes = {each["name"]: each for each in spec.get("volumes", ())}
@@ -195,7 +195,7 @@ def arguments(objects: Sequence[Object]) -> Iterator[tuple[str, list[str]]]:
                 yield name, container["args"]
 
 
-def test_program_arguments_are_accepted(objects: Sequence[Object]) -> None:
+def test_chart_program_arguments_are_accepted(objects: Sequence[Object]) -> None:
     seen = set()
     for name, given in arguments(objects):
         seen.add(name)
@@ -204,13 +204,13 @@ def test_program_arguments_are_accepted(objects: Sequence[Object]) -> None:
         values, rest, _ = command.make_parser(context).parse_args(list(given))
         assert not rest
         for parameter in command.params:
-            # Files are there only in the pod.
+            # The files exist only in the pod.
             if parameter.name in values and not isinstance(parameter.type, click.Path):
                 parameter.type_cast_value(context, values[parameter.name])
     assert {"operator", "router"} <= seen
 
 
-def test_pod_grace_period_exceeds_the_program_shutdown(objects: Sequence[Object]) -> None:
+def test_pod_grace_period_exceeds_program_shutdown_time(objects: Sequence[Object]) -> None:
     for name, _, spec in pods(objects):
         grace_s = spec.get("terminationGracePeriodSeconds", 30)
         if name.endswith("-router"):
@@ -223,7 +223,7 @@ def test_pod_grace_period_exceeds_the_program_shutdown(objects: Sequence[Object]
 
 
 @pytest.mark.parametrize(("case", "kind", "where"), [("defaults", "Cluster", None), ("namespaced", "", "llm")])
-def test_rbac_covers_the_namespaces_of_the_pools(case: str, kind: str, where: str | None) -> None:
+def test_rbac_covers_the_configured_pool_namespaces(case: str, kind: str, where: str | None) -> None:
     objects = render(CASES[case])
     granted = {
         (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace"))
@@ -248,8 +248,8 @@ def test_rbac_covers_the_namespaces_of_the_pools(case: str, kind: str, where: st
             assert subject["namespace"] == NAMESPACE
 
 
-def test_rbac_grants_only_what_programs_use(objects: Sequence[Object]) -> None:
-    """That the defaults' rights are all used, and are those of manifests/rbac, is tested where these are."""
+def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
+    """The tests of manifests/rbac check the default permissions."""
 
     def granted(of: Sequence[Object]) -> set[str]:
         return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}
@@ -260,8 +260,8 @@ def test_rbac_grants_only_what_programs_use(objects: Sequence[Object]) -> None:
 
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
-def test_names_leave_room_for_suffixes_of_kubernetes(release: str) -> None:
-    """A StatefulSet's pods carry its name, a dash and a hash of ten characters in a label, which has 63 at most."""
+def test_object_names_leave_room_for_kubernetes_suffixes(release: str) -> None:
+    """A label of a StatefulSet's pods has the StatefulSet's name and a suffix of 11 characters; the limit is 63."""
     for each in render(release=release):
         if each["kind"] == "StatefulSet":
             assert len(each["metadata"]["name"]) + 11 <= 63
@@ -269,8 +269,8 @@ def test_names_leave_room_for_suffixes_of_kubernetes(release: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["123", "true", "0x10"])
-def test_names_with_a_yaml_meaning_stay_strings(word: str) -> None:
-    """A namespace may well be called by a team's number."""
+def test_object_names_like_yaml_booleans_stay_strings(word: str) -> None:
+    """A namespace's name may be a number, for example a team's number."""
     placed = {"priorityClassName": word, "topologySpread": {"topologyKeys": [word]}}
     pool = {"pool": word, "namespace": word, "maxReplicas": 2}
     keys = {"existingSecret": word, "passwordKey": word, "usernameKey": word, "caSecret": word, "caKey": word}
@@ -298,7 +298,7 @@ def test_names_with_a_yaml_meaning_stay_strings(word: str) -> None:
                 assert complaints(each, KUBE_VERSION) == [], f"{each['kind']} {each['metadata']['name']}"
 
 
-def test_names_follow_the_release() -> None:
+def test_object_names_contain_the_release_name() -> None:
     for release, prefix in (("dualmap", "dualmap"), ("my-dualmap", "my-dualmap"), ("prod", "prod-dualmap")):
         objects = render(release=release)
         workloads = {each["metadata"]["name"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}}

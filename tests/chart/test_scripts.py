@@ -1,4 +1,4 @@
-"""The chart's two scripts, run as its pods run them: the test's chat request, and the drain beside Envoy."""
+"""Tests of the chart's two scripts with the pods' command lines: the chat request of `helm test`, and Envoy's drain."""
 
 import json
 import signal
@@ -25,10 +25,10 @@ Reply = tuple[int, Any, dict[str, str]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A small server: its received requests, and its responses (status, body, headers) by path."""
+    """A small server with its received requests, and its responses (status, body, headers) by path."""
 
     answers: dict[str, Sequence[Reply]]
-    """The last of several is repeated."""
+    """The last response of a path is repeated."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     address: str = ""
 
@@ -72,13 +72,13 @@ def serving(peer: Peer) -> Iterator[Peer]:
             thread.join()
 
 
-class TestChatRequest:
+class TestSmokeTest:
     def run(self, gateway: Peer, *more: str) -> "subprocess.CompletedProcess[str]":
         with serving(gateway):
             command = [sys.executable, CHART / "files" / "chat_request.py", f"--url=http://{gateway.address}", *more]
             return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
 
-    def test_smoke_good_response_is_shown_with_its_decision(self) -> None:
+    def test_smoke_test_valid_response_is_printed_with_its_decision(self) -> None:
         gateway = Peer(answers={"/v1/chat/completions": [(200, ANSWER, DECISION)]})
         done = self.run(gateway, "--model=qwen")
         assert (done.returncode, done.stderr) == (0, "")
@@ -87,7 +87,7 @@ class TestChatRequest:
         ((method, _, body),) = gateway.asked
         assert (method, body["model"], body["messages"][0]["role"]) == ("POST", "qwen", "user")
 
-    def test_smoke_without_model_uses_the_first_listed(self) -> None:
+    def test_smoke_test_without_model_uses_first_listed_model(self) -> None:
         gateway = Peer(
             answers={
                 "/v1/models": [(200, {"data": [{"id": "listed"}]}, {})],
@@ -97,7 +97,7 @@ class TestChatRequest:
         assert self.run(gateway).returncode == 0
         assert gateway.asked[1][2]["model"] == "listed"
 
-    def test_smoke_starting_pool_is_retried(self) -> None:
+    def test_smoke_test_retries_while_the_pool_starts(self) -> None:
         replies: list[Reply] = [(503, {"error": {"message": "no endpoint"}}, {}), (200, ANSWER, DECISION)]
         done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
         assert done.returncode == 0
@@ -105,13 +105,13 @@ class TestChatRequest:
         assert "no endpoint" in done.stderr
 
     @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-    def test_smoke_reasoning_only_response_counts(self, key: str) -> None:
+    def test_smoke_test_accepts_response_with_only_reasoning_text(self, key: str) -> None:
         thinking = {"choices": [{"message": {"content": None, key: "Okay, the user"}}]}
         done = self.run(Peer(answers={"/v1/chat/completions": [(200, thinking, DECISION)]}), "--model=qwen")
         assert done.returncode == 0
         assert "answered 'Okay, the user'" in done.stdout
 
-    def test_smoke_broken_response_is_retried(self) -> None:
+    def test_smoke_test_retries_after_a_broken_response(self) -> None:
         replies: list[Reply] = [(200, ANSWER, {**DECISION, "content-length": "999"}), (200, ANSWER, DECISION)]
         done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
         assert done.returncode == 0
@@ -121,19 +121,19 @@ class TestChatRequest:
         ("reply", "said"),
         [
             ((404, {"error": {"message": "no such model"}}, {}), "HTTP 404"),
-            ((200, ANSWER, {}), "without a router's decision (no x-dualmap-decision)"),
-            ((200, {"choices": []}, DECISION), "no text in the answer"),
+            ((200, ANSWER, {}), "the response has no header x-dualmap-decision"),
+            ((200, {"choices": []}, DECISION), "the response has no text"),
             ((200, "<html>", DECISION), "is not JSON"),
             ((200, "[]", DECISION), "is not a JSON object"),
         ],
     )
-    def test_smoke_bad_response_is_shown_and_fails(self, reply: Reply, said: str) -> None:
+    def test_smoke_test_prints_invalid_response_and_fails(self, reply: Reply, said: str) -> None:
         done = self.run(Peer(answers={"/v1/chat/completions": [reply]}), "--model=qwen", "--timeout=1")
         assert done.returncode == 1
         assert said in done.stderr
         assert "no successful answer within 1 s" in done.stderr
 
-    def test_smoke_unreachable_gateway_is_named(self) -> None:
+    def test_smoke_test_error_contains_the_unreachable_gateway(self) -> None:
         command = [sys.executable, CHART / "files" / "chat_request.py", "--url=http://127.0.0.1:9", "--timeout=1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
         assert done.returncode == 1
@@ -149,18 +149,18 @@ def active(count: int) -> Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """The script while it runs, and where it answers /drained."""
+    """The running drain script, and its URL for /drained."""
 
     process: "subprocess.Popen[str]"
     url: str
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; return its exit status and its remaining output."""
+        """Wait for the script's end; return the exit status and the remaining output."""
         _, said = self.process.communicate(timeout=ENDS_WITHIN_S)
         return self.process.returncode, said
 
 
-class TestDrain:
+class TestDrainScript:
     @pytest.fixture(name="start")
     def _start(self) -> Iterator[Callable[..., Drain]]:
         with ExitStack() as running:
@@ -175,7 +175,7 @@ class TestDrain:
 
             yield start
 
-    def test_drain_waits_until_no_request_is_open_or_new(self, start: Callable[..., Drain]) -> None:
+    def test_drain_script_waits_for_open_and_new_requests(self, start: Callable[..., Drain]) -> None:
         envoy = Peer(
             answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(2), active(0), active(1), active(0)]}
         )
@@ -191,8 +191,8 @@ class TestDrain:
             *[("GET", STATS)] * 5,
         ]
 
-    def test_drain_server_does_not_answer_before_sigterm(self, start: Callable[..., Drain]) -> None:
-        """A request cannot take a gateway out of service, and an early preStop call has to wait."""
+    def test_drain_server_delays_its_response_until_sigterm(self, start: Callable[..., Drain]) -> None:
+        """A request alone must not start a drain, and an early preStop call must wait."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=0")
@@ -202,15 +202,15 @@ class TestDrain:
             drain.process.send_signal(signal.SIGTERM)
             assert drain.ended()[0] == 0
 
-    def test_drain_long_requests_are_abandoned_at_the_limit(self, start: Callable[..., Drain]) -> None:
+    def test_drain_script_stops_waiting_at_the_time_limit(self, start: Callable[..., Drain]) -> None:
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(1)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=1", "--least=0")
             drain.process.send_signal(signal.SIGTERM)
             assert drain.ended() == (0, "requests are open after 1 s\n")
 
-    def test_drain_without_requests_waits_briefly(self, start: Callable[..., Drain]) -> None:
-        """Load balancers learn late that a pod is on its way out."""
+    def test_drain_script_without_requests_ends_after_a_short_wait(self, start: Callable[..., Drain]) -> None:
+        """Load balancers remove a terminating pod with a delay."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=60")
@@ -219,7 +219,7 @@ class TestDrain:
                 urllib.request.urlopen(drain.url, timeout=1.5)
             assert ("POST", "/healthcheck/fail", None) in envoy.asked
 
-    def test_drain_single_envoy_failure_is_retried(self, start: Callable[..., Drain]) -> None:
+    def test_drain_script_retries_a_single_failed_envoy_request(self, start: Callable[..., Drain]) -> None:
         refusal: Reply = (503, "busy", {})
         envoy = Peer(
             answers={
@@ -234,14 +234,14 @@ class TestDrain:
         assert (status, said.splitlines()[-1]) == (0, "nothing is open")
         assert [path for _, path, _ in envoy.asked] == ["/healthcheck/fail"] * 2 + [STATS] * 7
 
-    def test_drain_gone_envoy_ends_the_wait(self, start: Callable[..., Drain]) -> None:
+    def test_drain_script_ends_if_envoy_has_stopped(self, start: Callable[..., Drain]) -> None:
         drain = start("127.0.0.1:9", "--timeout=60")
         drain.process.send_signal(signal.SIGTERM)
         status, said = drain.ended()
         assert status == 0
         assert "Envoy at 127.0.0.1:9 does not answer" in said
 
-    def test_drain_server_unknown_path_is_404(self, start: Callable[..., Drain]) -> None:
+    def test_drain_server_returns_404_for_unknown_path(self, start: Callable[..., Drain]) -> None:
         drain = start("127.0.0.1:9", "--timeout=60")
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(drain.url.replace("/drained", "/"), timeout=ENDS_WITHIN_S)

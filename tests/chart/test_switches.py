@@ -1,4 +1,4 @@
-"""The chart's switches: network policies, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
+"""Tests of the chart's settings: network policies, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
 
 import base64
 import json
@@ -38,14 +38,14 @@ def container(objects: Sequence[Object], component: str, name: str) -> Any:
         ("monitors", "monitoring", [("ServiceMonitor", "dualmap-router"), ("PodMonitor", "dualmap-gateway")]),
     ],
 )
-def test_render_equals_the_golden_files(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
+def test_rendered_chart_equals_the_golden_files(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
     objects = render(CASES[case], apis=APIS)
     shown = [only(objects, kind, name) for kind, name in wanted]
     assert shown == list(yaml.safe_load_all((GOLDENS / f"{golden}.yaml").read_text()))
 
 
 def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, str]]:
-    """Yield (port, peer) that network policies admit to a component's pods; a peer is a component or a namespace."""
+    """Yield (port, peer) for the allowed ingress of a component's pods; a peer is a component or a namespace."""
     policy = only(objects, "NetworkPolicy", f"dualmap-{component}")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     components = {tuple(sorted(labels.items())): name for name, labels, _ in pods(objects)}
@@ -77,7 +77,7 @@ def test_network_policy_allows_only_required_peers() -> None:
     assert set(reached(objects, "redis")) == {("redis", "router")}
 
 
-def test_network_policy_external_envoy_must_be_named() -> None:
+def test_network_policy_admits_external_gateway_only_if_listed() -> None:
     objects = render({"gateway": {"mode": "none"}, "networkPolicy": {"gatewayFrom": GATEWAYS, "kedaFrom": []}})
     assert {each for each in reached(objects, "router") if each[0] in ("grpc", "als")} == {
         ("grpc", "gateways"),
@@ -88,7 +88,7 @@ def test_network_policy_external_envoy_must_be_named() -> None:
     assert set(reached(nobody, "operator")) == set()
 
 
-def test_security_page_lists_every_port() -> None:
+def test_security_page_lists_every_chart_port() -> None:
     rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
     listed = {int(port) for row in rows for port in row.split(", ")}
     assert listed == {port for _, _, spec in pods(render()) for port in ports(spec).values()}
@@ -96,7 +96,7 @@ def test_security_page_lists_every_port() -> None:
 
 class TestTls:
     @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
-    def test_tls_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
+    def test_tls_enabled_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
         mutual = "mutual" in case
         router, bootstrap = container(objects, "router", "router"), container(objects, "gateway", "bootstrap")
@@ -104,7 +104,7 @@ class TestTls:
         assert ("--tls-client-ca=/etc/dualmap/tls/ca.crt" in router["args"]) is mutual
         assert {"--tls=on", "--tls-ca=/etc/dualmap/tls/ca.crt", "--tls-sds=/etc/envoy"} <= set(bootstrap["args"])
         assert ("--tls-key=/etc/dualmap/tls/tls.key" in bootstrap["args"]) is mutual
-        # A mount of a folder; a mount of a single file would never be updated.
+        # The mount is a folder, because the kubelet never updates a mount of a single file.
         for each in (router, container(objects, "gateway", "envoy")):
             (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
             assert mount == {"name": "tls", "mountPath": "/etc/dualmap/tls", "readOnly": True}
@@ -142,7 +142,7 @@ class TestTls:
         names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
 
-    def test_tls_disabled_is_plain_text(self) -> None:
+    def test_tls_disabled_uses_plain_text(self) -> None:
         objects = render()
         assert not named(objects, "Secret")
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
@@ -171,7 +171,7 @@ class TestRedis:
 
 class TestPlacement:
     @pytest.mark.parametrize("component", ["operator", "router", "gateway", "redis"])
-    def test_placement_values_apply_to_every_component(self, component: str) -> None:
+    def test_node_placement_values_apply_to_every_component(self, component: str) -> None:
         template = workload(render(CASES["placed"]), component)["spec"]["template"]
         assert PLACED_ALONE.items() <= template["spec"].items()
         if component != "redis":
@@ -182,10 +182,10 @@ class TestPlacement:
             )
             assert template["metadata"]["annotations"].items() >= PLACED["podAnnotations"].items()
 
-    def test_placement_of_the_test_is_that_of_routers(self) -> None:
+    def test_helm_test_pod_has_the_node_placement_of_routers(self) -> None:
         spec = only(render(CASES["placed"]), "Pod", "dualmap-test")["spec"]
         assert (spec["nodeSelector"], spec["tolerations"]) == (PLACED["nodeSelector"], PLACED["tolerations"])
-        # It would have the test keep away from what routers keep away from.
+        # The routers' affinity must not apply to the test's pod.
         assert "affinity" not in spec
 
 
@@ -195,6 +195,17 @@ def test_envoy_probe_grace_period_is_10_s_and_pod_name_is_set() -> None:
         assert envoy[probe]["terminationGracePeriodSeconds"] == 10
     assert envoy["args"][-2:] == ["--service-node", "$(POD_NAME)"]
     assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+
+
+def test_hash_key_secret_is_mounted_and_given_to_the_routers() -> None:
+    objects = render(CASES["hash key from a secret"])
+    router = container(objects, "router", "router")
+    assert "--hash-key-file=/etc/dualmap/hash-key/key" in router["args"]
+    assert {"name": "hash-key", "mountPath": "/etc/dualmap/hash-key", "readOnly": True} in router["volumeMounts"]
+    volumes = workload(objects, "router")["spec"]["template"]["spec"]["volumes"]
+    secret = {"secretName": "hashes", "items": [{"key": "key", "path": "key"}]}
+    assert volumes == [{"name": "hash-key", "secret": secret}]
+    assert not [arg for arg in container(render({}), "router", "router")["args"] if "hash-key" in arg]
 
 
 def test_router_env_has_extra_and_redis_variables() -> None:
@@ -212,7 +223,7 @@ class TestOpenShift:
         for _, _, spec in pods(render(CASES[case])):
             assert {spec["securityContext"].get(key) for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
 
-    def test_pod_user_null_is_left_to_the_platform(self) -> None:
+    def test_pod_user_null_omits_the_user_from_the_pod(self) -> None:
         for _, _, spec in pods(render(CASES["openshift"])):
             assert set(spec["securityContext"]) == {"runAsNonRoot", "seccompProfile"}
 
@@ -241,7 +252,7 @@ class TestCrds:
 
 
 class TestMonitoring:
-    def test_monitoring_rules_and_dashboard_equal_the_files(self) -> None:
+    def test_monitoring_rules_and_dashboard_equal_their_source_files(self) -> None:
         objects = render(CASES["monitoring"], apis=APIS)
         rules = only(objects, "PrometheusRule", "dualmap")
         assert rules["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
@@ -272,24 +283,24 @@ class TestAutoscalers:
                 "name": "qwen",
             }
 
-    def test_keda_entry_sets_polling_and_cooldown(self) -> None:
+    def test_keda_values_set_polling_and_cooldown(self) -> None:
         entry = {**POOLS[0], "pollingInterval": 5, "cooldownPeriod": 0}
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
-    def test_hpa_equals_the_example(self) -> None:
+    def test_rendered_hpa_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
 
-    def test_scaled_object_equals_the_example(self) -> None:
+    def test_rendered_scaled_object_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "keda.yaml").read_text())
         entry = {**POOLS[0], "minReplicas": 0}
         made = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")
         assert made["spec"] == example["spec"]
 
 
-class TestHook:
-    def test_helm_test_calls_the_gateway_with_our_image(self) -> None:
+class TestHelmTestHook:
+    def test_helm_test_pod_calls_the_gateway_with_the_dualmap_image(self) -> None:
         objects = render(CASES["test of a model"])
         pod = only(objects, "Pod", "dualmap-test")
         assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -298,11 +309,11 @@ class TestHook:
         assert chat["args"] == ["--url=http://dualmap-gateway.dualmap-system.svc:80", "--model=qwen", "--timeout=180"]
 
     @pytest.mark.parametrize("values", [CASES["no test"], {"gateway": {"mode": "none"}}])
-    def test_helm_test_without_gateway_is_absent(self, values: Mapping[str, Any]) -> None:
+    def test_helm_test_pod_is_omitted_if_gateway_is_disabled(self, values: Mapping[str, Any]) -> None:
         assert not named(render(values), "Pod")
 
 
-def test_chart_scripts_equal_the_files() -> None:
+def test_scripts_in_config_maps_equal_the_script_files() -> None:
     objects = render()
     for name, file in (("dualmap-gateway-scripts", "envoy_drain.py"), ("dualmap-test", "chat_request.py")):
         assert only(objects, "ConfigMap", name)["data"] == {file: (CHART / "files" / file).read_text()}
@@ -313,9 +324,9 @@ def test_chart_scripts_equal_the_files() -> None:
     [
         ({}, "helm test dualmap --namespace dualmap-system --logs"),
         ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
-        ({}, "NOTE: the bundled Redis is for evaluation"),
-        ({"redis": {"mode": "none"}}, "WARNING: 2 routers share nothing (redis.mode=none)"),
-        ({"router": {"replicas": 1}}, "answered 503 router_unreachable"),
+        ({}, "NOTE: the bundled Redis is for evaluation only."),
+        ({"redis": {"mode": "none"}}, "WARNING: the 2 routers share no state, because redis.mode is none."),
+        ({"router": {"replicas": 1}}, "answers requests with 503 router_unreachable"),
         (
             {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
             "the gateway picks instances without regard to caches",
@@ -326,21 +337,27 @@ def test_chart_scripts_equal_the_files() -> None:
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
             "alerts about the operator need",
         ),
-        ({"operator": {"replicas": 1}}, "WARNING: one operator."),
-        ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled=false"),
-        ({"gateway": {"mode": "none"}}, "WARNING: no Envoy may reach the routers"),
-        ({"crds": {"enabled": False}}, "NOTE: crds.enabled=false"),
+        ({"operator": {"replicas": 1}}, "WARNING: operator.replicas is 1."),
+        ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled is false."),
+        ({"gateway": {"mode": "none"}}, "WARNING: the NetworkPolicies block connections from Envoy to the routers"),
+        ({"crds": {"enabled": False}}, "NOTE: crds.enabled is false"),
         ({"watchNamespace": "chat"}, "kubectl apply --namespace chat -f pool.yaml"),
         (CASES["hpa"], "WARNING: autoscaling.hpa needs a metrics adapter"),
-        ({**CASES["keda"], **CASES["nobody measures"]}, "WARNING: KEDA may not reach the routers"),
-        ({**CASES["monitoring"], **CASES["nobody measures"]}, "WARNING: Prometheus may not reach the metrics"),
+        (
+            {**CASES["keda"], **CASES["nobody measures"]},
+            "WARNING: the NetworkPolicies block connections from KEDA to the routers",
+        ),
+        (
+            {**CASES["monitoring"], **CASES["nobody measures"]},
+            "WARNING: the NetworkPolicies block connections from Prometheus to the metrics",
+        ),
     ],
 )
-def test_notes_have_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:
+def test_helm_notes_contain_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:
     assert said in notes(values, apis=APIS)
 
 
-def test_notes_without_problems_have_no_warning() -> None:
+def test_helm_notes_without_problems_contain_no_warning() -> None:
     external = {"redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0"}}}
     for values in (external, {**external, **CASES["monitoring"]}, {**external, **CASES["keda"]}):
         said = notes(values, apis=APIS)

@@ -1,4 +1,6 @@
-"""values.yaml, its schema and the README's table agree; wrong values are rejected with a helpful message."""
+"""Tests that values.yaml, its schema and the README's table agree, and that helm rejects wrong values with a helpful
+message.
+"""
 
 import json
 import subprocess
@@ -13,13 +15,13 @@ from chart.cases import APIS, GATEWAYS, POOLS
 from chart.rendering import CHART, NAMESPACE, ROOT, helm, refused
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-# In the release's namespace.
+# These objects are in the release's namespace.
 UNPLACED = {"pool": "a", "maxReplicas": 4}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 def levels(schema: Any, path: str = "values") -> Iterator[tuple[str, Any]]:
-    """Yield every schema in this one that stands for a value of its own."""
+    """Yield this schema and the schemas of all nested values, with their paths."""
     yield path, schema
     for name, each in schema.get("properties", {}).items():
         yield from levels(each, f"{path}.{name}")
@@ -41,14 +43,14 @@ def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
             yield from schema_keys(each, f"{path}{name}.")
 
 
-def test_value_has_a_default_and_a_schema() -> None:
-    # What stands in them is not ours: labels, resources.
+def test_every_value_has_a_default_and_a_schema() -> None:
+    # Values such as labels and resources have free content.
     free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
     given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
     assert given == set(schema_keys(SCHEMA)) - {"global"}
 
 
-def test_schema_is_closed_and_describes_every_value() -> None:
+def test_schema_describes_every_value_and_allows_no_other() -> None:
     for path, each in levels(SCHEMA):
         if "properties" in each:
             assert each["additionalProperties"] is False, path
@@ -56,8 +58,8 @@ def test_schema_is_closed_and_describes_every_value() -> None:
             assert each["description"].endswith("."), path
 
 
-def test_value_cannot_be_removed() -> None:
-    """helm treats null as unset: a template would fail or lack the value."""
+def test_schema_requires_every_value_that_is_not_optional() -> None:
+    """helm treats null as unset, so a template would fail or lack the value."""
     may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
     for path, each in levels(SCHEMA):
         if "properties" in each and "[]" not in path:
@@ -65,14 +67,14 @@ def test_value_cannot_be_removed() -> None:
             assert set(each.get("required", ())) == wanted, path
 
 
-def test_generated_files_of_the_chart_are_current() -> None:
-    """The README's table, the chart's CRD, manifests/install*.yaml."""
+def test_generated_chart_files_are_up_to_date() -> None:
+    """The generated files are the README's table, the chart's CRD, and manifests/install*.yaml."""
     helm()
     done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_chart_has_this_version_and_passes_strict_lint() -> None:
+def test_chart_has_the_package_version_and_passes_strict_lint() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert f'\nversion = "{chart["appVersion"]}"\n' in (ROOT / "pyproject.toml").read_text()
     done = subprocess.run([helm(), "lint", "--strict", CHART], capture_output=True, text=True)
@@ -89,7 +91,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "path", ["router", "router.tls", "router.replicas", "redis.mode", "image.registry", "networkPolicy.enabled"]
 )
-def test_value_null_is_rejected_with_its_name(path: str) -> None:
+def test_null_value_is_rejected_with_its_name(path: str) -> None:
     message = refused(nested(path, None))
     assert "values don't meet the specifications of the schema" in message
     assert path.rpartition(".")[2] in message
@@ -167,7 +169,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         ({"router": {"otlp": {"endpoint": "http://x y:1"}}}, "use http://HOST:PORT"),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-tls"}}},
-            "copy yours to other names",
+            "use Secrets with other names",
         ),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "usernameKey": "u"}}},
@@ -197,7 +199,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            f"watchNamespace is llm; install the chart there, not in {NAMESPACE}",
+            f"watchNamespace is llm; install the chart in namespace llm, not in {NAMESPACE}",
         ),
         (
             {
@@ -211,7 +213,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            "makes Istio use TLS to the routers",
+            "requires TLS between Istio and the routers",
         ),
         (
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
@@ -240,7 +242,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         ),
     ],
 )
-def test_values_in_conflict_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:
+def test_conflicting_values_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:
     assert said in refused(values, apis=APIS)
 
 
@@ -261,10 +263,10 @@ def test_values_in_conflict_are_rejected_with_a_remedy(values: Mapping[str, Any]
         ),
     ],
 )
-def test_switch_names_what_the_cluster_lacks(values: Mapping[str, Any], said: str) -> None:
+def test_option_without_required_cluster_api_is_rejected_by_name(values: Mapping[str, Any], said: str) -> None:
     message = refused(values)
     assert f"this cluster does not serve {said}. Install" in message
 
 
-def test_kubernetes_too_old_is_rejected() -> None:
+def test_too_old_kubernetes_version_is_rejected() -> None:
     assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")

@@ -1,4 +1,4 @@
-"""However the demo ends, its processes end too. The children here are small Python programs."""
+"""Tests that the demo's child processes end with the demo. The children in these tests are small Python programs."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def ready_pid(children: Children, name: str, code: str) -> int:
     return int((await child.ready(within_s=GONE_WITHIN_S))["pid"])
 
 
-async def test_child_ready_line_is_read_and_output_kept(tmp_path):
+async def test_child_process_ready_line_is_read_and_output_kept(tmp_path):
     async with Children(tmp_path / "logs") as children:
         child = await children.start("fake", python(SLEEPS))
 
@@ -42,14 +42,14 @@ async def test_child_ready_line_is_read_and_output_kept(tmp_path):
 
 
 @pytest.mark.parametrize("code", [SLEEPS, DEAF], ids=["ends on SIGTERM", "deaf to SIGTERM"])
-async def test_leaving_the_context_ends_the_children(tmp_path, code):
+async def test_context_exit_ends_the_child_processes(tmp_path, code):
     async with Children(tmp_path, grace_s=0.5) as children:
         pids = [await ready_pid(children, f"fake-{n}", code) for n in range(2)]
 
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-async def test_grandchildren_end_with_their_child(tmp_path):
+async def test_grandchild_processes_end_with_their_parent(tmp_path):
     async with Children(tmp_path) as children:
         await ready_pid(children, "fake", HAS_A_CHILD)
         grandchild = int((tmp_path / "fake.log").read_text().split()[1])
@@ -57,7 +57,7 @@ async def test_grandchildren_end_with_their_child(tmp_path):
     assert wait_until_gone(grandchild)
 
 
-async def test_failure_in_the_context_ends_the_children(tmp_path):
+async def test_exception_in_the_context_ends_the_child_processes(tmp_path):
     with suppress(ZeroDivisionError):
         async with Children(tmp_path) as children:
             pid = await ready_pid(children, "fake", SLEEPS)
@@ -66,7 +66,7 @@ async def test_failure_in_the_context_ends_the_children(tmp_path):
     assert wait_until_gone(pid)
 
 
-async def test_child_exit_before_ready_shows_its_log(tmp_path):
+async def test_child_process_exit_before_ready_shows_its_log(tmp_path):
     async with Children(tmp_path) as children:
         child = await children.start("fake", python("print('no such thing'); raise SystemExit(3)"))
         with pytest.raises(ChildError) as failure:
@@ -77,16 +77,16 @@ async def test_child_exit_before_ready_shows_its_log(tmp_path):
     assert str(tmp_path / "fake.log") in str(failure.value)
 
 
-async def test_child_never_ready_times_out(tmp_path):
+async def test_child_process_never_ready_times_out(tmp_path):
     async with Children(tmp_path) as children:
         child = await children.start("fake", python("import time; time.sleep(600)"))
-        with pytest.raises(ChildError, match=r"fake was not ready within 0\.2 s"):
+        with pytest.raises(ChildError, match=r"fake did not become ready within 0\.2 s"):
             await child.ready(within_s=0.2)
 
     assert wait_until_gone(child.process.pid)
 
 
-async def test_child_crash_ends_the_work(tmp_path):
+async def test_child_process_crash_cancels_the_guarded_work(tmp_path):
     cancelled = asyncio.Event()
 
     async def work() -> None:
@@ -105,7 +105,7 @@ async def test_child_crash_ends_the_work(tmp_path):
     assert cancelled.is_set()
 
 
-async def test_guard_returns_result_and_raises_errors(tmp_path):
+async def test_guard_returns_the_result_or_raises_the_error(tmp_path):
     async def fails() -> None:
         raise ZeroDivisionError
 
@@ -117,14 +117,14 @@ async def test_guard_returns_result_and_raises_errors(tmp_path):
             await children.guard(fails())
 
 
-async def test_run_keeps_the_output(tmp_path):
+async def test_run_keeps_the_process_output(tmp_path):
     async with Children(tmp_path) as children:
         await children.run("fake", python("print('a: 1')"), into=tmp_path / "out", within_s=GONE_WITHIN_S)
 
     assert (tmp_path / "out").read_text() == "a: 1\n"
 
 
-async def test_run_failure_shows_stderr(tmp_path):
+async def test_run_of_failed_process_shows_its_stderr(tmp_path):
     async with Children(tmp_path) as children:
         with pytest.raises(ChildError, match=r"exited with code 1(.|\n)*boom"):
             await children.run(
@@ -138,7 +138,7 @@ async def test_run_timeout_leaves_no_process(tmp_path):
         with pytest.raises(ChildError, match="did not end within"):
             await children.run("fake", python(code), into=tmp_path / "out", within_s=1.0)
 
-    # It may have ended before it printed its process id.
+    # The child may have ended before it printed its process ID.
     assert all(wait_until_gone(int(pid)) for pid in (tmp_path / "out").read_text().split())
 
 
@@ -160,8 +160,8 @@ asyncio.run(_interruptible(work()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_signal_to_the_demo_ends_its_children(tmp_path: Path, number: signal.Signals):
-    """Also after SIGKILL, when the demo cannot stop its children itself."""
+def test_signal_to_the_demo_ends_its_child_processes(tmp_path: Path, number: signal.Signals):
+    """After SIGKILL, the demo cannot stop its children."""
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None

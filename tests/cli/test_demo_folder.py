@@ -1,4 +1,4 @@
-"""A folder admits one demo at a time."""
+"""Tests that only one demo at a time can use a folder."""
 
 import pytest
 from click.testing import CliRunner
@@ -8,17 +8,17 @@ from dualmap_cli.demo.errors import OutputRefused
 from dualmap_cli.demo.folder import held
 
 
-def test_second_demo_in_a_folder_is_refused(tmp_path):
+def test_second_demo_in_a_folder_is_rejected(tmp_path):
     with held(tmp_path):
         result = CliRunner().invoke(command.demo, ["--out", str(tmp_path), "--requests", "1"])
 
     assert result.exit_code == 2
     assert "--out" in result.output
-    assert f"another demo writes to {tmp_path}; choose another --out" in result.output
+    assert f"another demo is writing to {tmp_path}; give a different --out" in result.output
     assert not (tmp_path / "logs").exists(), "the live files of the first are untouched"
 
 
-def test_demo_folder_is_released_at_any_end(tmp_path):
+def test_demo_folder_lock_is_released_at_any_exit(tmp_path):
     with pytest.raises(RuntimeError, match="ended badly"), held(tmp_path):
         raise RuntimeError("ended badly")
 
@@ -31,8 +31,8 @@ def test_demos_in_different_folders_run_together(tmp_path):
         pass
 
 
-def test_folder_that_cannot_be_created_is_refused(tmp_path):
+def test_demo_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").touch()
 
-    with pytest.raises(OutputRefused, match="give a folder to write to"), held(tmp_path / "file" / "below"):
+    with pytest.raises(OutputRefused, match="give a writable folder"), held(tmp_path / "file" / "below"):
         pass

@@ -1,4 +1,4 @@
-"""The demo's plan: its load, its router's pool, and rejected options."""
+"""Tests of the demo's plan: its load, its router's pool, and rejected options."""
 
 import json
 from pathlib import Path
@@ -30,14 +30,14 @@ def plan(**changes) -> Plan:
     return make_plan(**(settings | changes))
 
 
-def test_demo_default_rate_is_between_no_and_full_reuse():
+def test_demo_default_rate_overloads_only_without_cache_reuse():
     load = plan().load
 
     assert (load.without_reuse + load.ideal_reuse) / 2 == pytest.approx(HALF_REUSE_LOAD)
     assert load.ideal_reuse < 1 < load.without_reuse
 
 
-def test_demo_default_rate_grows_with_the_engines():
+def test_demo_default_rate_grows_with_number_of_engines():
     assert plan(engines=8).rate == pytest.approx(2 * plan(engines=4).rate)
 
 
@@ -49,7 +49,7 @@ def test_demo_uses_given_rate_and_prints_its_load():
 
 
 @pytest.mark.parametrize("speed", [0.1, 1.0, 4.0, 50.0])
-def test_demo_pool_is_accepted_at_every_speed(speed):
+def test_demo_pool_is_valid_at_every_speed(speed):
     addresses = {"engine-0": "127.0.0.1:4001", "engine-1": "127.0.0.1:4002"}
 
     (pool,) = read_pools(pool_document(plan(speed=speed), "round_robin", addresses))
@@ -79,10 +79,10 @@ def test_demo_pool_is_accepted_at_every_speed(speed):
         (["--rate", "1e-9"], ["'--rate': 1e-09 is not in the range 0.01<=x<=10000"]),
         (["--trace", "/nonexistent.jsonl"], ["--trace", "does not exist"]),
         (["--out", __file__], ["--out", "is a file"]),
-        (["--out", f"{__file__}/below"], ["--out", "give a folder to write to"]),
+        (["--out", f"{__file__}/below"], ["--out", "give a writable folder"]),
     ],
 )
-def test_demo_bad_option_names_accepted_values(arguments, words):
+def test_demo_invalid_option_error_names_accepted_values(arguments, words):
     result = CliRunner().invoke(command.demo, arguments)
 
     assert result.exit_code == 2
@@ -90,7 +90,7 @@ def test_demo_bad_option_names_accepted_values(arguments, words):
         assert word in result.output
 
 
-def test_demo_cuts_long_prompts_and_says_so(tmp_path):
+def test_demo_cuts_long_prompts_and_prints_a_note(tmp_path):
     file = tmp_path / "long.jsonl"
     lines = [
         {"timestamp": 0, "input_length": 512 * blocks, "output_length": 1, "hash_ids": list(range(blocks))}
@@ -107,7 +107,7 @@ def test_demo_cuts_long_prompts_and_says_so(tmp_path):
     assert "prompts cut" not in preamble(whole)
 
 
-def test_demo_bad_trace_exits_2_with_its_place(tmp_path):
+def test_demo_invalid_trace_exits_2_with_file_and_line(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": [0]}\n')
 
@@ -118,7 +118,7 @@ def test_demo_bad_trace_exits_2_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["envoy", "matplotlib"])
-def test_demo_without_extra_fails_before_it_starts(tmp_path, monkeypatch, package):
+def test_demo_without_installed_extra_fails_before_start(tmp_path, monkeypatch, package):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
 
     result = CliRunner().invoke(command.demo, ["--out", str(tmp_path), "--requests", "1"])
@@ -128,7 +128,7 @@ def test_demo_without_extra_fails_before_it_starts(tmp_path, monkeypatch, packag
     assert list(tmp_path.iterdir()) == []
 
 
-def test_demo_serve_round_has_same_shape_and_other_text():
+def test_demo_serve_rounds_have_equal_lengths_but_different_text():
     trace = plan(requests=50).trace
     first, second = reworded(trace, 0), reworded(trace, 3)
 

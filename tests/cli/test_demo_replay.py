@@ -1,4 +1,4 @@
-"""The load generator with a small scripted server."""
+"""Tests of the load generator with a small scripted server."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ async def test_replay_sends_trace_requests_and_reads_usage():
         assert outcome.due_s <= outcome.sent_s < outcome.first_byte_s <= outcome.finished_s
 
 
-async def test_replay_takes_first_body_byte_as_first_token():
+async def test_replay_measures_first_token_at_first_body_byte():
     async def handler(request: web.Request) -> web.StreamResponse:
         async def chunks() -> AsyncIterator[bytes]:
             await asyncio.sleep(0.2)  # between the headers and the first chunk
@@ -95,8 +95,8 @@ async def test_replay_takes_first_body_byte_as_first_token():
     assert outcome.first_byte_s - outcome.sent_s >= 0.2
 
 
-async def test_replay_is_open_loop():
-    """The second request is sent before the first is answered."""
+async def test_replay_sends_requests_without_waiting_for_responses():
+    """The client sends the second request before the first request's answer."""
     second = asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -172,14 +172,14 @@ def test_replay_reads_usage_from_the_end_of_stream(tail, usage):
     assert read_usage(tail) == usage
 
 
-def test_replay_body_is_ascii():
+def test_replay_request_body_is_ascii():
     body = chat_body(trace(0.0).requests[0], model="m", block_tokens=128)
 
     assert body.isascii()
     assert len(json.loads(body)["messages"][0]["content"]) == 12 * 4
 
 
-def test_gauges_are_summed_and_missing_endpoints_are_zero():
+def test_gauge_samples_are_summed_with_0_for_missing_endpoints():
     pending, held = GAUGES
     one = (
         f"# HELP {pending} help\n# TYPE {pending} gauge\n"

@@ -1,4 +1,4 @@
-"""The demo's figures of hand-made outcomes, as numbers, tables and charts."""
+"""Tests of the demo's figures from constructed outcomes: numbers, tables and charts."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def plan(tmp_path: Path):
 
 
 def outcome(*, due_s: float = 0.0, ttft_s: float = 0.1, error: str | None = None, lag_s: float = 0.0) -> Outcome:
-    """Times are wall seconds; each request ends one second after its first token."""
+    """Times are in seconds of the wall clock; each request ends one second after its first token."""
     return Outcome(
         due_s=due_s,
         sent_s=due_s + lag_s,
@@ -56,17 +56,17 @@ def test_percentile_is_nearest_rank(share, value):
     assert percentile([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], share) == value
 
 
-def test_percentile_of_nothing_is_none():
+def test_percentile_of_an_empty_list_is_none():
     assert percentile([], 0.5) is None
 
 
-def test_variation_is_the_papers_equation_1():
+def test_coefficient_of_variation_matches_paper_equation_1():
     assert coefficient_of_variation(LoadSample(pending_tokens=(100.0, 300.0))) == pytest.approx(0.5)
     assert coefficient_of_variation(LoadSample(pending_tokens=(7.0, 7.0))) == 0.0
     assert coefficient_of_variation(LoadSample(pending_tokens=(0.0, 0.0))) is None
 
 
-def test_report_uses_model_seconds_and_inclusive_slo(plan):
+def test_report_uses_simulated_seconds_and_inclusive_slo(plan):
     # 5 model seconds are 1.25 wall seconds at four times the speed.
     figures = report(run(*(outcome(ttft_s=ttft_s) for ttft_s in (0.25, 0.5, 1.25, 1.5))), plan)
 
@@ -74,7 +74,7 @@ def test_report_uses_model_seconds_and_inclusive_slo(plan):
     assert figures.slo_attainment == 0.75
 
 
-def test_failed_request_misses_slo_and_has_no_percentile(plan):
+def test_report_counts_failed_request_as_slo_miss_without_ttft(plan):
     figures = report(run(outcome(ttft_s=0.25), outcome(ttft_s=0.01, error="status 503")), plan)
 
     assert figures.slo_attainment == 0.5
@@ -83,7 +83,7 @@ def test_failed_request_misses_slo_and_has_no_percentile(plan):
     assert figures.hit_rate == 0.25
 
 
-def test_report_without_success_has_no_times(plan):
+def test_report_without_successful_requests_has_no_times(plan):
     figures = report(run(outcome(error="x"), outcome(error="x")), plan)
 
     assert (figures.ttft_p99_s, figures.slo_attainment, figures.hit_rate) == (None, 0.0, 0.0)
@@ -91,7 +91,7 @@ def test_report_without_success_has_no_times(plan):
     assert "2 x x" in table([figures])
 
 
-def test_idle_samples_do_not_count_as_balance(plan):
+def test_report_excludes_idle_samples_from_load_balance(plan):
     samples = tuple(LoadSample(pending_tokens=pending) for pending in ((0.0, 0.0), (100.0, 300.0), (0.0, 200.0)))
 
     figures = report(run(outcome(), samples=samples), plan)
@@ -115,7 +115,7 @@ def test_report_warns_of_a_late_generator(plan):
     [((0, 1), True), ((0, 2), False), ((0,), False)],
     ids=["99 % and more", "98 % once", "nothing to compare"],
 )
-def test_report_warns_of_indistinguishable_runs(plan, late, told):
+def test_report_warns_if_the_load_cannot_distinguish_policies(plan, late, told):
     slow, fast = outcome(ttft_s=5.1 / SPEED), outcome()
     reports = [report(run(*[slow] * count, *[fast] * (100 - count)), plan) for count in late]
 
@@ -123,11 +123,11 @@ def test_report_warns_of_indistinguishable_runs(plan, late, told):
     assert lag_note(reports, plan) in notes(reports, plan)
 
 
-def test_announced_time_covers_the_replays(plan):
+def test_announced_run_time_covers_all_replays(plan):
     assert f"about {2 * plan.trace.duration_s / SPEED:.0f} s in all, plus start-up" in announcement(plan)
 
 
-def test_json_document_has_runs_and_workload(plan):
+def test_report_json_contains_runs_and_workload(plan):
     document = json.loads(json.dumps(as_document(plan, [report(run(outcome()), plan)])))
 
     assert document["workload"]["name"] == "default"
@@ -147,7 +147,7 @@ def test_json_document_has_runs_and_workload(plan):
     assert {"hit_rate", "pending_cv", "errors", "wall_s"} <= set(document["runs"][0])
 
 
-def test_table_is_aligned_and_preamble_has_the_load(plan):
+def test_report_table_is_aligned_and_preamble_contains_the_load(plan):
     figures = [report(run(outcome(), policy=policy), plan) for policy in plan.policies]
 
     lines = table(figures).splitlines()
@@ -175,7 +175,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("failed", [False, True], ids=["as usual", "a policy under which every request failed"])
-def test_demo_chart_is_a_png(plan, failed):
+def test_demo_chart_is_written_as_png(plan, failed):
     plan.out.mkdir(exist_ok=True)
     good = run(*(outcome(due_s=n / 4, ttft_s=0.1 + n / 40) for n in range(40)), policy="round_robin")
     other = run(*(outcome(error="x" if failed else None) for _ in range(40)))

@@ -1,4 +1,4 @@
-"""The simulation commands: reproducible results, printed output, and clean exits."""
+"""Tests of the simulation commands: reproducible results, printed output, and clean exits."""
 
 import json
 import os
@@ -56,19 +56,19 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_simulate_is_equal_in_any_number_of_processes() -> None:
+def test_simulate_result_is_equal_for_any_number_of_processes() -> None:
     options = ("simulate", *FEW, "--policy", "dualmap,ear,round_robin,limit", "--qps", "2", "--json")
     in_one = without_wall_times(run(*options, "--processes", "1"))
     assert in_one == without_wall_times(run(*options, "--processes", "2"))
     assert in_one != without_wall_times(run(*options, "--seed", "1"))
 
 
-def test_goodput_is_equal_in_any_number_of_processes() -> None:
+def test_goodput_result_is_equal_for_any_number_of_processes() -> None:
     options = ("goodput", *FEW, "--seeds", "0,1", "--tolerance", "0.05", "--json")
     assert run(*options, "--processes", "1") == run(*options, "--processes", "2")
 
 
-def test_simulate_is_independent_of_pythons_hash_seed() -> None:
+def test_simulate_result_is_independent_of_python_hash_seed() -> None:
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "2", "--routers", "2", "--json"]
     documents = [
         subprocess.run(
@@ -120,7 +120,7 @@ def test_simulate_prints_requested_and_actual_workload() -> None:
         ("cap=3000", ()),
     ],
 )
-def test_simulate_warns_of_cut_prompts(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
+def test_simulate_warns_if_prompts_are_cut(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
     lines = [
         {
             "timestamp": 200 * n,
@@ -139,14 +139,14 @@ def test_simulate_warns_of_cut_prompts(cap: str, said: tuple[str, ...], tmp_path
     assert "sessions are not named" in result.stderr
 
 
-def test_simulate_without_rate_chooses_a_discriminating_one() -> None:
+def test_simulate_default_rate_separates_the_policies() -> None:
     first, second = json.loads(run("simulate", "--requests", "600", "--json"))["runs"]
     assert (first["policy"], second["policy"]) == ("round_robin", "dualmap")
     assert first["qps"] == second["qps"]
     assert first["slo_attainment"] < second["slo_attainment"] > 0.9
 
 
-def test_simulate_table_has_a_row_for_each_run() -> None:
+def test_simulate_table_has_one_row_per_run() -> None:
     lines = run("simulate", *FEW, "--policy", "round_robin,dualmap", "--qps", "1,2").splitlines()
     rows = [line.split()[:2] for line in lines if line.startswith((" round_robin", " dualmap"))]
     assert rows == [["round_robin", "1"], ["round_robin", "2"], ["dualmap", "1"], ["dualmap", "2"]]
@@ -173,7 +173,7 @@ def test_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_table_is_not_cut_to_a_narrow_terminal(
+def test_simulate_table_is_not_cut_in_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -183,7 +183,7 @@ def test_table_is_not_cut_to_a_narrow_terminal(
     assert "refused" in out
 
 
-def test_goodput_search_ends_when_no_rate_overloads() -> None:
+def test_goodput_search_ends_if_no_rate_overloads_the_policy() -> None:
     options = ("--requests", "10", "--instances", "16", "--slo", "60s", "--policy", "round_robin")
     result = CliRunner().invoke(main, ["goodput", *options])
     assert result.exit_code == 1
@@ -191,7 +191,7 @@ def test_goodput_search_ends_when_no_rate_overloads() -> None:
     assert "give more requests" in result.stderr
 
 
-def test_goodput_of_others_is_kept_when_one_never_overloads(tmp_path: Path) -> None:
+def test_goodput_keeps_other_results_if_a_policy_never_overloads(tmp_path: Path) -> None:
     options = ("--policy", "all_cached,round_robin", "--tolerance", "0.3", "--plot", str(tmp_path / "goodput.svg"))
     result = CliRunner().invoke(main, ["goodput", *FEW, *options, "--json"])
     assert result.exit_code == 0
@@ -202,7 +202,7 @@ def test_goodput_of_others_is_kept_when_one_never_overloads(tmp_path: Path) -> N
     assert (tmp_path / "goodput.svg").exists()
 
 
-def test_goodput_warns_of_a_window_too_short() -> None:
+def test_goodput_warns_if_a_window_is_too_short() -> None:
     base = Experiment(workload=Workload(requests=60), requests_per_s=1.0, warmup=10)
     plan = Plan(policies=(), base=base, windows=(base.workload,), model="7b", processes=1, plot=None, as_json=False)
     short, long = (Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in (1.25, 1.2))
@@ -215,11 +215,15 @@ def test_goodput_warns_of_a_window_too_short() -> None:
 
 
 @pytest.mark.parametrize("command", ["simulate", "goodput"])
-def test_help_explains_counting_and_bounds(command: str) -> None:
+def test_simulate_help_explains_counting_and_bounds(command: str) -> None:
     told = " ".join(run(command, "--help").split())
     for each in (
         *(f"{info.name} {info.summary}" for info in ORACLES.values()),
-        *("ONE router", "--routers 4 --view-delay 100ms --feedback-delay 20ms", "closed loop: its rate is nominal"),
+        *(
+            "By default, one router serves all requests",
+            "--routers 4 --view-delay 100ms --feedback-delay 20ms",
+            "closed-loop workload agentic, the rate is nominal",
+        ),
         *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
     ):
         assert each in told
@@ -237,12 +241,12 @@ def test_goodput_of_recorded_trace_ignores_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rates", [(2.0,), (1.0, 2.0, 3.0)], ids=["one rate", "several rates"])
-def test_chart_of_runs_is_drawn(rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_simulate_chart_is_drawn(rates: tuple[float, ...], tmp_path: Path) -> None:
     draw_runs(tmp_path / "runs.png", some_runs(["round_robin", "dualmap"], rates))
     assert min(png_size(tmp_path / "runs.png")) > 500
 
 
-def test_load_panels_share_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chart_load_panels_share_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_args, **_options: figures.append(figure))
     samples = (LoadSample(at_s=0.0, pending_tokens={"qwen-0": 1000}), LoadSample(at_s=1.0, pending_tokens={}))
@@ -254,13 +258,13 @@ def test_load_panels_share_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(axes.get_ylim()[1] > 90 for axes in panels)
 
 
-def test_chart_grows_with_instances_and_policies(tmp_path: Path) -> None:
+def test_chart_size_grows_with_number_of_members_and_policies(tmp_path: Path) -> None:
     draw_runs(tmp_path / "one.png", some_runs(["dualmap"], [2.0], instances=20))
     draw_runs(tmp_path / "seven.png", some_runs(["dualmap"], [2.0], instances=20) * 7)
     assert png_size(tmp_path / "seven.png")[1] > png_size(tmp_path / "one.png")[1]
 
 
-def test_commands_write_their_charts(tmp_path: Path) -> None:
+def test_simulate_and_goodput_write_their_charts(tmp_path: Path) -> None:
     run(
         "simulate", *FEW, "--policy", "dualmap,all_cached", "--qps", "1", "--plot", str(tmp_path / "runs.svg"), "--json"
     )
@@ -270,7 +274,7 @@ def test_commands_write_their_charts(tmp_path: Path) -> None:
     assert min(png_size(tmp_path / "goodput.png")) > 300
 
 
-def test_chart_of_goodputs_is_drawn(tmp_path: Path) -> None:
+def test_goodput_chart_is_drawn(tmp_path: Path) -> None:
     found = [("round_robin", (1.0,)), ("dualmap", (2.0, 2.5)), ("random", (0.0, 0.0))]
     draw_goodputs(tmp_path / "goodputs.png", found, attainment=0.9, slo_ttft_s=5.0)
     assert min(png_size(tmp_path / "goodputs.png")) > 300
@@ -286,7 +290,7 @@ def test_unwritable_chart_keeps_the_printed_results(command: tuple[str, ...], tm
     assert result.stderr.endswith(f"dualmap {command[0]}: {chart} cannot be written: No space left on device\n")
 
 
-def test_chart_in_unwritable_folder_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chart_in_unwritable_folder_is_rejected_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     result = CliRunner().invoke(main, ["simulate", *FEW, "--plot", str(tmp_path / "chart.png")])
     assert result.exit_code == 2
@@ -295,7 +299,7 @@ def test_chart_in_unwritable_folder_is_refused_before_the_run(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
-def test_unprintable_results_are_a_one_line_error(form: tuple[str, ...]) -> None:
+def test_results_that_cannot_be_printed_give_a_one_line_error(form: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "1", "--policy", "round_robin", *form]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -305,7 +309,7 @@ def test_unprintable_results_are_a_one_line_error(form: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("command", ["simulate", "goodput"])
-def test_plot_without_matplotlib_fails_before_the_run(
+def test_plot_option_without_matplotlib_fails_before_the_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "find_spec", lambda _name: None)
@@ -330,7 +334,7 @@ def test_failed_run_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_command_and_its_workers(number: signal.Signals) -> None:
-    """The workers inherit stderr, so it reaches its end only when the last worker has ended."""
+    """The workers inherit stderr, so stderr ends only when the last worker has ended."""
     rates = ",".join(f"{1 + number / 100}" for number in range(2000))
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", rates, "--processes", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

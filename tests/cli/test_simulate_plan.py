@@ -1,4 +1,4 @@
-"""The experiments that options select, and the engine's parameters by name."""
+"""Tests of the experiments that options select, and of the engine's parameters by name."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def plan(**options: Any) -> Plan:
 
 
 def numbers_of(config: EngineConfig) -> dict[str, float | None]:
-    """Return every number of an engine by its --set name."""
+    """Return every number in an engine's configuration by its --set name."""
     decode = config.decode
     assert decode is not None
     return {
@@ -65,11 +65,11 @@ def numbers_of(config: EngineConfig) -> dict[str, float | None]:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_set_changes_only_its_parameter(name: str) -> None:
+def test_set_option_changes_only_its_parameter(name: str) -> None:
     assert numbers_of(changed(SEVEN_B, [(name, 77.0)])) == {**numbers_of(SEVEN_B), name: 77.0}
 
 
-def test_set_uses_last_value_and_help_lists_names() -> None:
+def test_set_option_uses_last_value_and_help_lists_names() -> None:
     assert changed(SEVEN_B, [("r", 5.0), ("c", 9.0), ("r", 6.0)]).prefill.tokens_per_s == 6.0
     assert [line.split()[0] for line in described().splitlines()] == list(PARAMETERS) == list(numbers_of(SEVEN_B))
 
@@ -81,18 +81,18 @@ def test_set_uses_last_value_and_help_lists_names() -> None:
         *(("o", 1e5), ("a", 1e4), ("d0", 1e300), ("d1", 1e5), ("r", 1e13), ("cap", 1e13), ("pull", 1e13)),
     ],
 )
-def test_set_refuses_number_out_of_bounds(name: str, value: float) -> None:
+def test_set_option_rejects_number_out_of_bounds(name: str, value: float) -> None:
     with pytest.raises(click.BadParameter, match=rf"^{name}=.* from \S+ to \S+$"):
         changed(SEVEN_B, [(name, value)])
 
 
 @pytest.mark.parametrize("options", [{"starts": (0, 9_999_900)}, {"starts": (10**7,), "requests": None}])
-def test_too_many_generated_requests_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(click.BadParameter, match="would be generated; let the window end at 10000000 at most"):
+def test_too_many_generated_requests_are_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(click.BadParameter, match="give a window that ends at request 10000000 or earlier"):
         plan(**options)
 
 
-def test_windows_combine_starts_and_seeds() -> None:
+def test_plan_windows_combine_every_start_with_every_seed() -> None:
     windows = plan(starts=(0, 100), seeds=(1, 2)).windows
     assert windows == tuple(
         Workload(requests=200, start=start, seed=seed) for start, seed in ((0, 1), (0, 2), (100, 1), (100, 2))
@@ -100,12 +100,12 @@ def test_windows_combine_starts_and_seeds() -> None:
 
 
 @pytest.mark.parametrize(("requests", "warmup"), [(200, 50), (4, 1), (1, 0), (3000, 500)])
-def test_default_warm_up_is_500_or_a_quarter(requests: int, warmup: int) -> None:
+def test_default_warm_up_is_500_requests_or_a_quarter(requests: int, warmup: int) -> None:
     assert plan(requests=requests).base.warmup == warmup
     assert plan(requests=requests, warmup=0).base.warmup == 0
 
 
-def test_short_trace_is_replayed_whole_by_default(tmp_path: Path) -> None:
+def test_short_trace_is_replayed_completely_by_default(tmp_path: Path) -> None:
     lines = [{"timestamp": n, "input_length": 9, "output_length": 1, "hash_ids": [n]} for n in range(40)]
     trace = tmp_path / "short.jsonl"
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -116,11 +116,11 @@ def test_short_trace_is_replayed_whole_by_default(tmp_path: Path) -> None:
     assert made.base.warmup == 2, "a quarter of the shortest window"
 
 
-def test_slow_engine_runs_at_its_share_of_the_speed() -> None:
+def test_slow_engine_option_sets_its_share_of_full_speed() -> None:
     assert plan(slow=(("qwen-3", 0.5),)).base.engines == (("qwen-3", slowed(SEVEN_B, 2.0)),)
 
 
-def test_pull_speed_enables_kv_moves() -> None:
+def test_pull_speed_option_enables_kv_cache_transfer() -> None:
     assert not plan().base.kv_moves
     assert plan(parameters=(("pull", 50_000.0),)).base.kv_moves
 
@@ -132,7 +132,7 @@ def test_simulate_default_rate_has_two_digits_and_grows() -> None:
     assert half_reuse_rate(replace(base, instances=8)) == pytest.approx(2 * rate, rel=0.05)
 
 
-def test_generated_workload_sends_sessions() -> None:
+def test_generated_workload_sends_sessions_unless_disabled() -> None:
     assert plan().base.sessions
     assert not plan(sessions=False).base.sessions
 
@@ -140,17 +140,17 @@ def test_generated_workload_sends_sessions() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"workload": "agentic"}, "closed loop of sessions"),
-        ({"parameters": (("pull", 50_000.0),)}, "pull moves the KV of sessions"),
+        ({"workload": "agentic"}, "the closed-loop workload agentic needs session ids"),
+        ({"parameters": (("pull", 50_000.0),)}, "the parameter pull moves the KV cache of sessions"),
     ],
 )
-def test_option_that_needs_sessions_is_refused_without_them(options: dict[str, Any], told: str) -> None:
+def test_option_that_needs_sessions_is_rejected_without_sessions(options: dict[str, Any], told: str) -> None:
     with pytest.raises(click.BadParameter, match=told):
         plan(sessions=False, **options)
     assert plan(**options).base.sessions
 
 
-def test_load_samples_are_bounded() -> None:
+def test_number_of_load_samples_is_bounded() -> None:
     base = plan().base
     assert sample_s(replace(base, requests_per_s=1.0)) == 1.0
     assert sample_s(replace(base, requests_per_s=0.001)) == 200 / 0.001 / 2000

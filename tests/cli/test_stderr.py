@@ -1,4 +1,4 @@
-"""Long-running commands keep their exit status in any state of stderr."""
+"""Tests that long-running commands keep their exit status in any state of stderr."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from redis_server import free_port
 
-# With it Python does not buffer stderr, which would hide the fault.
+# With this variable Python does not buffer stderr; the buffer would hide the fault.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1
@@ -55,7 +55,7 @@ def stopped(process: subprocess.Popen[bytes], port: int) -> int:
         process.kill()
 
 
-def test_command_with_a_reader_that_leaves_exits_0(command: list[str], port: int) -> None:
+def test_command_exits_0_if_the_stderr_reader_closes_the_pipe(command: list[str], port: int) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stderr is not None
         assert any(b" ready " in line for line in process.stderr)
@@ -63,7 +63,7 @@ def test_command_with_a_reader_that_leaves_exits_0(command: list[str], port: int
         assert stopped(process, port) == 0
 
 
-def test_command_without_a_reader_starts_and_exits_0(command: list[str], port: int) -> None:
+def test_command_without_stderr_reader_starts_and_exits_0(command: list[str], port: int) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with subprocess.Popen(command, stderr=writer, env=ENVIRONMENT) as process:
@@ -76,6 +76,20 @@ def test_command_with_stderr_closed_starts_and_exits_0(command: list[str], port:
         assert stopped(process, port) == 0
 
 
-def test_command_with_a_full_disk_behind_stderr_exits_0(command: list[str], port: int) -> None:
+def test_command_with_stderr_on_a_full_disk_exits_0(command: list[str], port: int) -> None:
     with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full, env=ENVIRONMENT) as process:
         assert stopped(process, port) == 0
+
+
+def test_command_with_a_full_output_device_reports_the_fault() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dualmap_cli", "policies"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: the output cannot be written: No space left on device\n"

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, imports and exit status."""
+"""Tests of the command line: help, imports and exit status."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ HEAVY = (
 )
 
 
-def test_help_names_every_command_and_imports_none() -> None:
+def test_help_lists_every_command_without_importing_any() -> None:
     script = (
         "import sys, json; from click.testing import CliRunner; from dualmap_cli.main import main;"
         "out = CliRunner().invoke(main, ['--help']).stdout;"
@@ -49,14 +49,14 @@ def test_command_help_imports_no_heavy_library(name: str) -> None:
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    # The demo's progress bar needs rich, which imports fast.
+    # The demo's progress bar needs rich, which has a short import time.
     assert json.loads(done.stdout) == (["rich"] if name == "demo" else [])
 
 
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["router", "--nonsense"], ["explain"], ["engine-sim", "--port", "x"]]
 )
-def test_bad_usage_exits_2(arguments: list[str]) -> None:
+def test_invalid_usage_exits_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert result.stderr

@@ -1,4 +1,4 @@
-"""The JSON of ``dualmap simulate`` and ``dualmap goodput``, and their exit status for bad input."""
+"""Tests of the JSON output of ``dualmap simulate`` and ``dualmap goodput``, and of their exit status for bad input."""
 
 import json
 import math
@@ -51,8 +51,8 @@ def test_simulate_json_has_a_run_per_policy_and_rate() -> None:
         assert each["e2e_p50_s"] <= each["e2e_p90_s"]
 
 
-def test_missing_figure_is_null() -> None:
-    """The engines of the queue-free bound never have pending load."""
+def test_missing_value_is_null_in_json() -> None:
+    """In the bound without queues, the engines never have pending load."""
     (only,) = document("simulate", *FEW, "--policy", "all_cached", "--qps", "1")["runs"]
     assert only["pending_cv"] is None
 
@@ -71,7 +71,7 @@ def test_goodput_json_has_windows_and_mean_per_policy() -> None:
         assert each["goodput_qps"] == pytest.approx(sum(rates) / 4)
 
 
-def test_window_is_the_requested_part_of_the_trace(tmp_path: Path) -> None:
+def test_simulation_window_is_the_requested_part_of_the_trace(tmp_path: Path) -> None:
     whole, part = trace_file(tmp_path, 100), tmp_path / "part.jsonl"
     part.write_text("\n".join(whole.read_text().split("\n")[40:70]))
     options = ("--warmup", "5", "--instances", "1", "--qps", "4", "--policy", "round_robin")
@@ -110,7 +110,7 @@ def test_window_is_the_requested_part_of_the_trace(tmp_path: Path) -> None:
         (("--processes", "0"), ("--processes", "0", "1<=x")),
     ],
 )
-def test_bad_input_exits_2_and_names_accepted_values(
+def test_invalid_input_exits_2_and_names_accepted_values(
     command: str, arguments: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
     result = run(command, *arguments)
@@ -134,7 +134,7 @@ def test_bad_input_exits_2_and_names_accepted_values(
         (("goodput", "--qps", "2"), ("--qps",)),
     ],
 )
-def test_bad_input_of_one_command_exits_2(arguments: tuple[str, ...], told: tuple[str, ...]) -> None:
+def test_invalid_input_of_a_single_command_exits_2(arguments: tuple[str, ...], told: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert all(each in result.stderr for each in told), result.stderr
@@ -149,7 +149,7 @@ def test_bad_input_of_one_command_exits_2(arguments: tuple[str, ...], told: tupl
         (("goodput", "--starts", "0,45", "--requests", "6"), ("--requests", "6", "has 5 requests")),
     ],
 )
-def test_window_beyond_the_end_of_trace_is_refused(
+def test_window_beyond_the_end_of_trace_is_rejected(
     arguments: tuple[str, ...], told: tuple[str, ...], tmp_path: Path
 ) -> None:
     result = run(*arguments, "--trace", str(trace_file(tmp_path, 50)))

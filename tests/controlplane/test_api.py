@@ -1,4 +1,4 @@
-"""The operator's exact requests to the API server, and its handling of errors."""
+"""Tests of the operator's requests to the API server, and of its error handling."""
 
 import pytest
 
@@ -20,7 +20,7 @@ class Scene:
         self.api = Api(self.kube, self.counts, lambda: self.leads)  # type: ignore[arg-type]  # stands for it
 
 
-async def test_api_child_apply_forces_our_field_manager() -> None:
+async def test_api_child_apply_forces_the_operators_field_manager() -> None:
     scene = Scene()
     await scene.api.apply_child(SERVICE)
 
@@ -31,7 +31,7 @@ async def test_api_child_apply_forces_our_field_manager() -> None:
     assert request.body == SERVICE
 
 
-async def test_api_status_write_names_resource_version() -> None:
+async def test_api_status_write_sends_resource_version() -> None:
     scene = Scene()
     await scene.api.write_status("llm", "qwen", {"inRing": 1}, resource_version="41")
 
@@ -41,7 +41,7 @@ async def test_api_status_write_names_resource_version() -> None:
     assert request.body == {"metadata": {"resourceVersion": "41"}, "status": {"inRing": 1}}
 
 
-async def test_api_gate_write_names_pod_uid() -> None:
+async def test_api_readiness_gate_write_sends_pod_uid() -> None:
     scene = Scene()
     await scene.api.set_gate("llm", Gate(pod="qwen-0", uid="u1", in_ring=True, reason="Active"), 0.0)
 
@@ -75,7 +75,7 @@ async def test_api_restart_deletes_pod_by_uid() -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(409, ConflictError), (404, GoneError), (410, GoneError), (422, ApiError), (0, ApiError)]
 )
-async def test_api_error_names_request_and_reason(status: int, error: type[ApiError]) -> None:
+async def test_api_error_message_contains_request_and_reason(status: int, error: type[ApiError]) -> None:
     scene = Scene()
     scene.kube.answer("DELETE", POD, KubeError(status, "because"))
 
@@ -97,6 +97,6 @@ async def test_api_without_lease_writes_nothing() -> None:
     assert scene.kube.requests == []
 
 
-def test_api_collection_paths() -> None:
+def test_api_collection_path_depends_on_group_and_namespace() -> None:
     assert collection_path("v1", "Pod", None) == "/api/v1/pods"
     assert collection_path("apps/v1", "StatefulSet", "llm") == "/apis/apps/v1/namespaces/llm/statefulsets"

@@ -1,4 +1,6 @@
-"""Applying a plan: in order, on the version it was made from, and without repeating what already exists."""
+"""Tests of applying a plan: in order, with the resource version that the plan is based on, and without unchanged
+objects.
+"""
 
 from typing import Any
 
@@ -43,7 +45,7 @@ PLAN = Plan(
 
 
 class Scene:
-    """An applier over a server that holds what is applied; ``show`` lets the watch show it."""
+    """An applier with a server that stores the applied objects; ``show`` delivers the stored object to the watch."""
 
     def __init__(self) -> None:
         self.kube = FakeKube()
@@ -65,7 +67,7 @@ class Scene:
         return self.shown if kind == "Service" else None
 
     def show(self) -> None:
-        # What a list or watch shows has no kind, but versions.
+        # Objects from a list or watch have no kind, but a resource version.
         body = {key: value for key, value in self.server.items() if key not in ("kind", "apiVersion")}
         body["metadata"] = {**body["metadata"], "resourceVersion": "8", "managedFields": [{}]}
         self.shown = read_child(body)
@@ -75,7 +77,7 @@ class Scene:
 
     @property
     def sent(self) -> list[str]:
-        """The objects that were written."""
+        """The written objects."""
         return [f"{request.method} {request.path}" for request in self.kube.requests if request.method != "GET"]
 
 
@@ -94,7 +96,7 @@ async def test_apply_order_is_children_status_gates_restarts_events() -> None:
     assert applied == Applied(wrote_status=True)
 
 
-async def test_apply_unchanged_plan_sends_nothing() -> None:
+async def test_apply_of_unchanged_plan_sends_no_request() -> None:
     scene = Scene()
     plan = Plan(status=pool_object().status, children=(SERVICE,))
     await scene.apply(plan)
@@ -106,7 +108,7 @@ async def test_apply_unchanged_plan_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_apply_deleted_or_edited_child_is_applied_again(lost: bool) -> None:
+async def test_apply_restores_deleted_or_edited_child(lost: bool) -> None:
     scene = Scene()
     plan = Plan(status=pool_object().status, children=(SERVICE,))
     await scene.apply(plan)
@@ -120,7 +122,7 @@ async def test_apply_deleted_or_edited_child_is_applied_again(lost: bool) -> Non
     assert scene.sent == [f"PATCH {SERVICE_PATH}"]
 
 
-async def test_apply_changed_child_is_applied() -> None:
+async def test_apply_sends_changed_child() -> None:
     scene = Scene()
     await scene.apply(Plan(status=pool_object().status, children=(SERVICE,)))
     scene.show()
@@ -140,7 +142,7 @@ async def test_apply_status_conflict_stops_the_plan() -> None:
     assert scene.sent == [f"PATCH {SERVICE_PATH}", f"PATCH {STATUS}"]
 
 
-async def test_apply_refused_child_still_publishes_ring() -> None:
+async def test_apply_with_rejected_child_still_publishes_ring() -> None:
     scene = Scene()
     scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(422, "spec.clusterIP: Invalid value"))
 
@@ -152,7 +154,7 @@ async def test_apply_refused_child_still_publishes_ring() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 403, 404, 409, 429, 500, 503])
-async def test_apply_failed_child_is_reported_and_rest_is_done(status: int) -> None:
+async def test_apply_reports_failed_child_and_applies_the_rest(status: int) -> None:
     scene = Scene()
     scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(status, "not now"))
 
@@ -174,7 +176,7 @@ async def test_apply_without_lease_stops_at_first_write() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_apply_size_not_applied_records_no_scaling_event(fails: bool) -> None:
+async def test_apply_with_failed_size_change_records_no_scaling_event(fails: bool) -> None:
     scene = Scene()
     statefulset = {**SERVICE, "apiVersion": "apps/v1", "kind": "StatefulSet"}
     if fails:
@@ -190,7 +192,7 @@ async def test_apply_size_not_applied_records_no_scaling_event(fails: bool) -> N
 
 
 @pytest.mark.parametrize("status", [404, 409])
-async def test_apply_replaced_pod_is_left_alone(status: int) -> None:
+async def test_apply_ignores_replaced_pod(status: int) -> None:
     scene = Scene()
     scene.kube.answer("PATCH", f"{POD}/status", KubeError(status, "not this one"))
     scene.kube.answer("DELETE", POD, KubeError(status, "not this one"))
@@ -199,7 +201,7 @@ async def test_apply_replaced_pod_is_left_alone(status: int) -> None:
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-async def test_apply_foreign_object_is_left_alone_and_reported(labelled: bool) -> None:
+async def test_apply_reports_and_keeps_objects_of_another_owner(labelled: bool) -> None:
     scene = Scene()
     theirs = {**SERVICE, "metadata": {**SERVICE["metadata"], "ownerReferences": [{"uid": "x", "controller": True}]}}
     if labelled:
@@ -217,7 +219,7 @@ async def test_apply_foreign_object_is_left_alone_and_reported(labelled: bool) -
     assert f"PATCH {STATUS}" in scene.sent
 
 
-async def test_apply_child_without_label_is_still_ours() -> None:
+async def test_apply_recognizes_its_child_without_label() -> None:
     scene = Scene()
     bare = {**SERVICE, "metadata": {**SERVICE["metadata"], "labels": {}}}
     scene.kube.answer("GET", SERVICE_PATH.removesuffix("/qwen"), {"items": [bare]})
@@ -228,7 +230,7 @@ async def test_apply_child_without_label_is_still_ours() -> None:
     assert f"PATCH {SERVICE_PATH}" in scene.sent
 
 
-async def test_apply_removed_status_fields_become_null() -> None:
+async def test_apply_sends_removed_status_fields_as_null() -> None:
     scene = Scene()
     await scene.apply(PLAN, status={"traffic": {"sloAttainment": "0.9"}, "ring": {"members": [member("qwen-0")]}})
 
@@ -237,13 +239,13 @@ async def test_apply_removed_status_fields_become_null() -> None:
     assert write.body["status"]["ring"]["members"] == []
 
 
-def test_merge_patch_removed_fields_are_null_at_every_depth() -> None:
+def test_merge_patch_sets_removed_fields_to_null_at_any_depth() -> None:
     before = {"a": 1, "b": {"c": 2, "d": 3}, "e": [1, 2]}
 
     assert merge_patch(before, {"b": {"c": 2}, "e": [2]}) == {"a": None, "b": {"c": 2, "d": None}, "e": [2]}
 
 
-async def test_apply_thousand_gates_are_set_once_each() -> None:
+async def test_apply_sets_each_of_a_thousand_gates_once() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
     await scene.apply(Plan(status=pool_object().status, gates=gates))
@@ -251,7 +253,7 @@ async def test_apply_thousand_gates_are_set_once_each() -> None:
     assert sorted(scene.sent) == sorted(f"PATCH /api/v1/namespaces/llm/pods/{gate.pod}/status" for gate in gates)
 
 
-async def test_apply_failed_gate_is_reported_and_rest_is_done() -> None:
+async def test_apply_reports_failed_gate_and_sets_the_rest() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(20))
     scene.kube.answer("PATCH", f"{POD}/status", KubeError(503, "away"))
@@ -263,7 +265,7 @@ async def test_apply_failed_gate_is_reported_and_rest_is_done() -> None:
     assert len(scene.sent) == 21
 
 
-async def test_apply_many_failed_gates_names_a_few() -> None:
+async def test_apply_with_many_failed_gates_reports_only_a_few_names() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
     for gate in gates:
@@ -272,4 +274,4 @@ async def test_apply_many_failed_gates_names_a_few() -> None:
     *named, rest = (await scene.apply(Plan(status=pool_object().status, gates=gates))).refused
 
     assert len(named) == 3
-    assert rest == "and 997 more of this kind"
+    assert rest == "and 997 more errors"

@@ -1,4 +1,4 @@
-"""The operator's warnings about pod templates, and templates without a warning."""
+"""Tests of the operator's warnings about pod templates, and of templates without a warning."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ def only(warnings: tuple[str, ...]) -> str:
     return warning
 
 
-def test_template_without_faults_has_no_warnings() -> None:
+def test_valid_template_has_no_warnings() -> None:
     assert warned(GOOD_CONTAINER) == ()
 
 
@@ -33,7 +33,7 @@ def test_template_of_adopted_pods_is_not_checked() -> None:
     assert template_warnings(replace(pool_of({}), workload=adopted)) == ()
 
 
-def test_warning_names_a_path_and_a_remedy() -> None:
+def test_template_warning_contains_field_path_and_remedy() -> None:
     bad = {"name": "e", "image": "i", "args": ["--port=9"], "ports": [{"containerPort": 9}]}
 
     warnings = warned(bad, terminationGracePeriodSeconds=1)
@@ -46,17 +46,17 @@ def test_warning_names_a_path_and_a_remedy() -> None:
 
 
 class TestGracePeriod:
-    def test_grace_period_shorter_names_the_one_in_use(self) -> None:
+    def test_too_short_grace_period_warning_contains_actual_period(self) -> None:
         assert only(warned(GOOD_CONTAINER, terminationGracePeriodSeconds=30)) == (
             "spec.workload.template.spec.terminationGracePeriodSeconds: 30 is shorter than a drain "
-            "(spec.drain.timeout is 600s), so 640 is used instead; give 640 or more, or a shorter spec.drain.timeout"
+            "(spec.drain.timeout is 600s), so the operator uses 640; give 640 or more, or a shorter spec.drain.timeout"
         )
 
     @pytest.mark.parametrize("own", [None, 640, 3600, "30", True])
     def test_grace_period_absent_longer_or_invalid_has_no_warning(self, own: object) -> None:
         assert warned(GOOD_CONTAINER, terminationGracePeriodSeconds=own) == ()
 
-    def test_grace_period_with_own_pre_stop_is_not_checked(self) -> None:
+    def test_grace_period_with_custom_pre_stop_is_not_checked(self) -> None:
         own = engine_with(lifecycle={"preStop": {"sleep": {"seconds": 1}}})
 
         assert warned(own) == ()
@@ -80,10 +80,10 @@ class TestShutdownTimeout:
             },
         ],
     )
-    def test_shutdown_timeout_absent_for_vllm_warns(self, commands: dict[str, Any]) -> None:
+    def test_missing_vllm_shutdown_timeout_gives_a_warning(self, commands: dict[str, Any]) -> None:
         assert only(warned(engine_with(**commands))) == (
-            f"{ENGINE}.args: no --shutdown-timeout, which means 0: on SIGTERM vLLM aborts the streams that have not "
-            "ended within it; give --shutdown-timeout 20 or more"
+            f"{ENGINE}.args: --shutdown-timeout is missing (default: 0 s); at shutdown, vLLM aborts streams "
+            "that are still open after this timeout; give --shutdown-timeout 20 or more"
         )
 
     @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ class TestShutdownTimeout:
             ["--shutdown-timeout=60", "--shutdown-timeout=5"],
         ],
     )
-    def test_shutdown_timeout_too_short_warns(self, args: list[str]) -> None:
+    def test_too_short_shutdown_timeout_gives_a_warning(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--enable-prompt-tokens-details", *args])))
 
-        assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5: on SIGTERM")
+        assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5 is too short; at shutdown, vLLM")
 
     @pytest.mark.parametrize(
         "script",
@@ -111,10 +111,12 @@ class TestShutdownTimeout:
     def test_shutdown_timeout_is_read_from_a_shell_script(self, script: str) -> None:
         warnings = warned(engine_with(command=["/bin/bash", "-ec", script], args=None))
 
-        assert f"{ENGINE}.args: --shutdown-timeout 0: on SIGTERM" in warnings[0]
+        assert f"{ENGINE}.args: --shutdown-timeout 0 is too short; at shutdown, vLLM" in warnings[0]
 
-    def test_shutdown_timeout_zero_warns_for_any_engine(self) -> None:
-        assert "--shutdown-timeout 0:" in only(warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"])))
+    def test_zero_shutdown_timeout_gives_a_warning_for_any_engine(self) -> None:
+        assert "--shutdown-timeout 0 is too short;" in only(
+            warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"]))
+        )
 
     @pytest.mark.parametrize(
         "commands",
@@ -128,59 +130,59 @@ class TestShutdownTimeout:
             {"command": ["dualmap", "engine-sim"], "args": ["--host", "$(POD_IP)"]},
         ],
     )
-    def test_shutdown_timeout_enough_or_unreadable_has_no_warning(self, commands: dict[str, Any]) -> None:
+    def test_sufficient_or_unreadable_shutdown_timeout_has_no_warning(self, commands: dict[str, Any]) -> None:
         assert warned(engine_with(**commands)) == ()
 
     @pytest.mark.parametrize("engine", ["SGLang", "TensorRTLLM", "Generic"])
-    def test_shutdown_timeout_other_engine_has_no_warning(self, engine: str) -> None:
+    def test_missing_shutdown_timeout_of_other_engine_has_no_warning(self, engine: str) -> None:
         assert template_warnings(pool_of(template_of(engine_with(args=["--port=9"])), engine=engine)) == ()
 
 
 class TestPromptTokensDetails:
     @pytest.mark.parametrize("args", [[], ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"]])
-    def test_prompt_tokens_details_absent_warns(self, args: list[str]) -> None:
+    def test_missing_prompt_tokens_details_flag_gives_a_warning(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--shutdown-timeout=20", *args])))
 
-        assert warning.startswith(f"{ENGINE}.args: no --enable-prompt-tokens-details")
+        assert warning.startswith(f"{ENGINE}.args: --enable-prompt-tokens-details is missing")
 
 
 class TestReadiness:
-    def test_readiness_probe_absent_warns(self) -> None:
+    def test_missing_readiness_probe_gives_a_warning(self) -> None:
         warning = only(warned(engine_with(readinessProbe=None)))
 
-        assert warning.startswith(f"{ENGINE}.readinessProbe: nothing is given")
+        assert warning.startswith(f"{ENGINE}.readinessProbe: the probe is missing")
         assert "GET /health on port 8000" in warning
 
-    def test_readiness_startup_probe_suffices(self) -> None:
+    def test_startup_probe_prevents_the_readiness_probe_warning(self) -> None:
         assert warned(engine_with(readinessProbe=None, startupProbe={"tcpSocket": {"port": 8000}})) == ()
 
-    def test_readiness_only_the_engine_container_needs_a_probe(self) -> None:
+    def test_readiness_probe_is_required_only_in_engine_container(self) -> None:
         sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
 
         assert template_warnings(pool_of(template_of(sidecar, GOOD_CONTAINER))) == ()
 
 
 class TestPorts:
-    def test_ports_without_the_engine_port_warn(self) -> None:
+    def test_declared_ports_without_the_engine_port_give_a_warning(self) -> None:
         ports = [{"containerPort": 8080}, {"containerPort": 9090}]
 
         assert only(warned(engine_with(ports=ports))).startswith(
-            f"{ENGINE}.ports: 8080, 9090 where requests are sent to spec.engine.port 8000;"
+            f"{ENGINE}.ports: 8080, 9090 do not include spec.engine.port 8000;"
         )
 
-    def test_ports_absent_have_no_warning(self) -> None:
+    def test_container_without_declared_ports_has_no_warning(self) -> None:
         assert warned(engine_with(ports=None)) == ()
         assert warned(engine_with(ports=[])) == ()
 
-    def test_ports_vllm_on_another_port_warns(self) -> None:
+    def test_vllm_listening_on_another_port_gives_a_warning(self) -> None:
         engine = engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8001"])
 
-        assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 where requests are sent to")
+        assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 differs from spec.engine.port 8000")
         assert warned(engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8000"])) == ()
 
 
 @given(odd_templates())
-def test_template_of_any_shape_is_checked(template: dict[str, Any]) -> None:
+def test_template_of_any_shape_is_checked_without_error(template: dict[str, Any]) -> None:
     assert all(isinstance(warning, str) for warning in template_warnings(pool_of(template)))
 
 
@@ -196,7 +198,7 @@ def test_template_without_container_has_no_warnings(containers: object) -> None:
     assert template_warnings(pool_of({"spec": {"containers": containers}})) == ()
 
 
-def test_shell_script_with_an_open_quote_is_read() -> None:
+def test_shell_script_with_an_unclosed_quote_is_parsed() -> None:
     script = "cat <<END\nit's\nEND\nvllm serve m --shutdown-timeout 3 --enable-prompt-tokens-details"
 
-    assert "--shutdown-timeout 3:" in only(warned(engine_with(command=["sh", "-c", script], args=None)))
+    assert "--shutdown-timeout 3 is too short;" in only(warned(engine_with(command=["sh", "-c", script], args=None)))

@@ -1,4 +1,4 @@
-"""The manifests of a pool's children: whole, owned, and with the user's template as the user wrote it."""
+"""Tests of the manifests of a pool's children: complete, with an owner, and with the user's unchanged template."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ def container(written: dict[str, Any], place: int = 0) -> Any:
     return pod_template(pool_of(template_of(written)))["spec"]["containers"][place]
 
 
-def test_children_are_three_with_the_name_of_the_pool() -> None:
+def test_pool_has_three_child_objects_with_its_name() -> None:
     made = children(pool_of(template_of(GOOD_CONTAINER)), replicas=3)
 
     assert [(child["apiVersion"], child["kind"]) for child in made] == [
@@ -35,7 +35,7 @@ def test_children_are_three_with_the_name_of_the_pool() -> None:
     assert {(child["metadata"]["namespace"], child["metadata"]["name"]) for child in made} == {("llm", "qwen")}
 
 
-def test_children_have_controller_reference_and_label() -> None:
+def test_child_objects_have_controller_reference_and_label() -> None:
     for child in children(pool_of(template_of(GOOD_CONTAINER)), replicas=3):
         assert child["metadata"]["ownerReferences"] == [
             {
@@ -56,14 +56,14 @@ def test_children_have_controller_reference_and_label() -> None:
         }
 
 
-def test_children_of_adopted_pods_are_none() -> None:
+def test_pool_of_adopted_pods_has_no_child_objects() -> None:
     adopted = SelectorWorkload(selector={"matchLabels": {"app": "qwen"}})
 
     assert children(replace(pool_of({}), workload=adopted), replicas=3) == ()
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 7])
-def test_statefulset_has_the_given_size_not_that_of_the_spec(replicas: int) -> None:
+def test_statefulset_uses_planned_replicas_not_spec_replicas(replicas: int) -> None:
     spec = pool_of(template_of(GOOD_CONTAINER))
     assert spec.replicas == 4
 
@@ -80,7 +80,7 @@ def test_statefulset_has_the_given_size_not_that_of_the_spec(replicas: int) -> N
     assert template["metadata"]["labels"].items() >= {LABEL: "qwen"}.items()
 
 
-def test_statefulset_changed_replicas_change_only_the_size() -> None:
+def test_statefulset_size_change_changes_only_replicas() -> None:
     spec = pool_of(template_of(GOOD_CONTAINER))
     before, after = children(spec, replicas=4), children(replace(spec, replicas=9, generation=4), replicas=9)
 
@@ -98,7 +98,7 @@ def test_service_is_headless_and_publishes_unready_pods() -> None:
     }
 
 
-def test_budget_allows_one_eviction_and_unready_pods() -> None:
+def test_disruption_budget_allows_one_eviction_and_unready_pods() -> None:
     assert children(pool_of(template_of(GOOD_CONTAINER)), replicas=1)[2]["spec"] == {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -106,7 +106,7 @@ def test_budget_allows_one_eviction_and_unready_pods() -> None:
     }
 
 
-def test_children_keep_user_labels_except_our_own() -> None:
+def test_child_objects_keep_user_labels_except_dualmap_labels() -> None:
     template = template_of(GOOD_CONTAINER)
     template["metadata"] = {"labels": {"app": "qwen", LABEL: "another"}, "annotations": {"a": "b"}}
 
@@ -122,7 +122,7 @@ def test_template_without_labels_gets_the_selector_label(metadata: dict[str, Any
     assert made["metadata"] == {"labels": {LABEL: "qwen"}}
 
 
-def test_readiness_gate_is_added_to_user_gates_once() -> None:
+def test_readiness_gate_is_added_once_to_the_users_gates() -> None:
     own = {"conditionType": "example.com/warm"}
 
     assert pod_template(pool_of(template_of(GOOD_CONTAINER)))["spec"]["readinessGates"] == [GATE]
@@ -142,7 +142,7 @@ def test_pods_are_spread_over_nodes_and_zones_if_possible() -> None:
 
 
 @pytest.mark.parametrize("own", [[], [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}]])
-def test_spread_of_the_user_is_kept(own: list[Any]) -> None:
+def test_topology_spread_of_the_user_is_kept(own: list[Any]) -> None:
     made = pod_template(pool_of(template_of(GOOD_CONTAINER, topologySpreadConstraints=own)))
 
     assert made["spec"]["topologySpreadConstraints"] == own
@@ -158,7 +158,7 @@ def test_spread_of_the_user_is_kept(own: list[Any]) -> None:
         ({"terminationGracePeriodSeconds": 3600}, 600.0, 3600),
     ],
 )
-def test_grace_period_covers_the_drain_and_keeps_a_longer_one(
+def test_grace_period_covers_drain_and_keeps_longer_user_value(
     pod: dict[str, Any], drain_timeout_s: float, expected: int
 ) -> None:
     spec = pool_of(template_of(GOOD_CONTAINER, **pod), drain_timeout_s=drain_timeout_s)
@@ -188,7 +188,7 @@ def test_pre_stop_script_is_set_with_the_pod_address() -> None:
 def test_pre_stop_script_is_readable_in_yaml() -> None:
     script = container(engine_with())["lifecycle"]["preStop"]["exec"]["command"][2]
 
-    # What keeps YAML from writing a text line by line, as it stands.
+    # With these characters, YAML cannot write a text as a literal block.
     assert "\t" not in script
     assert all(line == line.rstrip() for line in script.splitlines())
     assert script.isascii()
@@ -206,7 +206,7 @@ def test_pre_stop_of_the_user_is_kept_unchanged() -> None:
     assert container(written) == written
 
 
-def test_engine_is_the_container_with_its_port() -> None:
+def test_engine_container_is_the_container_with_the_engine_port() -> None:
     sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
 
     made = pod_template(pool_of(template_of(sidecar, engine_with())))["spec"]["containers"]
@@ -215,7 +215,7 @@ def test_engine_is_the_container_with_its_port() -> None:
     assert "preStop" in made[1]["lifecycle"]
 
 
-def test_engine_without_port_is_the_first_container() -> None:
+def test_engine_container_without_declared_port_is_the_first() -> None:
     sidecar = {"name": "proxy", "image": "envoy"}
 
     made = pod_template(pool_of(template_of(engine_with(ports=None), sidecar)))["spec"]["containers"]
@@ -224,7 +224,7 @@ def test_engine_without_port_is_the_first_container() -> None:
     assert made[1] == sidecar
 
 
-def test_template_other_fields_are_kept() -> None:
+def test_template_fields_without_operator_changes_are_kept() -> None:
     written = template_of(
         GOOD_CONTAINER,
         nodeSelector={"gpu": "h200"},
@@ -239,7 +239,7 @@ def test_template_other_fields_are_kept() -> None:
     assert made["containers"][0].items() >= GOOD_CONTAINER.items()
 
 
-def test_children_are_independent_copies() -> None:
+def test_child_objects_are_independent_copies() -> None:
     written = template_of(engine_with(env=[], lifecycle={}), readinessGates=[])
     before = copy.deepcopy(written)
     spec = pool_of(written)
@@ -255,7 +255,7 @@ def test_children_are_independent_copies() -> None:
 
 
 @given(odd_templates())
-def test_children_of_any_template_are_built(template: dict[str, Any]) -> None:
+def test_child_objects_are_built_for_any_template(template: dict[str, Any]) -> None:
     before = copy.deepcopy(template)
     spec = pool_of(template)
 
@@ -266,7 +266,7 @@ def test_children_of_any_template_are_built(template: dict[str, Any]) -> None:
     assert children(spec, replicas=2) == made
 
 
-def test_template_invalid_parts_are_left_to_the_api_server() -> None:
+def test_invalid_template_fields_are_passed_to_the_api_server() -> None:
     odd = {
         "metadata": {"labels": ["a"]},
         "spec": {

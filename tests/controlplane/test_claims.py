@@ -1,4 +1,6 @@
-"""Pools that claim one model name: which pools a change wakes, which lose, and that routers decide equally."""
+"""Tests of pools with the same model name: the reconciled pools after a change, the losing pools, and equal decisions
+of routers.
+"""
 
 from typing import Any
 
@@ -29,7 +31,7 @@ def body(name: str, *names: str, created: int = 0, uid: str = "", **more: Any) -
 
 
 class Index:
-    """The index as a mirror's listener feeds it."""
+    """The index of claims, filled by a mirror's listener."""
 
     def __init__(self) -> None:
         self.claims = Claims()
@@ -52,7 +54,7 @@ def _key(name: str) -> Key:
     return "llm", name
 
 
-def test_claims_younger_pool_loses_shared_name_only() -> None:
+def test_younger_pool_loses_only_the_shared_model_name() -> None:
     index = Index()
     index.put(body("young", "shared", "mine", created=2))
     assert index.lost("young") == {}
@@ -62,7 +64,7 @@ def test_claims_younger_pool_loses_shared_name_only() -> None:
     assert index.lost("never heard of") == {}
 
 
-def test_claims_released_name_wakes_rival_pools() -> None:
+def test_released_model_name_triggers_reconcile_of_rival_pools() -> None:
     index = Index()
     for number, name in enumerate(("old", "young", "apart")):
         index.put(body(name, "apart" if name == "apart" else "shared", created=number))
@@ -74,7 +76,7 @@ def test_claims_released_name_wakes_rival_pools() -> None:
     assert index.lost("young") == {}
 
 
-def test_claims_status_change_wakes_no_other_pool() -> None:
+def test_status_change_triggers_no_reconcile_of_other_pools() -> None:
     index = Index()
     index.put(body("old", "shared"))
     index.put(body("young", "shared", created=1))
@@ -84,7 +86,7 @@ def test_claims_status_change_wakes_no_other_pool() -> None:
     assert index.put(body("old", "shared", spec={"replicas": 7})) == set()
 
 
-def test_claims_invalid_spec_keeps_names_until_recreated() -> None:
+def test_pool_with_invalid_spec_keeps_names_until_recreated() -> None:
     index = Index()
     index.put(body("old", "shared"))
     index.put(body("young", "shared", created=1))
@@ -102,7 +104,7 @@ _CHANGES = st.lists(
 
 
 @given(_CHANGES)
-def test_claims_operator_and_router_agree(
+def test_name_claims_are_equal_in_operator_and_router(
     changes: list[tuple[str, tuple[list[str], int, bool] | None]],
 ) -> None:
     router, index = PoolObjects(), Index()

@@ -1,6 +1,6 @@
-"""The schema of the CRD and the readers of the code say the same: fields, defaults, bounds, enums, spellings.
+"""Tests that the CRD's schema and the code that reads pools agree: fields, defaults, bounds, enums, spellings.
 
-What only an API server can tell (whether the rules compile, what a refusal says) is in e2e/controlplane/test_crd.py.
+e2e/controlplane/test_crd.py has the tests that need an API server: compilation of the rules, and error messages.
 """
 
 import copy
@@ -35,7 +35,7 @@ MEMBER = {"id": "qwen-0", "address": "10.0.0.1", "port": 8000, "state": "Active"
 
 
 class Field(NamedTuple):
-    """One field of the schema and where it stands: ``("spec", "slo", "ttft")``."""
+    """One field of the schema and its path, such as ``("spec", "slo", "ttft")``."""
 
     path: tuple[str, ...]
     schema: dict[str, Any]
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
 
 def fields(schema: Mapping[str, Any], *path: str) -> Iterator[Field]:
-    """Every field below a schema; those of a list's items stand below ``[]``."""
+    """Yield every field in a schema; the path of a list's items contains ``[]``."""
     for name, sub in schema.get("properties", {}).items():
         yield Field((*path, name), sub)
         yield from fields(sub, *path, name)
@@ -64,7 +64,7 @@ DURATIONS = [each for each in SPEC_FIELDS if "duration(self)" in str(each.schema
 
 
 def with_value(field: Field, value: object) -> dict[str, Any]:
-    """A pool in which one field has this value, a member's in its only member."""
+    """Return a pool with this value in one field; a member's field is in the pool's only member."""
     document = copy.deepcopy(POOL)
     if "members" in field.path:
         document["status"] = {"ring": {"members": [{**MEMBER, field.path[-1]: value}]}}
@@ -78,13 +78,13 @@ def with_value(field: Field, value: object) -> dict[str, Any]:
 
 
 def read(document: dict[str, Any]) -> None:
-    """Read a document as routers and operator do; raises PoolError where either refuses it."""
+    """Read a document like the routers and the operator; raises PoolError if a reader rejects the document."""
     read_pools(document)
     read_spec(document)
 
 
 def number_bounds(field: Field) -> tuple[float, float]:
-    """The smallest and the largest number that the field takes, by its bounds or its rule."""
+    """Return the smallest and the largest number that the field's bounds or rule accept."""
     if "x-kubernetes-validations" not in field.schema or "minimum" in field.schema:
         return field.schema["minimum"], field.schema["maximum"]
     (rule,) = field.schema["x-kubernetes-validations"]
@@ -94,7 +94,7 @@ def number_bounds(field: Field) -> tuple[float, float]:
 
 
 def duration_bounds(field: Field) -> tuple[str, str]:
-    """The shortest and the longest duration that the field's rule accepts, as the rule spells them."""
+    """Return the shortest and the longest duration that the field's rule accepts, in the rule's spelling."""
     (rule,) = field.schema["x-kubernetes-validations"]
     low, high = re.fullmatch(
         r".*duration\(self\) >= duration\('(\w+)'\) && duration\(self\) <= duration\('(\w+)'\)\)?", rule["rule"], re.S
@@ -103,7 +103,7 @@ def duration_bounds(field: Field) -> tuple[str, str]:
 
 
 def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Fill in the schema's defaults as the API server does: from the top down."""
+    """Add the schema's defaults like the API server, from the outer to the inner fields."""
     if schema["type"] == "object":
         filled = dict(value)
         for name, sub in schema.get("properties", {}).items():
@@ -115,7 +115,7 @@ def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
     return value
 
 
-def test_crd_names_equal_the_code() -> None:
+def test_crd_names_equal_the_names_in_code() -> None:
     names = CRD["spec"]["names"]
     assert (CRD["spec"]["group"], names["plural"], names["kind"]) == (GROUP, PLURAL, KIND)
     assert CRD["metadata"]["name"] == f"{PLURAL}.{GROUP}"
@@ -126,7 +126,7 @@ def test_crd_names_equal_the_code() -> None:
 def test_crd_every_field_has_a_description() -> None:
     assert SCHEMA["description"]
     bare = [str(each) for each in fields(SCHEMA) if not each.schema.get("description")]
-    # Kubernetes describes these itself, and refuses a schema that does.
+    # Kubernetes defines these fields, and rejects a schema with them.
     assert bare == ["metadata", "metadata.name"]
 
 
@@ -146,7 +146,7 @@ def test_crd_every_field_is_bounded_except_the_pod_template() -> None:
 
 
 def test_crd_objects_with_inner_defaults_have_a_default() -> None:
-    """Otherwise the API server would not set the inner defaults."""
+    """The API server sets inner defaults only if the object exists."""
     bare = [
         str(each)
         for each in SPEC_FIELDS
@@ -155,7 +155,7 @@ def test_crd_objects_with_inner_defaults_have_a_default() -> None:
     assert bare == []
 
 
-# What is inside drain is the operator's affair: routers pass over it, and the API server drops what the schema lacks.
+# Only the operator reads the fields in drain. Routers ignore them, and the API server removes unknown fields.
 OBJECTS = [
     Field(("spec",), SPEC),
     *(each for each in READ_FIELDS if each.schema["type"] == "object" and each.path[-1] != "drain"),
@@ -163,7 +163,7 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize("field", OBJECTS, ids=str)
-def test_crd_objects_have_exactly_the_fields_of_the_reader(field: Field) -> None:
+def test_crd_objects_have_exactly_the_fields_of_the_parser(field: Field) -> None:
     document = with_value(Field((*field.path, "unknown"), {}), 1)
     with pytest.raises(PoolError) as refused:
         read_pools(document)
@@ -172,25 +172,25 @@ def test_crd_objects_have_exactly_the_fields_of_the_reader(field: Field) -> None
     assert set(known) == set(field.schema["properties"])
 
 
-def test_crd_members_have_exactly_the_fields_of_the_reader() -> None:
+def test_crd_members_have_exactly_the_fields_of_the_parser() -> None:
     with pytest.raises(PoolError) as refused:
         read_pools({**POOL, "status": {"ring": {"members": [{**MEMBER, "unknown": 1}]}}})
     known = refused.value.accepted.removeprefix("one of the fields ").split(", ")
     assert set(known) == {each.path[-1] for each in MEMBER_FIELDS}
 
 
-def test_crd_defaults_equal_the_reader() -> None:
+def test_crd_defaults_equal_the_router_parser_defaults() -> None:
     document = {**POOL, "spec": defaulted(POOL["spec"], SPEC)}
     assert document["spec"] != POOL["spec"]
     assert read_pools(document) == read_pools(POOL)
     assert read_spec(document) == read_spec(POOL)
-    # Every leaf but the three that a user has to give was filled in: nothing above compared a default with itself.
+    # Every leaf except the required field has a default, so the comparison covers all defaults.
     given = {("spec", "model", "name")}
     leaves = {each.path for each in SPEC_FIELDS if each.schema["type"] != "object"}
     assert {each.path for each in SPEC_FIELDS if "default" in each.schema} >= leaves - given
 
 
-def test_crd_defaults_equal_those_of_the_operator() -> None:
+def test_crd_defaults_equal_the_operator_defaults() -> None:
     spec = read_spec(POOL)
     assert spec.workload == TemplateWorkload(template=TEMPLATE)
     assert spec.replicas == SPEC["properties"]["replicas"]["default"] == 1
@@ -199,7 +199,7 @@ def test_crd_defaults_equal_those_of_the_operator() -> None:
 
 
 @pytest.mark.parametrize("field", NUMBERS, ids=str)
-def test_crd_numbers_have_the_bounds_of_the_reader(field: Field) -> None:
+def test_crd_numbers_have_the_bounds_of_the_parser(field: Field) -> None:
     low, high = number_bounds(field)
     step = 1 if field.schema["type"] == "integer" else 1e-6
     read(with_value(field, low if field.path[-1] != "maxBlocks" else 2))
@@ -210,7 +210,7 @@ def test_crd_numbers_have_the_bounds_of_the_reader(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_crd_durations_have_the_bounds_of_the_reader(field: Field) -> None:
+def test_crd_durations_have_the_bounds_of_the_parser(field: Field) -> None:
     low, high = duration_bounds(field)
     read(with_value(field, low))
     read(with_value(field, high))
@@ -221,7 +221,7 @@ def test_crd_durations_have_the_bounds_of_the_reader(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_crd_duration_message_and_description_name_the_bounds(field: Field) -> None:
+def test_crd_duration_message_and_description_contain_the_bounds(field: Field) -> None:
     low, high = duration_bounds(field)
     (rule,) = field.schema["x-kubernetes-validations"]
     assert f"from {low} to {high}, such as {field.schema['default']}" in " ".join(rule["messageExpression"].split())
@@ -234,7 +234,7 @@ def test_crd_duration_message_and_description_name_the_bounds(field: Field) -> N
     ["500ms", "5s", "1.5s", "0.5m", "10m", "1h", "600000ms", "", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s",
      "+5s", ".5s", "5.s", "5us", "5ns", "5d"],
 )  # fmt: skip
-def test_crd_duration_pattern_equals_the_reader(field: Field, text: str) -> None:
+def test_crd_duration_pattern_equals_the_parser_pattern(field: Field, text: str) -> None:
     (rule,) = field.schema["x-kubernetes-validations"]
     (pattern,) = re.findall(r"matches\('\^(.*?)\$'\)", rule["rule"])
     try:
@@ -257,7 +257,7 @@ def test_crd_only_the_dispatch_window_may_be_unlimited() -> None:
                 read(with_value(each, UNLIMITED))
 
 
-def test_crd_enums_equal_the_code() -> None:
+def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.routing.policy": list(POLICIES),
@@ -269,12 +269,12 @@ def test_crd_enums_equal_the_code() -> None:
     assert {str(each): each.schema["enum"] for each in ENUMS} == code
 
 
-def test_crd_condition_names_equal_the_operator() -> None:
+def test_crd_condition_names_equal_the_operators_conditions() -> None:
     named = re.findall(r"\b[A-Z]\w+", STATUS["properties"]["conditions"]["description"])
     assert set(ConditionType) <= set(named)
 
 
-def test_crd_text_lengths_equal_the_reader() -> None:
+def test_crd_text_lengths_equal_the_parser_limits() -> None:
     texts = [each for each in READ_FIELDS if "minLength" in each.schema]
     assert {str(each) for each in texts} == {"spec.model.name", "status.ring.members.[].incarnation"}
     for field in texts:
@@ -295,7 +295,7 @@ def test_crd_text_lengths_equal_the_reader() -> None:
     ("adapters", "accepted"),
     [(["sql", "law"], True), ([], True), (["m"], False), (["alias"], False), (["sql", "sql"], False)],
 )
-def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted: bool) -> None:
+def test_adapter_names_equal_to_model_names_are_rejected(adapters: list[str], accepted: bool) -> None:
     document = with_value(Field(("spec", "model", "aliases"), {}), ["alias"])
     document["spec"]["model"]["adapters"] = adapters
     if accepted:
@@ -314,7 +314,7 @@ def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted:
     ],
     ids=["name", "header", "id"],
 )
-def test_crd_name_patterns_equal_the_reader(path: tuple[str, ...], texts: list[str]) -> None:
+def test_crd_name_patterns_equal_the_parser_patterns(path: tuple[str, ...], texts: list[str]) -> None:
     schema = SCHEMA if path[0] == "metadata" else next(each.schema for each in READ_FIELDS if each.path == path)
     rules = [rule["rule"] for rule in schema.get("x-kubernetes-validations", [])]
     (pattern,) = [schema["pattern"]] if "pattern" in schema else re.findall(r"matches\('(.*?)'\)", " ".join(rules))
@@ -347,7 +347,7 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
         assert yaml.safe_load(default) == leaves[name].get("default"), name
 
 
-def test_crd_page_examples_are_pools_without_warnings() -> None:
+def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
     in_a_cluster, in_a_file, adopting = examples

@@ -1,4 +1,6 @@
-"""Kubernetes Events: repeated ones increase a count, their number is bounded, and a failed one is ignored."""
+"""Tests of Kubernetes Events: repetitions increase a count, the number of Events is bounded, and failed writes are
+ignored.
+"""
 
 from datetime import UTC, datetime
 
@@ -30,7 +32,7 @@ class Scene:
         return [request.method for request in self.kube.requests]
 
 
-async def test_event_names_pool_and_reporting_instance() -> None:
+async def test_event_contains_pool_and_reporting_instance() -> None:
     scene = Scene()
     await scene.post()
 
@@ -49,7 +51,7 @@ async def test_event_names_pool_and_reporting_instance() -> None:
     assert (body["reportingController"], body["reportingInstance"]) == ("serving.dualmap.dev/operator", "operator-1")
 
 
-async def test_event_repeated_increments_count() -> None:
+async def test_repeated_event_increments_its_count() -> None:
     scene = Scene()
     for _ in range(3):
         await scene.post()
@@ -59,7 +61,7 @@ async def test_event_repeated_increments_count() -> None:
     assert [request.body["series"]["count"] for request in counted] == [2, 3]
 
 
-async def test_event_of_former_operator_is_incremented() -> None:
+async def test_event_of_previous_operator_process_is_incremented() -> None:
     scene = Scene()
     scene.kube.answer("POST", EVENTS, KubeError(409, "AlreadyExists"))
     await scene.post()
@@ -67,7 +69,7 @@ async def test_event_of_former_operator_is_incremented() -> None:
     assert scene.methods == ["POST", "PATCH"]
 
 
-async def test_event_expired_is_created_again() -> None:
+async def test_expired_event_is_created_again() -> None:
     scene = Scene()
     await scene.post()
     name = scene.kube.requests[0].body["metadata"]["name"]
@@ -90,7 +92,7 @@ async def test_events_are_rate_limited_per_pool() -> None:
     assert len(scene.kube.requests) == 31
 
 
-async def test_event_refused_by_server_is_dropped() -> None:
+async def test_event_rejected_by_the_server_is_dropped() -> None:
     scene = Scene()
     scene.kube.answer("POST", EVENTS, KubeError(403, "forbidden"))
 

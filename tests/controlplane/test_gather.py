@@ -1,4 +1,6 @@
-"""Observations: what they request and how often, and the evidence for a drain."""
+"""Tests of the operator's status requests to routers and engines: their contents and frequency, and the evidence for a
+drain.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +92,7 @@ def published(*states: str, version: int = 7) -> PoolObject:
     return pool_object(status={"ring": {"version": version, "members": members}})
 
 
-async def test_gather_at_rest_asks_routers_every_15_s() -> None:
+async def test_gather_of_idle_pool_requests_routers_every_15_s() -> None:
     scene = Scene()
     for _ in range(31):
         await scene.look(published("Active", "Active"), after_s=1.0)
@@ -99,7 +101,7 @@ async def test_gather_at_rest_asks_routers_every_15_s() -> None:
     assert scene.engines.asked == []
 
 
-async def test_gather_draining_asks_routers_and_engine_every_time() -> None:
+async def test_gather_during_drain_always_requests_routers_and_engine() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
@@ -110,7 +112,7 @@ async def test_gather_draining_asks_routers_and_engine_every_time() -> None:
     assert observed.idle_checks == {"qwen-1": 2}
 
 
-async def test_gather_immediate_second_call_asks_nothing() -> None:
+async def test_gather_called_again_immediately_sends_no_request() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     observed = await scene.look(published("Active", "Draining"), after_s=0.05)
@@ -131,7 +133,7 @@ async def test_gather_request_in_flight_resets_idle_checks() -> None:
     assert observed.idle_checks == {"qwen-1": 1}
 
 
-async def test_gather_second_drain_counts_from_zero() -> None:
+async def test_gather_second_drain_starts_idle_checks_at_zero() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     await scene.look(published("Active", "Active"), after_s=0.1)
@@ -140,7 +142,7 @@ async def test_gather_second_drain_counts_from_zero() -> None:
     assert observed.idle_checks == {"qwen-1": 1}
 
 
-async def test_gather_drain_restarted_between_checks_counts_from_zero() -> None:
+async def test_gather_drain_restarted_between_checks_resets_idle_checks() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     await scene.look(published("Active", "Active"), after_s=0.1)
@@ -150,7 +152,7 @@ async def test_gather_drain_restarted_between_checks_counts_from_zero() -> None:
     assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_checks == {"qwen-1": 2}
 
 
-async def test_gather_router_behind_is_asked_every_second() -> None:
+async def test_gather_router_with_old_ring_is_requested_every_second() -> None:
     scene = Scene()
     scene.routers.ring_version = 6
     await scene.look(published("Active", version=7))
@@ -164,7 +166,7 @@ async def test_gather_router_behind_is_asked_every_second() -> None:
     assert 13 < scene.gatherer.due_s() < 15
 
 
-async def test_gather_traffic_is_difference_of_totals() -> None:
+async def test_gather_computes_traffic_as_difference_of_totals() -> None:
     scene = Scene()
     await scene.look(published("Active"))
     scene.routers.totals = {**TOTALS, "requests": 20, "first_tokens": 20, "slo_met": 15, "prompt_tokens": 100}
@@ -174,7 +176,7 @@ async def test_gather_traffic_is_difference_of_totals() -> None:
     assert observed.traffic.slo_attainment == "0.75"
 
 
-async def test_gather_invalid_spec_is_observed() -> None:
+async def test_gather_reports_the_invalid_spec() -> None:
     scene = Scene()
     observed = await scene.gatherer.observe(published("Active"), None, ("refused",))
 
@@ -193,7 +195,7 @@ def show(scene: Scene, *bodies: dict[str, Any]) -> None:
         scene.watches.pods.put((("llm", body["metadata"]["name"]), read_pod_object(body)))
 
 
-async def test_gather_invalid_spec_uses_pods_of_last_spec() -> None:
+async def test_gather_with_invalid_spec_uses_pods_of_last_valid_spec() -> None:
     scene = Scene()
     adopting = pool_object(workload={"selector": {"matchLabels": {"app": "vllm"}}})
     await scene.look(adopting)
@@ -202,14 +204,14 @@ async def test_gather_invalid_spec_uses_pods_of_last_spec() -> None:
     assert await unreadable(scene, adopting) == ["a"]
 
 
-async def test_gather_never_valid_spec_uses_statefulset_and_members() -> None:
+async def test_gather_without_valid_spec_uses_statefulset_and_members() -> None:
     scene = Scene()
     show(scene, pod_body("qwen-1", owner="qwen"), pod_body("qwen-0"), pod_body("stray"))
 
     assert await unreadable(scene, published("Active")) == ["qwen-0", "qwen-1"]
 
 
-async def test_gather_version_floor_is_highest_published() -> None:
+async def test_gather_version_floor_is_highest_published_ring_version() -> None:
     scene = Scene()
     scene.routers.ring_version = 0
     for pool in (published("Active", version=9), pool_object()):
@@ -221,7 +223,7 @@ async def test_gather_version_floor_is_highest_published() -> None:
     assert (await scene.look(another)).version_floor == 0
 
 
-async def test_gather_version_floor_is_highest_reported_by_routers() -> None:
+async def test_gather_version_floor_is_highest_router_ring_version() -> None:
     scene = Scene()
     scene.routers.ring_version = 12
 
@@ -230,7 +232,7 @@ async def test_gather_version_floor_is_highest_reported_by_routers() -> None:
     assert (await scene.look(pool_object(), after_s=15.0)).version_floor == 0
 
 
-async def test_gather_deletion_with_invalid_spec_is_observed() -> None:
+async def test_gather_reports_deletion_despite_invalid_spec() -> None:
     scene = Scene()
     pool = published("Active")
     going = replace(
@@ -245,7 +247,7 @@ async def test_gather_deletion_with_invalid_spec_is_observed() -> None:
     assert (await scene.gatherer.observe(going, None, ())).deleting
 
 
-async def test_gather_lost_claims_need_no_request() -> None:
+async def test_gather_finds_lost_name_claims_without_a_request() -> None:
     scene = Scene()
     young, older = pool_body(), pool_body(uid="an older one's")
     young["metadata"]["creationTimestamp"] = "2026-11-22T00:00:00Z"

@@ -1,4 +1,4 @@
-"""kopf's settings: the longest time of a deletion, and what kopf must not watch or write."""
+"""Tests of kopf's settings: the longest time of a deletion, and the objects that kopf must not watch or write."""
 
 import asyncio
 import itertools
@@ -16,13 +16,13 @@ from dualmap_operator.run.reconciler import Reconcilers
 
 def deleted(**spec: Any) -> dict[str, Any]:
     body = pool_body(**spec)
-    # Long ago: no operator was there when it was deleted.
+    # The deletion time is long ago, as if no operator ran at the deletion.
     body["metadata"]["deletionTimestamp"] = "2000-01-01T00:00:00Z"
     return {"apiVersion": "serving.dualmap.dev/v1alpha1", "kind": "InferencePool", **body}
 
 
 class FakeReconciler:
-    """A pool's loop that ends as the test sets: it drains, fails, or runs on."""
+    """A reconciler that drains, fails, or continues, as the test sets."""
 
     def __init__(self, how: str) -> None:
         self.pool_id = "llm/qwen"
@@ -62,7 +62,7 @@ class Scene:
 
 
 class FakeStopped:
-    """kopf's signal that a daemon must end: never sent."""
+    """kopf's stop signal of a daemon, which is never set."""
 
     def __bool__(self) -> bool:
         return False
@@ -71,12 +71,12 @@ class FakeStopped:
         await asyncio.Event().wait()
 
 
-async def test_drain_handler_drained_pool_is_released() -> None:
+async def test_drain_handler_returns_after_pool_is_drained() -> None:
     await Scene("drains").drain()
 
 
 @pytest.mark.parametrize("how", ["breaks", "goes on"])
-async def test_drain_handler_interrupted_drain_is_retried(how: str) -> None:
+async def test_drain_handler_retries_interrupted_drain(how: str) -> None:
     scene = Scene(how)
     scene.reconcilers.closing.set()
 
@@ -84,7 +84,7 @@ async def test_drain_handler_interrupted_drain_is_retried(how: str) -> None:
         await scene.drain()
 
 
-async def test_drain_handler_releases_after_the_deadline() -> None:
+async def test_drain_handler_returns_after_the_deadline() -> None:
     scene = Scene("breaks")
     for waited_s in (0.0, 89.9):
         scene.clock.now_s += waited_s
@@ -95,35 +95,35 @@ async def test_drain_handler_releases_after_the_deadline() -> None:
     await scene.drain(drain={"timeout": "1m"})
 
 
-async def test_daemon_ended_reconciler_is_restarted() -> None:
+async def test_daemon_restarts_an_ended_reconciler() -> None:
     with pytest.raises(kopf.TemporaryError, match="is restarted"):
         await Scene("breaks").keep()
 
 
-def test_longest_drain_is_drain_timeout_plus_grace() -> None:
+def test_longest_drain_is_drain_timeout_plus_grace_period() -> None:
     assert longest_drain_s(deleted(drain={"timeout": "1m"})) == 60 + 30
     assert longest_drain_s(deleted()) == 600 + 30
     assert longest_drain_s(deleted(workload={})) == 600 + 30, "a spec that cannot be read"
 
 
-def test_kopf_settings_use_our_finalizer_and_no_extra_requests() -> None:
+def test_kopf_settings_use_own_finalizer_and_no_extra_requests() -> None:
     settings = make_settings()
 
     assert settings.persistence.finalizer == "serving.dualmap.dev/drain"
     assert settings.scanning.disabled
     assert not settings.posting.enabled
-    # The API takes whole seconds only.
+    # The API accepts only whole seconds.
     assert isinstance(settings.watching.server_timeout, int)
 
 
-def test_kopf_settings_retry_without_end() -> None:
+def test_kopf_settings_retry_api_errors_without_limit() -> None:
     backoffs = make_settings().networking.error_backoffs
 
     assert not isinstance(backoffs, float)
     assert max(itertools.islice(backoffs, 10_000)) == 2.0
 
 
-def test_registry_handles_pools_only() -> None:
+def test_kopf_registry_handles_only_pools() -> None:
     registry = make_registry(  # type: ignore[arg-type,return-value]  # unused
         Reconcilers(lambda *_: None), Clock(), connection=no_connection
     )

@@ -1,4 +1,4 @@
-"""The operator's two ports."""
+"""Tests of the operator's health and metrics ports."""
 
 import asyncio
 import socket
@@ -37,16 +37,16 @@ async def test_health_is_200_without_problems(scene: Scene) -> None:
     assert await scene.get(scene.ports[0], "/healthz") == (200, "ok\n")
 
 
-async def test_health_is_500_with_the_reasons(scene: Scene) -> None:
-    scene.problems = ["no word from the watch of Pod for 130 s", "reconcile of llm/qwen is stuck"]
+async def test_health_with_problems_is_500_with_the_reasons(scene: Scene) -> None:
+    scene.problems = ["no data from the watch of Pod for 130 s", "reconcile of llm/qwen is stuck"]
 
     assert await scene.get(scene.ports[0], "/healthz") == (
         500,
-        "no word from the watch of Pod for 130 s\nreconcile of llm/qwen is stuck\n",
+        "no data from the watch of Pod for 130 s\nreconcile of llm/qwen is stuck\n",
     )
 
 
-async def test_metrics_are_on_the_other_port(scene: Scene) -> None:
+async def test_operator_metrics_are_served_only_on_the_metrics_port(scene: Scene) -> None:
     status, page = await scene.get(scene.ports[1], "/metrics")
 
     assert status == 200
@@ -55,7 +55,7 @@ async def test_metrics_are_on_the_other_port(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: o\r\n\r\n"])
-async def test_health_incomplete_request_is_closed(sent: bytes) -> None:
+async def test_incomplete_health_request_is_closed(sent: bytes) -> None:
     scene = Scene(idle_timeout_s=0.05)
     try:
         for port in await scene.server.start(HOST, health_port=0, metrics_port=0):
@@ -68,7 +68,7 @@ async def test_health_incomplete_request_is_closed(sent: bytes) -> None:
         await scene.server.close()
 
 
-async def test_health_taken_port_is_named() -> None:
+async def test_health_port_in_use_is_named_in_the_error() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()
@@ -77,13 +77,13 @@ async def test_health_taken_port_is_named() -> None:
             await Scene().server.start(HOST, health_port=0, metrics_port=port)
 
 
-def test_problems_name_silent_watch_and_stuck_or_missing_reconcile() -> None:
+def test_problems_include_silent_watch_and_stuck_or_absent_reconcile() -> None:
     said = problems(
         ages_s={"Pod": 121.0, "Service": 46.0}, stuck=["llm/qwen"], unreconciled_s={"llm/new": 1.0, "llm/lost": 31.0}
     )
 
     assert said == (
-        "no word from the watch of Pod for 121 s",
+        "no data from the watch of Pod for 121 s",
         "reconcile of llm/qwen is stuck",
         "llm/lost has had no reconciler for 31 s",
     )

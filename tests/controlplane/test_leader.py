@@ -1,4 +1,4 @@
-"""Leadership by a Lease: one at a time, handed over when it stops, lost in time when it cannot be renewed."""
+"""Tests of leader election with a Lease: one leader at a time, release at a stop, and loss without a renewal."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,13 +15,13 @@ from dualmap_operator.settings import LeaseSettings
 
 COLLECTION = "/apis/coordination.k8s.io/v1/namespaces/dualmap-system/leases"
 LEASE = f"{COLLECTION}/dualmap-operator"
-# Attempts come as fast as the loop turns; all that matters of time is on the tests' clock.
+# The retry pause is short, because the tests' clock determines all other times.
 SETTINGS = LeaseSettings(retry_s=0.001)
 NOON = datetime(2026, 7, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 
 
 class LeaseServer:
-    """An API server that holds one Lease, with optimistic locks."""
+    """An API server with one Lease and optimistic locking."""
 
     def __init__(self) -> None:
         self.kube = FakeKube()
@@ -95,7 +95,7 @@ async def server() -> AsyncIterator[LeaseServer]:
         task.cancel()
 
 
-async def test_leader_first_candidate_creates_lease_in_utc(server: LeaseServer) -> None:
+async def test_first_leader_candidate_creates_lease_with_utc_times(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
 
@@ -109,7 +109,7 @@ async def test_leader_first_candidate_creates_lease_in_utc(server: LeaseServer) 
     }
 
 
-async def test_leader_second_candidate_waits_without_writing(server: LeaseServer) -> None:
+async def test_second_leader_candidate_waits_without_writing(server: LeaseServer) -> None:
     await server.candidate("first").acquire()
     second = server.candidate("second")
     waiting = asyncio.create_task(second.acquire())
@@ -120,7 +120,7 @@ async def test_leader_second_candidate_waits_without_writing(server: LeaseServer
     assert server.writes == 1
 
 
-async def test_leader_expired_lease_is_taken(server: LeaseServer) -> None:
+async def test_expired_lease_is_acquired_by_the_next_candidate(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     second = server.candidate("second")
@@ -142,7 +142,7 @@ async def test_leader_expired_lease_is_taken(server: LeaseServer) -> None:
     assert server.spec["leaseTransitions"] == 1
 
 
-async def test_leader_renewed_lease_is_not_taken(server: LeaseServer) -> None:
+async def test_renewed_lease_is_not_acquired_by_another_candidate(server: LeaseServer) -> None:
     first, second = server.candidate("first"), server.candidate("second")
     await first.acquire()
     renewing = asyncio.create_task(first.renew())
@@ -157,7 +157,7 @@ async def test_leader_renewed_lease_is_not_taken(server: LeaseServer) -> None:
     assert not renewing.done()
 
 
-async def test_leader_clock_difference_does_not_expire_lease(server: LeaseServer) -> None:
+async def test_clock_difference_does_not_expire_the_leader_lease(server: LeaseServer) -> None:
     from datetime import timezone
 
     await server.candidate("first", tz=timezone(timedelta(hours=9))).acquire()
@@ -169,7 +169,7 @@ async def test_leader_clock_difference_does_not_expire_lease(server: LeaseServer
     assert server.spec["renewTime"] == "2026-07-01T12:00:00.250000Z"
 
 
-async def test_leader_released_lease_is_taken_at_once(server: LeaseServer) -> None:
+async def test_released_lease_is_acquired_at_once(server: LeaseServer) -> None:
     first, second = server.candidate("first"), server.candidate("second")
     await first.acquire()
     waiting = asyncio.create_task(second.acquire())
@@ -182,7 +182,7 @@ async def test_leader_released_lease_is_taken_at_once(server: LeaseServer) -> No
     assert second.leading
 
 
-async def test_leader_renewal_past_deadline_loses_lease(server: LeaseServer) -> None:
+async def test_leader_without_renewal_by_the_deadline_loses_lease(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     server.away = True
@@ -196,7 +196,7 @@ async def test_leader_renewal_past_deadline_loses_lease(server: LeaseServer) -> 
     assert not first.leading
 
 
-async def test_leader_other_holder_loses_lease_at_once(server: LeaseServer) -> None:
+async def test_leader_loses_lease_at_once_if_another_holder_appears(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     assert server.lease is not None
@@ -210,7 +210,7 @@ async def test_leader_other_holder_loses_lease_at_once(server: LeaseServer) -> N
     assert server.spec["holderIdentity"] == "second"
 
 
-async def test_leader_lost_answer_to_renewal_keeps_lease(server: LeaseServer) -> None:
+async def test_leader_keeps_lease_if_renewal_response_is_lost(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     server.lose_answers = True
@@ -223,7 +223,7 @@ async def test_leader_lost_answer_to_renewal_keeps_lease(server: LeaseServer) ->
     assert not renewing.done()
 
 
-async def test_leader_unreachable_server_is_retried(server: LeaseServer) -> None:
+async def test_leader_retries_an_unreachable_api_server(server: LeaseServer) -> None:
     server.away = True
     first = server.candidate("first")
     waiting = asyncio.create_task(first.acquire())
@@ -234,7 +234,7 @@ async def test_leader_unreachable_server_is_retried(server: LeaseServer) -> None
     assert first.leading
 
 
-async def test_leader_simultaneous_candidates_elect_one(server: LeaseServer) -> None:
+async def test_simultaneous_candidates_elect_exactly_one_leader(server: LeaseServer) -> None:
     candidates = [server.candidate(f"candidate-{number}") for number in range(5)]
     waiting = [asyncio.create_task(each.acquire()) for each in candidates]
     await until(lambda: len(server.kube.requests) > 30)
@@ -244,7 +244,7 @@ async def test_leader_simultaneous_candidates_elect_one(server: LeaseServer) -> 
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_leader_loss_is_noticed_at_the_deadline(server: LeaseServer, hangs: bool) -> None:
+async def test_leader_detects_lost_lease_at_the_deadline(server: LeaseServer, hangs: bool) -> None:
     loop = asyncio.get_running_loop()
     api = HangingApi(server.api) if hangs else server.api
     first = Leadership(
@@ -262,7 +262,7 @@ async def test_leader_loss_is_noticed_at_the_deadline(server: LeaseServer, hangs
 
 
 class HangingApi:
-    """Answers every request except renewals."""
+    """An API server that answers every request except renewals."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -274,7 +274,7 @@ class HangingApi:
 
 
 @pytest.mark.parametrize("there", [False, True])
-async def test_leader_lease_acquired_during_stop_is_released(server: LeaseServer, there: bool) -> None:
+async def test_lease_acquired_during_stop_is_released(server: LeaseServer, there: bool) -> None:
     if there:
         before = server.candidate("before")
         await before.acquire()
@@ -296,7 +296,7 @@ async def test_leader_lease_acquired_during_stop_is_released(server: LeaseServer
 
 
 class SlowApi:
-    """Executes the first write at once and never responds."""
+    """An API server that executes the first write immediately and never responds."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -310,7 +310,7 @@ class SlowApi:
         return answer
 
 
-async def test_leader_standby_releases_nothing(server: LeaseServer) -> None:
+async def test_standby_candidate_releases_no_lease(server: LeaseServer) -> None:
     await server.candidate("first").acquire()
     second = server.candidate("second")
     await asyncio.gather(asyncio.wait_for(second.acquire(), 0.05), return_exceptions=True)

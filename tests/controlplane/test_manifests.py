@@ -1,7 +1,8 @@
-"""manifests/: the objects fit each other and the programs they run. That the rights suffice is shown by e2e.
+"""Tests that the objects of manifests/ are consistent with each other and with their programs. e2e/ tests the
+permissions.
 
-install*.yaml are made from the chart, whose own tests are in tests/chart; the examples are tested where they are
-applied.
+install*.yaml are generated from the chart, which tests/chart tests. e2e/controlplane/test_examples.py tests the
+examples.
 """
 
 import re
@@ -69,7 +70,7 @@ def test_manifests_readme_lists_every_file() -> None:
     assert sorted(each for each in linked if not each.startswith("examples/")) == files()
 
 
-def test_manifests_name_their_namespace_unless_applied_to_one() -> None:
+def test_manifests_omit_namespace_only_if_the_user_selects_it() -> None:
     without = {
         (file, each["kind"]) for file in files() for each in documents(file) if "namespace" not in each["metadata"]
     }
@@ -87,7 +88,7 @@ def test_manifests_name_their_namespace_unless_applied_to_one() -> None:
 
 class TestRights:
     @pytest.mark.parametrize("file", RBAC_FILES)
-    def test_rights_role_is_bound_to_its_service_account(self, file: str) -> None:
+    def test_rbac_role_is_bound_to_its_service_account(self, file: str) -> None:
         accounts = {each["metadata"]["name"] for each in every("ServiceAccount")}
         roles = {(each["kind"], each["metadata"]["name"]) for each in documents(file) if "rules" in each}
         bindings = [each for each in documents(file) if "roleRef" in each]
@@ -100,13 +101,13 @@ class TestRights:
             assert subject["name"] in accounts
 
     @pytest.mark.parametrize("file", RBAC_FILES)
-    def test_rights_have_no_wildcards(self, file: str) -> None:
+    def test_rbac_rights_have_no_wildcards(self, file: str) -> None:
         for _, rule in rules(file):
             granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
             assert not [each for each in granted if "*" in each]
             assert granted.isdisjoint({"secrets", "configmaps", "pods/exec", "deletecollection", "impersonate"})
 
-    def test_rights_are_equal_in_both_forms(self) -> None:
+    def test_rbac_rights_are_equal_in_role_and_cluster_role(self) -> None:
         forms = [
             {(role["metadata"]["name"], str(rule)) for role, rule in rules(file)}
             for file in ("rbac/cluster.yaml", "rbac/namespaced.yaml")
@@ -115,7 +116,7 @@ class TestRights:
         assert {name for name, _ in forms[0]} == {"dualmap-operator", "dualmap-router"}
 
     @pytest.mark.parametrize(("file", "form"), list(zip(INSTALL_FILES, ("cluster", "namespaced"), strict=True)))
-    def test_rights_equal_those_of_the_installation(self, file: str, form: str) -> None:
+    def test_rbac_rights_of_install_file_equal_the_rbac_files(self, file: str, form: str) -> None:
         def granted(*sources: str) -> list[tuple[str, str, str]]:
             return sorted(
                 (role["kind"], role["metadata"]["name"].removesuffix("-system"), str(rule))
@@ -125,7 +126,7 @@ class TestRights:
 
         assert granted(file) == granted("rbac/system.yaml", f"rbac/{form}.yaml")
 
-    def test_rights_of_the_router_are_read_only(self) -> None:
+    def test_router_rbac_rights_are_read_only(self) -> None:
         verbs = {
             verb
             for role, rule in rules("rbac/cluster.yaml")
@@ -134,7 +135,7 @@ class TestRights:
         }
         assert verbs == {"list", "watch"}
 
-    def test_rights_cover_the_lease_of_the_operator(self) -> None:
+    def test_rbac_rights_cover_the_operators_lease(self) -> None:
         named = [rule for _, rule in rules("rbac/system.yaml") if "resourceNames" in rule]
         assert [rule["resourceNames"] for rule in named] == [[LeaseSettings().name]]
         assert [rule["verbs"] for rule in named] == [["get", "update"]]
@@ -154,7 +155,7 @@ class TestPrograms:
         assert container["command"] == ["dualmap", command.name]
         return command.make_context("dualmap", list(container["args"])).params
 
-    def test_programs_accept_their_arguments_and_watch_their_scope(
+    def test_programs_accept_their_arguments_and_watch_correct_namespaces(
         self, file: str, name: str, command: click.Command
     ) -> None:
         options = self.parsed(file, name, command)
@@ -177,7 +178,7 @@ class TestPrograms:
             else:
                 assert probe["httpGet"] == {"path": "/healthz", "port": "health"}
 
-    def test_programs_select_their_pods_and_meet_restricted_security(
+    def test_workloads_select_their_pods_and_meet_restricted_security(
         self, file: str, name: str, command: click.Command
     ) -> None:
         spec = workload(file, name)["spec"]
@@ -199,7 +200,7 @@ class TestPrograms:
         assert not container["image"].endswith(":latest")
 
 
-def test_operators_elect_a_leader_and_have_their_namespace() -> None:
+def test_operators_use_leader_election_and_know_their_namespace() -> None:
     spec = only("install.yaml", "Deployment", "dualmap-operator")["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["replicas"] == 2
@@ -210,8 +211,8 @@ def test_operators_elect_a_leader_and_have_their_namespace() -> None:
 
 
 class TestRouter:
-    def test_router_liveness_is_not_readiness(self) -> None:
-        """A router that drains is not ready, and must not be killed for it."""
+    def test_router_liveness_probe_differs_from_readiness_probe(self) -> None:
+        """A draining router is not ready, but the kubelet must not kill this router."""
         (container,) = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
@@ -222,7 +223,7 @@ class TestRouter:
         options = router.make_context("router", list(pod["containers"][0]["args"])).params
         assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
 
-    def test_router_service_has_the_name_and_port_of_the_operator(self) -> None:
+    def test_router_service_has_the_name_and_port_the_operator_uses(self) -> None:
         service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "StatefulSet"))
         pod = deployment["spec"]["template"]
         assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]

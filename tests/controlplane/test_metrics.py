@@ -1,4 +1,4 @@
-"""The operator's metrics: their names and what moves them."""
+"""Tests of the operator's metrics: their names, and the events that change them."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def page(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def test_metrics_reconciles_are_counted_by_result() -> None:
+def test_metrics_count_reconciles_by_result() -> None:
     metrics = Metrics()
     metrics.reconciled("done", 0.1)
     metrics.reconciled("conflict", 0.1)
@@ -35,7 +35,7 @@ def test_metrics_reconciles_are_counted_by_result() -> None:
     assert shown["dualmap_operator_reconcile_queue"] == 1
 
 
-def test_metrics_ring_shows_version_and_members_until_deletion() -> None:
+def test_ring_metrics_show_version_and_members_until_deletion() -> None:
     metrics = Metrics()
     metrics.published("llm/qwen", ring("Active", "Active", "Joining", version=4), 0.0)
 
@@ -48,7 +48,7 @@ def test_metrics_ring_shows_version_and_members_until_deletion() -> None:
     assert not any("llm/qwen" in name for name in page(metrics))
 
 
-def test_metrics_drain_duration_is_from_state_to_removal() -> None:
+def test_drain_duration_metric_lasts_from_draining_to_removal() -> None:
     metrics = Metrics()
     began_s = read_time("2026-11-20T08:00:00Z")
     assert began_s is not None
@@ -64,7 +64,7 @@ def test_metrics_drain_duration_is_from_state_to_removal() -> None:
     assert shown["dualmap_operator_drain_seconds_sum"] == 42
 
 
-def test_metrics_watch_ages_are_read_at_each_scrape() -> None:
+def test_watch_age_metrics_are_read_at_each_scrape() -> None:
     metrics = Metrics()
     ages = {"Pod": 3.0}
     metrics.watch(lambda: ages)
@@ -74,7 +74,7 @@ def test_metrics_watch_ages_are_read_at_each_scrape() -> None:
     assert page(metrics)['dualmap_operator_watch_age_seconds{kind="Pod"}'] == 4
 
 
-def test_metrics_have_leadership_and_requests() -> None:
+def test_metrics_include_leadership_and_api_requests() -> None:
     metrics = Metrics()
     metrics.leading(True)
     metrics.api_request("PATCH", 409)
@@ -94,7 +94,7 @@ def exported() -> dict[str, tuple[str, set[str]]]:
     for family in text_string_to_metric_families(metrics.render().decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        # When each counter began is exported beside it by the library.
+        # The library also exports each counter's start time.
         if not name.endswith("_created"):
             found[name] = (family.type, labels)
     return found

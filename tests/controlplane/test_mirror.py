@@ -1,4 +1,4 @@
-"""The mirror of a collection: it has exactly the server's objects."""
+"""Tests that the mirror of a collection has exactly the server's objects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,7 +59,7 @@ def started(scene: Scene) -> asyncio.Task[None]:
     return asyncio.create_task(scene.mirror.run())
 
 
-async def test_mirror_pages_list_all_then_watch_from_the_last_version(scene: Scene) -> None:
+async def test_mirror_lists_all_pages_then_watches_from_last_version(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a"), page="next"), listing(body("b", colour="blue"), version="12"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -70,7 +70,7 @@ async def test_mirror_pages_list_all_then_watch_from_the_last_version(scene: Sce
     assert scene.kube.watches[0].query == {"labelSelector": "app=vllm", "resourceVersion": "12"}
 
 
-async def test_mirror_events_call_listener_with_old_and_new_value(scene: Scene) -> None:
+async def test_mirror_event_calls_listener_with_old_and_new_value(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -83,7 +83,7 @@ async def test_mirror_events_call_listener_with_old_and_new_value(scene: Scene) 
     await until(lambda: "a" not in scene.objects)
 
     assert scene.objects == {"b": "grey"}
-    # The third event changed nothing that is read.
+    # The third event changed no field that the operator reads.
     assert scene.told == [
         (("llm", "a"), "grey", "red"),
         (("llm", "b"), None, "grey"),
@@ -91,7 +91,7 @@ async def test_mirror_events_call_listener_with_old_and_new_value(scene: Scene) 
     ]
 
 
-async def test_mirror_missed_deletion_is_gone_after_next_list(scene: Scene) -> None:
+async def test_mirror_removes_an_object_missing_in_the_next_list(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a"), body("b")), listing(body("b"), version="99"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -105,7 +105,7 @@ async def test_mirror_missed_deletion_is_gone_after_next_list(scene: Scene) -> N
     assert scene.kube.watches[1].query["resourceVersion"] == "99"
 
 
-async def test_mirror_broken_connection_resumes_from_last_version(scene: Scene) -> None:
+async def test_mirror_resumes_from_last_version_after_broken_connection(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -118,7 +118,7 @@ async def test_mirror_broken_connection_resumes_from_last_version(scene: Scene) 
     assert len(scene.kube.requests) == 1, "listed once"
 
 
-async def test_mirror_answer_that_is_no_list_keeps_objects(scene: Scene) -> None:
+async def test_mirror_keeps_objects_if_the_response_is_no_list(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")), {"message": "a proxy's"}, listing(body("b"), version="99"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -131,7 +131,7 @@ async def test_mirror_answer_that_is_no_list_keeps_objects(scene: Scene) -> None
     assert scene.counts.requests == [("LIST", 200), ("WATCH", 200), ("LIST", 0), ("LIST", 200), ("WATCH", 200)]
 
 
-async def test_mirror_missing_kind_is_waited_for(scene: Scene) -> None:
+async def test_mirror_waits_for_a_missing_resource_kind(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, KubeError(404, "no such kind"), KubeError(0, "away"), listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -140,7 +140,7 @@ async def test_mirror_missing_kind_is_waited_for(scene: Scene) -> None:
     assert scene.counts.requests[:3] == [("LIST", 404), ("LIST", 0), ("LIST", 200)]
 
 
-async def test_mirror_age_counts_from_last_answer(scene: Scene) -> None:
+async def test_mirror_age_counts_from_the_last_server_response(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -153,7 +153,7 @@ async def test_mirror_age_counts_from_last_answer(scene: Scene) -> None:
 
 @pytest.fixture
 def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The requested pauses of the mirror; no test really sleeps."""
+    """Records the mirror's pauses instead of sleeping."""
     slept: list[float] = []
     sleep = asyncio.sleep
 
@@ -165,7 +165,7 @@ def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-async def test_mirror_refused_watches_back_off(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_backs_off_after_rejected_watches(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     for _ in range(6):
         scene.kube.break_watch(KubeError(503, "overloaded"))
@@ -179,7 +179,7 @@ async def test_mirror_refused_watches_back_off(scene: Scene, pauses: list[float]
     assert pauses[6] == 0.001, "it was let watch meanwhile"
 
 
-async def test_mirror_pause_honours_retry_after(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_pause_equals_retry_after_of_the_response(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, KubeError(429, "too many", retry_after_s=7.0), listing(body("a")))
     scene.kube.break_watch(KubeError(429, "too many", retry_after_s=9.0))
     _running = started(scene)
@@ -188,7 +188,7 @@ async def test_mirror_pause_honours_retry_after(scene: Scene, pauses: list[float
     assert pauses == [7.0, 9.0]
 
 
-async def test_mirror_age_resets_at_watch_end_but_not_at_silence(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_age_resets_at_watch_end_but_grows_in_silence(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.kube.watching.wait()
@@ -205,7 +205,7 @@ async def test_mirror_age_resets_at_watch_end_but_not_at_silence(scene: Scene, p
     assert len(scene.kube.requests) == 1, "listed once"
 
 
-async def test_mirror_short_watches_are_followed_by_a_pause(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_pauses_after_a_short_watch(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     scene.kube.break_watch(None)
     _running = started(scene)

@@ -1,4 +1,4 @@
-"""The command line of ``dualmap operator``: settings from flags and environment, and rejected values."""
+"""Tests of the command line of ``dualmap operator``: settings from flags and environment, and rejected values."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dualmap_operator.settings import Settings
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings that the operator would be run with."""
+    """Return the settings that the operator would use."""
     runs: list[Settings] = []
 
     def run(settings: Settings) -> int:
@@ -30,7 +30,7 @@ def invoke(*arguments: str, **environment: str | None) -> Result:
     return CliRunner().invoke(operator, arguments, env=variables)
 
 
-def test_options_defaults(told: list[Settings]) -> None:
+def test_operator_options_have_documented_defaults(told: list[Settings]) -> None:
     assert invoke().exit_code == 0
 
     (settings,) = told
@@ -38,7 +38,7 @@ def test_options_defaults(told: list[Settings]) -> None:
     assert (settings.metrics_port, settings.health_port, settings.router_service) == (9091, 9092, "dualmap-router")
 
 
-def test_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
+def test_operator_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
     result = invoke(
         "--namespace", "llm", "--leader-election", "--router", "10.0.0.1:9090", "--router", "[fd00::1]:9091",
         POD_NAMESPACE="serving",
@@ -65,13 +65,15 @@ def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) ->
         (["--namespace", "llm", "--all-namespaces"], "exclude each other"),
         (["--namespace", "LLM"], "'LLM' is not accepted; give a DNS label"),
         (["--router", "10.0.0.1"], "'10.0.0.1' is not accepted; give HOST:PORT"),
-        (["--router", "fd00::1:9090"], "give HOST:PORT, an IPv6 host in brackets"),
+        (["--router", "fd00::1:9090"], "give HOST:PORT, with an IPv6 host in brackets"),
         (["--router", "router:0"], "give HOST:PORT"),
-        (["--health-port", "9000", "--metrics-port", "9000"], "give each a port of its own"),
+        (["--health-port", "9000", "--metrics-port", "9000"], "give two different ports"),
         (["--health-port", "70000"], "70000 is not in the range"),
     ],
 )
-def test_options_invalid_value_names_the_accepted(told: list[Settings], arguments: list[str], words: str) -> None:
+def test_invalid_operator_option_error_lists_accepted_values(
+    told: list[Settings], arguments: list[str], words: str
+) -> None:
     result = invoke(*arguments)
 
     assert result.exit_code == 2
@@ -79,14 +81,14 @@ def test_options_invalid_value_names_the_accepted(told: list[Settings], argument
     assert told == []
 
 
-def test_options_invalid_pod_namespace_is_named(told: list[Settings]) -> None:
+def test_invalid_pod_namespace_is_named_in_the_error(told: list[Settings]) -> None:
     result = invoke(POD_NAMESPACE="not/a/name")
 
     assert result.exit_code == 2
     assert "POD_NAMESPACE: 'not/a/name' is not accepted" in result.output
 
 
-def test_help_has_an_example() -> None:
+def test_operator_help_has_an_example() -> None:
     result = invoke("--help")
 
     assert result.exit_code == 0

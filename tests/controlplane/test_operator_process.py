@@ -1,4 +1,4 @@
-"""``dualmap operator`` as a process without an API server: its output and its exit."""
+"""Tests ``dualmap operator`` as a process without an API server: its output and its exit."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ARGV = [sys.executable, "-m", "dualmap_cli", "operator", "--host", "127.0.0.1", 
 
 
 def kubeconfig(folder: Path) -> Path:
-    """Write a kubeconfig whose server does not run."""
+    """Write a kubeconfig with the address of a server that does not run."""
     file = folder / "kubeconfig"
     parts = {
         "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
@@ -44,7 +44,7 @@ async def operator(kubeconfig: Path, *arguments: str) -> AsyncIterator[asyncio.s
         await process.communicate()
 
 
-async def test_operator_without_kubeconfig_names_what_to_set(tmp_path: Path) -> None:
+async def test_operator_without_kubeconfig_error_names_the_settings(tmp_path: Path) -> None:
     async with operator(tmp_path / "absent", "--health-port", "0") as process:
         _, said = await process.communicate()
 
@@ -52,7 +52,7 @@ async def test_operator_without_kubeconfig_names_what_to_set(tmp_path: Path) -> 
     assert re.search(r"dualmap operator: kubeconfig .*absent does not exist; set KUBECONFIG", said.decode())
 
 
-async def test_operator_taken_port_is_named(tmp_path: Path) -> None:
+async def test_operator_port_in_use_is_named_in_the_error(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with taken:
         port = taken.sockets[0].getsockname()[1]

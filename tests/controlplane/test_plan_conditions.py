@@ -1,4 +1,4 @@
-"""The status: conditions, counts, Events, and no change at rest."""
+"""Tests of the planned status: conditions, counts, Events, and no change without new observations."""
 
 import json
 from dataclasses import replace
@@ -27,11 +27,11 @@ def condition(of: Plan, type_: str) -> Condition:
 
 
 def after(made: Plan, observed: Observed) -> Observed:
-    """The same world once the watch has shown what the plan wrote."""
+    """Return the observations after the watch has delivered the plan's writes."""
     return replace(observed, published=made.status)
 
 
-def test_conditions_second_reconcile_at_rest_changes_nothing() -> None:
+def test_second_reconcile_of_idle_pool_changes_no_condition() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     first = plan(template_spec(), observed, NOW_S)
     second = plan(template_spec(), after(first, observed), NOW_S + 3600)
@@ -45,7 +45,7 @@ def test_conditions_second_reconcile_at_rest_changes_nothing() -> None:
     }  # fmt: skip
 
 
-def test_conditions_keep_transition_time_until_status_changes() -> None:
+def test_conditions_keep_transition_time_while_status_is_equal() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     first = plan(template_spec(), observed, NOW_S)
     later = plan(template_spec(), after(first, observed), NOW_S + 10)
@@ -80,12 +80,12 @@ def test_status_counts_members_by_state() -> None:
         ([router(), router("b", version=0)], False, "RoutersBehind"),
     ],
 )
-def test_ring_synced_needs_every_ready_router(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
+def test_ring_synced_requires_every_ready_router(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
     said = condition(plan(template_spec(), seen(PODS, ACTIVE, routers=routers), NOW_S), "RingSynced")
     assert (said.status, said.reason) == (status, reason)
 
 
-def test_degraded_starting_pool_has_grace_period() -> None:
+def test_degraded_is_false_during_grace_period_of_new_pool() -> None:
     pods = tuple(starting(n, serving_since_s=NOW_S) for n in range(3))
     observed = seen(pods, version=0)
     first = plan(template_spec(), observed, NOW_S)
@@ -96,7 +96,7 @@ def test_degraded_starting_pool_has_grace_period() -> None:
     assert EventReason.POOL_DEGRADED in {event.reason for event in waited.events}
 
 
-def test_degraded_zero_replicas_is_false() -> None:
+def test_degraded_is_false_with_zero_replicas() -> None:
     observed = seen((), size=0, version=0)
     made = plan(template_spec(0), observed, NOW_S)
     later = plan(template_spec(0), after(made, observed), NOW_S + 600)
@@ -105,7 +105,7 @@ def test_degraded_zero_replicas_is_false() -> None:
     assert later.status == made.status
 
 
-def test_degraded_pool_scaled_from_zero_has_grace_period() -> None:
+def test_degraded_is_false_during_grace_after_scale_from_zero() -> None:
     empty = seen((), size=0, version=0)
     slept = after(plan(template_spec(0), empty, NOW_S), empty)
     wanted = plan(template_spec(1), slept, NOW_S + 600)
@@ -117,14 +117,14 @@ def test_degraded_pool_scaled_from_zero_has_grace_period() -> None:
     assert condition(plan(template_spec(1), after(again, woken), NOW_S + 640), "Degraded").status is True
 
 
-def test_conditions_deleted_pool_reports_deleting() -> None:
+def test_deleted_pool_conditions_have_reason_deleting() -> None:
     members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
     made = plan(template_spec(deleting=True), seen(PODS, members, routers=[router()]), NOW_S)
     told = {each.type: each.reason for each in made.status.conditions}
     assert (told["Available"], told["Progressing"]) == ("Deleting", "Deleting")
 
 
-def test_degraded_apply_failure_is_named() -> None:
+def test_degraded_message_contains_the_apply_failure() -> None:
     observed = replace(seen(PODS, ACTIVE), failures=("StatefulSet llm/qwen: exceeded quota",))
     made = plan(template_spec(), observed, NOW_S)
     assert (condition(made, "Degraded").reason, condition(made, "Degraded").message) == (
@@ -133,7 +133,7 @@ def test_degraded_apply_failure_is_named() -> None:
     )
 
 
-def test_scaling_limited_adopted_pods_is_true() -> None:
+def test_scaling_limited_is_true_for_adopted_pods() -> None:
     made = plan(selector_spec(), seen((adopted("a"),), [member(adopted("a"))], size=None), NOW_S)
     limited = condition(made, "ScalingLimited")
     assert limited.status is True
@@ -141,7 +141,7 @@ def test_scaling_limited_adopted_pods_is_true() -> None:
     assert made.status.selector == "app=vllm"
 
 
-def test_invalid_spec_keeps_ring_and_names_error() -> None:
+def test_invalid_spec_keeps_ring_and_reports_the_error() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     before = after(plan(template_spec(), observed, NOW_S), observed)
     made = plan_refused(before, 7, "spec.slo.ttft: 'soon' is not accepted", NOW_S + 5)
@@ -154,7 +154,7 @@ def test_invalid_spec_keeps_ring_and_names_error() -> None:
     assert (again.status, again.events) == (made.status, ())
 
 
-def test_degraded_follows_an_unscheduled_pod_after_grace() -> None:
+def test_degraded_is_true_if_pod_stays_unscheduled_after_grace() -> None:
     body = json.loads((RECORDED / "pod_pending.json").read_text())
     pending = replace(read_pod(body), name="qwen-2", ordinal=2)
     made_s = read_time(body["metadata"]["creationTimestamp"])
@@ -165,14 +165,14 @@ def test_degraded_follows_an_unscheduled_pod_after_grace() -> None:
     assert condition(old, "Degraded").reason == "PodsNotReady"
 
 
-def test_plan_ended_pods_are_ignored() -> None:
+def test_plan_ignores_ended_pods() -> None:
     evicted = adopted("b", 1, serving=False, ready=False, ended=True)
     made = plan(selector_spec(), seen((adopted("a"), evicted), [member(adopted("a"))], size=None), NOW_S)
     told = {each.type: each.status for each in made.status.conditions}
     assert (told["Progressing"], told["Degraded"], made.status.replicas) == (False, False, 1)
 
 
-def test_plan_version_never_decreases_after_status_wipe() -> None:
+def test_ring_version_never_decreases_after_status_removal() -> None:
     wiped = replace(seen(PODS, version=0, routers=[]), version_floor=41)
     assert plan(template_spec(), wiped, NOW_S).status.ring_version == 42
 
@@ -180,7 +180,7 @@ def test_plan_version_never_decreases_after_status_wipe() -> None:
 class TestRefusedSpec:
     ERROR = "spec.slo.ttft: 'soon' is not accepted"
 
-    def test_invalid_spec_crashed_member_leaves(self) -> None:
+    def test_crashed_member_is_removed_despite_invalid_spec(self) -> None:
         observed = seen((*PODS[:2], starting(2)), ACTIVE)
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.id for each in made.status.members} == {"qwen-0", "qwen-1"}
@@ -189,7 +189,7 @@ class TestRefusedSpec:
     def test_invalid_spec_without_known_pods_keeps_members(self) -> None:
         assert plan_refused(seen((), ACTIVE), 7, self.ERROR, NOW_S).status.members == ACTIVE
 
-    def test_invalid_spec_deleted_pool_drains_first(self) -> None:
+    def test_deleted_pool_with_invalid_spec_drains_first(self) -> None:
         observed = replace(seen(PODS, ACTIVE, routers=[router()]), deleting=True)
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.state for each in made.status.members} == {MemberState.DRAINING}
@@ -203,13 +203,13 @@ class TestModelConflict:
     ADOPTED = (adopted("a"), adopted("b", 1))
     SEEN = seen(ADOPTED, [member(each) for each in ADOPTED], size=None, routers=[router()])
 
-    def test_model_conflict_is_reported_once_and_changes_nothing_else(self) -> None:
+    def test_model_conflict_is_reported_once_and_changes_only_condition(self) -> None:
         settled = after(plan(selector_spec(), self.SEEN, NOW_S), self.SEEN)
         lost = replace(settled, lost_claims=self.LOST)
         made = plan(selector_spec(), lost, NOW_S + 5)
         accepted = condition(made, "Accepted")
         assert (accepted.status, accepted.reason, accepted.since_s) == (True, "ModelConflict", NOW_S)
-        assert accepted.message == "Requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
+        assert accepted.message == "Requests with model 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
         assert [(each.reason, each.message, each.warning) for each in made.events] == [
             (EventReason.MODEL_CONFLICT, accepted.message, True)
         ]
@@ -218,14 +218,14 @@ class TestModelConflict:
         again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
         assert (again.status, again.events, again.requeue_after_s) == (made.status, (), 30)
 
-    def test_model_conflict_clears_when_name_is_free(self) -> None:
+    def test_model_conflict_clears_after_the_name_is_released(self) -> None:
         lost = replace(self.SEEN, lost_claims=self.LOST)
         told = replace(after(plan(selector_spec(), lost, NOW_S), lost), lost_claims=())
         made = plan(selector_spec(), told, NOW_S + 5)
         assert condition(made, "Accepted").reason == "Accepted"
         assert [each.reason for each in made.events] == [EventReason.ACCEPTED]
 
-    def test_model_conflict_names_each_pool_and_keeps_warnings(self) -> None:
+    def test_model_conflict_message_names_each_pool_and_keeps_warnings(self) -> None:
         template = {"spec": {"containers": [{"name": "engine"}], "terminationGracePeriodSeconds": 1}}
         spec = replace(template_spec(), workload=TemplateWorkload(template=template))
         warned = condition(plan(spec, seen(PODS, ACTIVE), NOW_S), "Accepted")
@@ -234,11 +234,11 @@ class TestModelConflict:
         said = condition(plan(spec, replace(seen(PODS, ACTIVE), lost_claims=lost), NOW_S), "Accepted")
         assert said.reason == "ModelConflict"
         assert said.message == (
-            "Requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
-            f"Requests for 'small' go to the older pool other/first; {warned.message}"
+            "Requests with model 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
+            f"Requests with model 'small' go to the older pool other/first; {warned.message}"
         )
 
-    def test_model_conflict_longest_message_fits_the_status(self) -> None:
+    def test_longest_model_conflict_message_fits_the_status(self) -> None:
         lost = tuple(LostClaim(pool="llm/qwen", name="\x00" * 253, owner=f"{n:063}/{n:050}") for n in range(65))
         said = condition(plan(selector_spec(), replace(self.SEEN, lost_claims=lost), NOW_S), "Accepted")
         assert len(said.message) < 32_768 / 2, "what the CRD takes, and room for warnings"
@@ -248,7 +248,7 @@ class TestModelConflict:
         assert condition(made, "Accepted").reason == "InvalidSpec"
 
 
-def test_events_thousand_changes_are_one_event() -> None:
+def test_thousand_member_changes_create_a_single_event() -> None:
     pods = tuple(pod(n, address=f"10.{n // 250}.0.{n % 250}") for n in range(1000))
     made = plan(template_spec(1000), seen(pods, size=1000, version=0), NOW_S)
     (event,) = (each for each in made.events if each.reason is EventReason.MEMBER_ACTIVE)

@@ -1,4 +1,4 @@
-"""Rollout of a changed template: one pod at a time; a pod that cannot start stops it."""
+"""Tests of the rollout of a changed template: one pod at a time, until a pod cannot start."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ PODS = (pod(0), pod(1), pod(2))
 ACTIVE = tuple(member(each) for each in PODS)
 
 
-def test_rollout_highest_outdated_pod_drains_first_and_alone() -> None:
+def test_rollout_drains_only_the_highest_outdated_pod_first() -> None:
     made = plan(template_spec(), seen(PODS, ACTIVE, routers=[router()], revision=NEW), NOW_S)
     assert states(made) == {"qwen-0": "Active", "qwen-1": "Active", "qwen-2": "Draining"}
     assert made.restarts == ()
 
 
-def test_rollout_drained_pod_is_deleted() -> None:
+def test_rollout_deletes_the_drained_pod() -> None:
     members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
     waiting = seen(PODS, members, routers=[router(busy={"qwen-2": 1})], revision=NEW)
     assert plan(template_spec(), waiting, NOW_S).restarts == ()
@@ -27,7 +27,7 @@ def test_rollout_drained_pod_is_deleted() -> None:
     assert (restart.pod, restart.uid) == ("qwen-2", "uid-2")
 
 
-def test_rollout_next_pod_waits_for_the_replacement() -> None:
+def test_rollout_waits_for_the_replacement_before_the_next_pod() -> None:
     successor = pod(2, revision=NEW, uid="uid-9", incarnation="uid-9-0", ready=False, in_ring=False)
     joining = seen((*PODS[:2], successor), (*ACTIVE[:2], member(successor, MemberState.JOINING, age_s=5)), revision=NEW)
     assert states(plan(template_spec(), joining, NOW_S))["qwen-1"] == "Active"
@@ -35,40 +35,40 @@ def test_rollout_next_pod_waits_for_the_replacement() -> None:
     assert states(plan(template_spec(), active, NOW_S))["qwen-1"] == "Draining"
 
 
-def test_rollout_broken_template_costs_one_pod_only() -> None:
+def test_rollout_of_broken_template_stops_after_one_pod() -> None:
     broken = starting(2, revision=NEW)
     made = plan(template_spec(), seen((*PODS[:2], broken), ACTIVE[:2], revision=NEW), NOW_S)
     assert states(made) == {"qwen-0": "Active", "qwen-1": "Active"}
     assert made.restarts == ()
 
 
-def test_rollout_fixed_template_replaces_the_broken_pod_first() -> None:
+def test_rollout_of_fixed_template_replaces_the_broken_pod_first() -> None:
     broken = starting(2, revision=NEW)
     made = plan(template_spec(), seen((*PODS[:2], broken), ACTIVE[:2], revision="qwen-3"), NOW_S)
     assert [restart.pod for restart in made.restarts] == ["qwen-2"]
     assert set(states(made).values()) == {"Active"}
 
 
-def test_rollout_reverted_template_returns_the_draining_pod() -> None:
+def test_rollout_of_reverted_template_reactivates_draining_pod() -> None:
     members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
     made = plan(template_spec(), seen(PODS, members, routers=[router()], revision=REVISION), NOW_S)
     assert states(made)["qwen-2"] == "Active"
 
 
-def test_rollout_draining_pod_returns_if_all_others_fail() -> None:
+def test_rollout_reactivates_draining_pod_if_all_other_pods_fail() -> None:
     members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
     pods = (starting(0), starting(1), PODS[2])
     made = plan(template_spec(), seen(pods, members, routers=[router(busy={"qwen-2": 1})], revision=NEW), NOW_S)
     assert states(made) == {"qwen-2": "Active"}
 
 
-def test_rollout_single_pod_is_replaced() -> None:
+def test_rollout_replaces_a_single_pod() -> None:
     drains = member(PODS[0], MemberState.DRAINING, age_s=5)
     observed = seen(PODS[:1], [drains], size=1, routers=[router()], idle_checks={"qwen-0": 2}, revision=NEW)
     assert [each.pod for each in plan(template_spec(1), observed, NOW_S).restarts] == ["qwen-0"]
 
 
-def test_rollout_scale_down_waits_for_the_replacement() -> None:
+def test_scale_down_during_rollout_waits_for_the_replacement() -> None:
     replaced = pod(1, revision=NEW)
     members = (member(PODS[0], MemberState.DRAINING, age_s=5), member(replaced))
     observed = seen((PODS[0], replaced), members, size=2, routers=[router(busy={"qwen-0": 1})], revision=NEW)

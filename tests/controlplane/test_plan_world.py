@@ -1,4 +1,4 @@
-"""With any events and operator restarts, a pool converges to its spec and no request is aborted."""
+"""Tests that a pool converges to its spec after any events and operator restarts, without aborted requests."""
 
 from dataclasses import replace
 
@@ -23,11 +23,11 @@ def settled(world: World) -> None:
     assert (last.status, last.events, last.gates) == (world.plans[-2].status, (), ())
 
 
-def test_world_new_pool_becomes_serving() -> None:
+def test_new_pool_becomes_ready_and_serves() -> None:
     settled(World(spec=template_spec(3)))
 
 
-def test_world_deleted_pool_drains_and_finishes() -> None:
+def test_deleted_pool_drains_and_finishes() -> None:
     world = World(spec=template_spec(3))
     settled(world)
     world.busy["qwen-1"] = 1
@@ -39,7 +39,7 @@ def test_world_deleted_pool_drains_and_finishes() -> None:
     assert world.plans[-1].finished
 
 
-def test_world_rollout_takes_one_pod_at_a_time() -> None:
+def test_rollout_has_at_most_one_inactive_pod_at_a_time() -> None:
     world = World(spec=template_spec(3))
     settled(world)
     world.revision = "qwen-2"
@@ -50,8 +50,8 @@ def test_world_rollout_takes_one_pod_at_a_time() -> None:
     settled(world)
 
 
-def test_world_scale_to_zero_and_back() -> None:
-    """As an autoscaler does: the last member drains, returns, is removed, and is desired again."""
+def test_pool_scales_to_zero_and_back_and_converges() -> None:
+    """Like an autoscaler, the test drains the last member, returns it, removes it, and requests it again."""
     world = World(spec=template_spec(1))
     settled(world)
     uid = world.pods["qwen-0"].uid
@@ -78,8 +78,8 @@ def test_world_scale_to_zero_and_back() -> None:
 
 
 @pytest.mark.parametrize("reasons", [True, False])
-def test_plan_member_taken_back_during_drain_becomes_active(reasons: bool) -> None:
-    """Also with a kubelet that gives no reason for Ready false while the readiness gate is closed."""
+def test_draining_member_becomes_active_after_scale_up(reasons: bool) -> None:
+    """Some kubelets report no reason for Ready false while the readiness gate is closed."""
     world = World(spec=template_spec(2), kubelet_gives_reasons=reasons)
     settled(world)
     world.busy["qwen-1"] = 1
@@ -104,7 +104,7 @@ happenings = st.one_of(
 
 
 @given(st.lists(happenings, max_size=25))
-def test_world_any_history_converges_and_keeps_invariants(history: list[tuple[str, int]]) -> None:
+def test_any_event_history_converges_and_keeps_invariants(history: list[tuple[str, int]]) -> None:
     world = World(spec=template_spec(3))
     world.settle(5)
     for what, number in history:

@@ -101,7 +101,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 class TestRecorded:
-    """Objects recorded from a real API server; recorded/README.md has the procedure."""
+    """The objects are recordings from a real API server; recorded/README.md describes the procedure."""
 
     @pytest.mark.parametrize(
         ("name", "serving", "ready", "in_ring", "terminating"),
@@ -115,20 +115,20 @@ class TestRecorded:
             ("node_lost", False, False, True, False),
         ],
     )
-    def test_recorded_pod_states(
+    def test_recorded_pods_have_expected_states(
         self, name: str, serving: bool, ready: bool, in_ring: bool | None, terminating: bool
     ) -> None:
         pod = read_pod(recorded(f"pod_{name}"))
         assert (pod.serving, pod.ready, pod.in_ring, pod.terminating) == (serving, ready, in_ring, terminating)
 
-    def test_recorded_lost_node_stays_lost_after_the_gate_closes(self) -> None:
+    def test_recorded_lost_node_stays_lost_after_the_gate_is_false(self) -> None:
         body = recorded("pod_node_lost")
         (gate,) = (each for each in body["status"]["conditions"] if each["type"] == IN_RING_GATE)
         gate |= {"status": "False", "lastTransitionTime": "2030-01-01T00:00:00Z"}
         pod = read_pod(body)
         assert (pod.serving, pod.in_ring) == (False, False)
 
-    def test_recorded_pod_of_a_statefulset(self) -> None:
+    def test_recorded_statefulset_pod_is_parsed(self) -> None:
         body, statefulset = recorded("pod_gate_closed"), read_statefulset(recorded("statefulset"))
         pod = read_pod(body)
         assert (pod.name, pod.ordinal, pod.address) == ("qwen-1", 1, body["status"]["podIP"])
@@ -138,7 +138,7 @@ class TestRecorded:
         assert (statefulset.replicas, statefulset.update_revision) == (3, pod.revision)
         assert statefulset.generation == statefulset.observed_generation == 1
 
-    def test_recorded_pod_before_and_during_termination(self) -> None:
+    def test_recorded_pod_is_terminating_only_after_deletion(self) -> None:
         before, ending = read_pod(recorded("pod_in_ring")), read_pod(recorded("pod_terminating"))
         assert ending == replace(before, terminating=True)
 
@@ -156,7 +156,7 @@ class TestRecorded:
 
 
 class TestPod:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         assert read_pod(POD) == ObservedPod(
             name="qwen-3",
             uid="6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2",
@@ -170,10 +170,10 @@ class TestPod:
             revision="qwen-7f9",
         )
 
-    def test_pod_terminating(self) -> None:
+    def test_pod_with_deletion_timestamp_is_terminating(self) -> None:
         assert read_pod(changed(POD, ("metadata", "deletionTimestamp"), "2026-11-22T02:10:00Z")).terminating
 
-    def test_pod_without_known_fields(self) -> None:
+    def test_pod_without_known_fields_has_defaults(self) -> None:
         assert read_pod({}) == ObservedPod(name="", uid="")
 
     @pytest.mark.parametrize(
@@ -190,18 +190,20 @@ class TestPod:
             ({"apps.kubernetes.io/pod-index": "9" * 5000}, "StatefulSet", None),
         ],
     )
-    def test_pod_ordinals(self, labels: dict[str, str], owner: str | None, ordinal: int | None) -> None:
+    def test_pod_ordinal_is_parsed_from_owner_and_labels(
+        self, labels: dict[str, str], owner: str | None, ordinal: int | None
+    ) -> None:
         body = changed(POD, ("metadata", "labels"), labels)
         body["metadata"]["ownerReferences"] = [] if owner is None else [{"kind": owner, "controller": True}]
         assert read_pod(body).ordinal == ordinal
 
     @given(path=st.sampled_from(every_path(POD)[1:]), value=JSON)
-    def test_any_body_is_read(self, path: tuple[str | int, ...], value: object) -> None:
+    def test_object_of_any_form_is_parsed_without_error(self, path: tuple[str | int, ...], value: object) -> None:
         read_pod(changed(POD, path, value))
 
 
 class TestStatefulSet:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         body = {
             "metadata": {"generation": 5},
             "spec": {"replicas": 4},
@@ -211,13 +213,13 @@ class TestStatefulSet:
             replicas=4, update_revision="qwen-7f9", generation=5, observed_generation=4
         )
 
-    def test_statefulset_size_null_is_none_and_absent_is_the_default(self) -> None:
+    def test_statefulset_size_0_is_kept_and_missing_size_is_1(self) -> None:
         assert read_statefulset({"spec": {"replicas": 0}}).replicas == 0
         assert read_statefulset({}).replicas == 1
 
 
 class TestStatus:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         status = read_status(STATUS)
         assert (status.observed_generation, status.replicas, status.ready_replicas, status.in_ring) == (3, 4, 3, 2)
         assert (status.selector, status.ring_version) == ("serving.dualmap.dev/pool=qwen", 7)
@@ -233,7 +235,7 @@ class TestStatus:
         assert condition.since_s == seconds("2026-11-20T08:00:00Z")
 
     @pytest.mark.parametrize("nothing", [None, {}, [], "yes", 7])
-    def test_status_absent_is_empty(self, nothing: object) -> None:
+    def test_missing_status_is_empty(self, nothing: object) -> None:
         assert read_status(nothing) == PoolStatus()
 
     @pytest.mark.parametrize(
@@ -248,17 +250,17 @@ class TestStatus:
             ("state", "Up"),
         ],
     )
-    def test_status_member_without_identity_is_dropped_alone(self, field: str, value: object) -> None:
+    def test_status_drops_only_members_without_identity(self, field: str, value: object) -> None:
         status = read_status(changed(STATUS, ("ring", "members", 0, field), value))
         assert [member.id for member in status.members] == ["qwen-1"]
         assert status.ring_version == 7
 
-    def test_status_duplicate_member_name_the_first_counts(self) -> None:
+    def test_status_keeps_first_of_duplicate_member_names(self) -> None:
         status = read_status(changed(STATUS, ("ring", "members", 1, "id"), "qwen-0"))
         assert [member.address for member in status.members] == ["10.0.0.12"]
 
     @pytest.mark.parametrize(("text", "value"), [("True", True), ("False", False), ("Unknown", None)])
-    def test_status_conditions(self, text: str, value: bool | None) -> None:
+    def test_status_conditions_are_parsed(self, text: str, value: bool | None) -> None:
         (condition,) = read_status(changed(STATUS, ("conditions", 0, "status"), text)).conditions
         assert condition.status is value
 
@@ -267,7 +269,7 @@ class TestStatus:
         assert read_status(changed(STATUS, ("conditions", 0, field), value)).conditions == ()
 
     @given(path=st.sampled_from(every_path(STATUS)[1:]), value=JSON)
-    def test_any_body_is_read(self, path: tuple[str | int, ...], value: object) -> None:
+    def test_object_of_any_form_is_parsed_without_error(self, path: tuple[str | int, ...], value: object) -> None:
         read_status(changed(STATUS, path, value))
 
 
@@ -282,15 +284,15 @@ class TestTimes:
             ("2026-11-22T04:00:00+02:00", 1_795_312_800.0),
         ],
     )
-    def test_time_of_the_api_is_parsed(self, text: str, time_s: float) -> None:
+    def test_kubernetes_time_is_parsed(self, text: str, time_s: float) -> None:
         assert read_time(text) == time_s
 
     @pytest.mark.parametrize("text", ["", "yesterday", "2026-11-22T02:00:00", "2026-13-01T00:00:00Z", "1795312800"])
-    def test_time_invalid_is_none(self, text: str) -> None:
+    def test_invalid_kubernetes_time_is_none(self, text: str) -> None:
         assert read_time(text) is None
 
     @pytest.mark.parametrize("text", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
-    def test_time_bounds_of_the_calendar(self, text: str) -> None:
+    def test_kubernetes_time_at_calendar_bounds_is_parsed(self, text: str) -> None:
         assert read_time(text) is not None
 
 
@@ -327,7 +329,7 @@ class TestMatches:
             ({}, True),
         ],
     )
-    def test_selector_follows_the_rules_of_kubernetes(self, selector: dict[str, Any], selected: bool) -> None:
+    def test_selector_matches_as_in_kubernetes(self, selector: dict[str, Any], selected: bool) -> None:
         assert matches(selector, LABELS) is selected
 
     @pytest.mark.parametrize(
@@ -342,5 +344,5 @@ class TestMatches:
             7,
         ],
     )
-    def test_selector_invalid_matches_nothing(self, unreadable: object) -> None:
+    def test_invalid_selector_matches_no_pod(self, unreadable: object) -> None:
         assert not matches({"matchLabels": {"app": "vllm"}, "matchExpressions": unreadable}, LABELS)

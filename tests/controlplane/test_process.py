@@ -1,4 +1,7 @@
-"""How the operator ends: at once when it has lost its lease, since what kopf has begun would still be written."""
+"""Tests of the operator's end.
+
+The operator exits immediately after the loss of its Lease, because kopf could still write.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -13,11 +16,11 @@ from dualmap_operator.run.metrics import Metrics
 
 
 class ExitedError(Exception):
-    """The process would be no more."""
+    """Raised instead of an exit of the process."""
 
 
 class FakeControl:
-    """Acts until cancelled, and then writes something more, as kopf may."""
+    """A control loop that runs until cancelled and then writes once more, as kopf may."""
 
     def __init__(self) -> None:
         self.wrote: list[str] = []
@@ -42,7 +45,7 @@ class LostLeadership:
         raise LeadershipLostError("the lease was not renewed")
 
 
-async def test_process_lost_lease_exits_before_any_write(
+async def test_operator_process_exits_before_any_write_after_lost_lease(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = FakeControl()
@@ -62,8 +65,8 @@ async def test_process_lost_lease_exits_before_any_write(
     assert "the lease was not renewed" in capsys.readouterr().err
 
 
-def test_control_error_names_missing_crd_or_the_cause() -> None:
+def test_operator_error_contains_missing_crd_or_other_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
-    assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")
-    assert str(ended(ValueError("odd"))) == "a part of the operator ended: ValueError('odd')"
+    assert str(ended(gone)).startswith("the API server no longer serves InferencePools; is the CRD deleted?")
+    assert str(ended(ValueError("odd"))) == "a task of the operator ended unexpectedly: ValueError('odd')"

@@ -1,4 +1,4 @@
-"""A pool's loop: what triggers it, how it handles each kind of failure, and when it ends."""
+"""Tests of a pool's reconcile loop: its triggers, its handling of each kind of failure, and its end."""
 
 import asyncio
 import contextlib
@@ -102,7 +102,7 @@ async def running(scene: Scene) -> AsyncIterator[asyncio.Task[None]]:
     await task
 
 
-async def test_reconciler_runs_at_once_and_when_woken(scene: Scene) -> None:
+async def test_reconciler_runs_at_start_and_at_each_event(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
         scene.reconciler.wake()
@@ -114,7 +114,7 @@ async def test_reconciler_runs_at_once_and_when_woken(scene: Scene) -> None:
     assert scene.waits == 0
 
 
-async def test_reconciler_simultaneous_events_cause_one_reconcile(scene: Scene) -> None:
+async def test_simultaneous_events_cause_one_reconcile(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
         for _ in range(10):
@@ -128,13 +128,13 @@ async def test_reconciler_simultaneous_events_cause_one_reconcile(scene: Scene) 
     assert len(scene.results) == 2
 
 
-async def test_reconciler_requeues_when_the_plan_asks(scene: Scene) -> None:
+async def test_reconciler_requeues_after_the_delay_in_the_plan(scene: Scene) -> None:
     scene.requeue_after_s = 0.001
     async with running(scene):
         await until(lambda: len(scene.results) == 3)
 
 
-async def test_reconciler_event_during_reconcile_causes_another(scene: Scene) -> None:
+async def test_event_during_reconcile_causes_a_second_reconcile(scene: Scene) -> None:
     scene.applying = lambda: scene.reconciler.wake() if len(scene.plans) == 1 else None
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
@@ -154,14 +154,16 @@ async def test_reconciler_waits_until_the_watch_shows_its_own_write(scene: Scene
         await until(lambda: len(scene.plans) >= 2)
 
 
-async def test_reconciler_own_write_never_shown_continues(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_continues_if_the_watch_never_shows_its_write(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reconciler_module, "_ECHO_S", 0.01)
     scene.outcomes = [Applied(wrote_status=True)]
     async with running(scene):
         await until(lambda: len(scene.plans) == 2)
 
 
-async def test_reconciler_conflict_is_retried_soon(scene: Scene) -> None:
+async def test_reconciler_retries_soon_after_a_conflict(scene: Scene) -> None:
     scene.outcomes = [ConflictError("changed", status=409)]
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
@@ -170,7 +172,7 @@ async def test_reconciler_conflict_is_retried_soon(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("error", [ApiError("away"), ValueError("a defect")])
-async def test_reconciler_failures_back_off_and_continue(
+async def test_reconciler_backs_off_after_failures_and_continues(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
@@ -187,7 +189,7 @@ async def test_reconciler_failures_back_off_and_continue(
     assert pauses == [0.02, 0.04, 0.08, 0.01]
 
 
-async def test_reconciler_event_ends_pause_after_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_ends_the_backoff_after_a_failed_reconcile(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", LONG_S)
     scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [ApiError("away")]
@@ -197,7 +199,7 @@ async def test_reconciler_event_ends_pause_after_failure(scene: Scene, monkeypat
         await until(lambda: scene.results == ["failed", "done"])
 
 
-async def test_reconciler_refusals_are_observed_next_time_and_cleared(scene: Scene) -> None:
+async def test_reconciler_passes_apply_failures_to_next_reconcile_only(scene: Scene) -> None:
     scene.outcomes = [Applied(refused=("no",)), Applied()]
     async with running(scene):
         await until(lambda: len(scene.observed) == 3)
@@ -205,7 +207,7 @@ async def test_reconciler_refusals_are_observed_next_time_and_cleared(scene: Sce
     assert scene.observed == [(), ("no",), ()]
 
 
-async def test_reconciler_varying_refusals_back_off(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_backs_off_if_apply_failures_vary(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
     scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [Applied(refused=(f"request {number} failed",)) for number in range(4)]
@@ -215,7 +217,7 @@ async def test_reconciler_varying_refusals_back_off(scene: Scene, monkeypatch: p
     assert scene.results[:5] == ["done", "failed", "failed", "failed", "done"]
 
 
-async def test_reconciler_invalid_spec_is_refused(scene: Scene) -> None:
+async def test_reconciler_rejects_invalid_spec_and_still_plans(scene: Scene) -> None:
     scene.pool = pool_object(workload={})
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
@@ -227,13 +229,13 @@ async def test_reconciler_invalid_spec_is_refused(scene: Scene) -> None:
     assert len(scene.plans) == 1
 
 
-async def test_reconciler_drained_pool_is_finished(scene: Scene) -> None:
+async def test_reconciler_finishes_after_the_pool_is_drained(scene: Scene) -> None:
     scene.finished = True
     async with running(scene):
         await scene.reconciler.finished.wait()
 
 
-async def test_reconciler_other_uid_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_ignores_pool_with_another_uid(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_GONE_S", 0.01)
     scene.pool = pool_object(uid="another")
     async with running(scene):
@@ -242,7 +244,7 @@ async def test_reconciler_other_uid_is_left_alone(scene: Scene, monkeypatch: pyt
     assert scene.plans == []
 
 
-async def test_reconciler_long_reconcile_is_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_reports_a_long_reconcile_as_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "STUCK_S", -1.0)
     states: list[bool] = []
     scene.applying = lambda: states.append(scene.reconciler.stuck)
@@ -273,7 +275,7 @@ async def test_reconcilers_run_until_the_end_condition(scene: Scene) -> None:
     assert scene.forgotten == ["llm/qwen"]
 
 
-async def test_reconcilers_return_whether_the_pool_drained(scene: Scene) -> None:
+async def test_reconcilers_return_if_the_pool_has_drained(scene: Scene) -> None:
     scene.finished = True
 
     async def drained(reconciler: Reconciler) -> None:
@@ -282,7 +284,7 @@ async def test_reconcilers_return_whether_the_pool_drained(scene: Scene) -> None
     assert await Reconcilers(scene.make).run(KEY, UID, drained)
 
 
-async def test_reconcilers_end_at_stop_or_timeout(scene: Scene) -> None:
+async def test_reconcilers_end_on_stop_or_timeout(scene: Scene) -> None:
     reconcilers = Reconcilers(scene.make)
 
     async def never(_reconciler: Reconciler) -> None:

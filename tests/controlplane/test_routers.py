@@ -1,4 +1,4 @@
-"""The routers, as read from EndpointSlices."""
+"""Tests of the routers' addresses from EndpointSlices."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def endpoint_slice(*endpoints: dict[str, Any], port: str = "metrics") -> dict[st
     return {"ports": [{"name": "grpc", "port": 9002}, {"name": port, "port": 9090}], "endpoints": list(endpoints)}
 
 
-def test_routers_unready_ones_are_listed() -> None:
+def test_router_list_includes_unready_routers() -> None:
     routers = read_slice(
         endpoint_slice(
             endpoint("10.0.0.1", "a", ready=True),
@@ -31,11 +31,11 @@ def test_routers_unready_ones_are_listed() -> None:
     }
 
 
-def test_routers_slice_without_metrics_port_has_none() -> None:
+def test_endpoint_slice_without_metrics_port_has_no_routers() -> None:
     assert read_slice(endpoint_slice(endpoint("10.0.0.1", "a"), port="http")) == {}
 
 
-def test_routers_dual_stack_router_is_one() -> None:
+def test_dual_stack_router_is_listed_once() -> None:
     routers = ServiceRouters(
         FakeKube(),  # type: ignore[arg-type]  # stands for it
         Counts(),
@@ -49,5 +49,5 @@ def test_routers_dual_stack_router_is_one() -> None:
     assert routers.addresses() == (RouterAddress(host="10.0.0.1", port=9090),)
 
 
-def test_routers_of_the_command_line_are_used_as_given() -> None:
+def test_routers_given_as_options_are_used_unchanged() -> None:
     assert FixedRouters([("localhost", 9090)]).addresses() == (RouterAddress(host="localhost", port=9090),)

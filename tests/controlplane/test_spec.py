@@ -28,7 +28,7 @@ def adopting(selector: object) -> dict[str, Any]:
 
 
 class TestReading:
-    def test_spec_has_every_field(self) -> None:
+    def test_parsed_spec_has_every_field(self) -> None:
         spec = read_spec(pool(replicas=4, drain={"timeout": "90s"}, engine={"type": "SGLang", "port": 8001}))
         assert (spec.id, spec.uid, spec.generation) == ("llm/qwen", "u-1", 3)
         assert (spec.replicas, spec.drain_timeout_s, spec.deleting) == (4, 90.0, False)
@@ -38,20 +38,20 @@ class TestReading:
     @pytest.mark.parametrize(
         "unsaid", [{}, {"replicas": None, "drain": None}, {"drain": {}}, {"drain": {"timeout": None}}]
     )
-    def test_spec_defaults(self, unsaid: dict[str, object]) -> None:
+    def test_spec_without_optional_fields_has_defaults(self, unsaid: dict[str, object]) -> None:
         spec = read_spec(pool(**unsaid))
         assert (spec.replicas, spec.drain_timeout_s) == (1, DRAIN_TIMEOUT_S)
 
-    def test_spec_zero_replicas_are_valid(self) -> None:
+    def test_spec_with_zero_replicas_is_valid(self) -> None:
         assert read_spec(pool(replicas=0)).replicas == 0
 
-    def test_spec_of_a_pool_in_deletion(self) -> None:
+    def test_spec_of_a_deleted_pool_is_marked_as_deleting(self) -> None:
         document = pool()
         document["metadata"]["deletionTimestamp"] = "2026-11-22T02:00:00Z"
         assert read_spec(document).deleting
 
     @pytest.mark.parametrize("status", [None, 7, {"ring": {"members": [{"id": "-"}]}}])
-    def test_spec_is_read_regardless_of_the_status(self, status: object) -> None:
+    def test_spec_is_parsed_regardless_of_the_status(self, status: object) -> None:
         assert read_spec({**pool(), "status": status}).name == "qwen"
 
     @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ class TestReading:
             ({"engine": {"port": 0}}, "spec.engine.port"),
         ],
     )
-    def test_spec_invalid_is_rejected(self, spec: dict[str, object], field: str) -> None:
+    def test_invalid_spec_is_rejected(self, spec: dict[str, object], field: str) -> None:
         with pytest.raises(PoolError) as refusal:
             read_spec(pool(**spec))
         assert refusal.value.field == field
 
 
-def test_spec_written_by_an_api_server_is_read() -> None:
-    """With the schema's defaults in every field (recorded/README.md)."""
+def test_spec_from_an_api_server_is_parsed() -> None:
+    """The recorded pool has the schema's defaults in every field (recorded/README.md)."""
     document = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
     spec = read_spec(document)
     assert (spec.name, spec.replicas, spec.drain_timeout_s, spec.generation) == ("qwen", 3, DRAIN_TIMEOUT_S, 1)
@@ -90,7 +90,7 @@ def test_spec_written_by_an_api_server_is_read() -> None:
 
 
 class TestSelectors:
-    def test_selector_of_adopted_pods(self) -> None:
+    def test_selector_of_adopted_pods_is_parsed(self) -> None:
         selector = {"matchLabels": {"app": "vllm"}}
         assert read_spec(adopting(selector)).workload == SelectorWorkload(selector=selector)
 
@@ -116,12 +116,12 @@ class TestSelectors:
             ),
         ],
     )
-    def test_selector_ambiguous_is_rejected(self, selector: object, field: str) -> None:
+    def test_ambiguous_selector_is_rejected(self, selector: object, field: str) -> None:
         with pytest.raises(PoolError) as refusal:
             read_spec(adopting(selector))
         assert refusal.value.field == f"spec.workload.selector{field}"
 
-    def test_selector_text_for_our_own_pods(self) -> None:
+    def test_selector_text_of_template_pool_is_the_pool_label(self) -> None:
         assert selector_text(read_spec(pool()), POOL_LABEL) == "serving.dualmap.dev/pool=qwen"
 
     @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ class TestSelectors:
             ({"matchLabels": {"b": ""}, "matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}, "b=,!a"),
         ],
     )
-    def test_selector_text_for_adopted_pods(self, selector: dict[str, Any], text: str) -> None:
+    def test_selector_text_of_adopted_pods_is_the_users_selector(self, selector: dict[str, Any], text: str) -> None:
         spec = read_spec(adopting(selector))
         assert selector_text(spec, POOL_LABEL) == text
 
-    def test_selector_accepted_can_be_matched(self) -> None:
+    def test_accepted_selector_can_be_matched(self) -> None:
         accepted = [
             {"key": "app", "operator": "In", "values": ["vllm"]},
             {"key": "zone", "operator": "NotIn", "values": ["b"]},

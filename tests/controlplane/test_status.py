@@ -80,13 +80,13 @@ def test_status_has_the_documented_shape() -> None:
     }
 
 
-def test_status_unknown_traffic_is_omitted() -> None:
+def test_status_omits_unknown_traffic() -> None:
     assert "traffic" not in status_document(PoolStatus())
     shown = TrafficStatus(cache_hit_rate="0.63")
     assert status_document(PoolStatus(traffic=shown))["traffic"] == {"cacheHitRate": "0.63"}
 
 
-def test_status_unknown_incarnation_is_omitted() -> None:
+def test_status_omits_unknown_incarnation() -> None:
     assert "incarnation" not in status_document(PoolStatus(members=(member("a"),)))["ring"]["members"][0]
 
 
@@ -117,7 +117,7 @@ def test_status_is_readable_by_the_router() -> None:
 
 
 def test_status_is_valid_for_the_schema() -> None:
-    """What a real API server kept of a status that we wrote (recorded/README.md) is what we would write again."""
+    """The status that a real API server stored (recorded/README.md) equals the status that the operator would write."""
     pool = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
     status = read_status(pool["status"])
     assert status_document(status) == pool["status"]
@@ -138,7 +138,7 @@ def test_status_is_valid_for_the_schema() -> None:
         (NOON_S + 1, "2026-11-22T12:00:01Z"),
     ],
 )
-def test_status_times(time_s: float, text: str) -> None:
+def test_status_times_are_written_in_kubernetes_format(time_s: float, text: str) -> None:
     assert time_text(time_s) == text
 
 
@@ -188,7 +188,7 @@ STATUSES = st.builds(
 def test_status_round_trip_is_lossless(status: PoolStatus) -> None:
     read = read_status(status_document(status))
     assert set(read.members) == set(status.members)
-    # The order of members is the writer's; having been written once, nothing changes any more.
+    # The writer determines the order of members, so a second write changes nothing.
     assert read == read_status(status_document(read))
     assert read == PoolStatus(
         observed_generation=status.observed_generation,

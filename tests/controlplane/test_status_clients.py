@@ -1,4 +1,4 @@
-"""Questions to real servers on loopback: our router's and engine's own, and such as misbehave."""
+"""Tests of status requests to real servers on loopback: DualMap's router and engine, and faulty servers."""
 
 import asyncio
 import gzip
@@ -26,7 +26,7 @@ from dualmap_sim.server_settings import ServerSettings
 from waiting import until
 
 HOST = "127.0.0.1"
-# Long enough for whatever answers at all, so that "not heard" means that the answer was not taken.
+# Long enough for every answering server, so that a missing result means a rejected answer.
 PATIENT_S = 60.0
 STANDING_STILL = 1e-6
 POOL: dict[str, Any] = {
@@ -45,7 +45,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A server that a test controls: its port, the heads of the requests it got, and its connections."""
+    """A server that a test controls: its port, the heads of its received requests, and its connections."""
 
     port: int = 0
     heads: list[bytes] = field(default_factory=list)
@@ -91,7 +91,7 @@ async def listening(talk: Talk) -> AsyncIterator[Peer]:
 
 
 def saying(body: bytes, *, status: str = "200 OK", headers: str = "", length: int | None = None) -> Talk:
-    """Answer with this; ``length`` claims another length than the body has."""
+    """Answer with this text; ``length`` sets a wrong content length."""
     claimed = len(body) if length is None else length
     return sending(f"HTTP/1.1 {status}\r\n{headers}Content-Length: {claimed}\r\n\r\n".encode() + body)
 
@@ -109,7 +109,7 @@ async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) ->
 
 
 async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Data always comes, but never the end."""
+    """Send data without an end."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     while not writer.is_closing():
         writer.write(b"1\r\n{\r\n")
@@ -118,7 +118,7 @@ async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def endless(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Sends as much as the client reads, as fast as it reads."""
+    """Send data as fast as the client reads."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     chunk = b" " * 65_536
     while not writer.is_closing():
@@ -145,7 +145,7 @@ async def report(routers: RouterClient, port: int, *, timeout_s: float = PATIENT
 
 
 class TestRouters:
-    async def test_status_client_reads_our_own_program(self, routers: RouterClient) -> None:
+    async def test_status_client_parses_the_response_of_the_actual_program(self, routers: RouterClient) -> None:
         router = PoolRouter(builders.pool(2))
         metrics = Metrics(version="1", replica_id="router-0")
         metrics.set_pools([router.pool])
@@ -173,13 +173,13 @@ class TestRouters:
         assert traffic == asdict(metrics.traffic("llm/qwen"))
         assert (unknown, no_traffic) == (RouterReport(router=f"{HOST}:{port}", ready=False), None)
 
-    async def test_routers_404_of_another_server_is_no_report(self, routers: RouterClient) -> None:
+    async def test_router_client_ignores_404_of_another_server(self, routers: RouterClient) -> None:
         async with listening(saying(b"{}", status="404 Not Found")) as stranger:
             address = RouterAddress(host=HOST, port=stranger.port)
             ((report, _),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert not report.heard
 
-    async def test_routers_are_reported_in_order(self, routers: RouterClient) -> None:
+    async def test_router_reports_are_in_request_order(self, routers: RouterClient) -> None:
         later = saying(json.dumps({**POOL, "ring_version": 8}).encode())
         async with listening(saying(BODY)) as first, listening(later) as second, listening(saying(b"")) as third:
             ports = (second.port, third.port, first.port)
@@ -195,21 +195,25 @@ class TestRouters:
             "qwen-1": EndpointReport(in_flight=0, held=0, state="Draining"),
         }
 
-    async def test_routers_none_give_no_reports(self, routers: RouterClient) -> None:
+    async def test_router_client_without_routers_returns_no_reports(self, routers: RouterClient) -> None:
         assert await routers.reports("llm/qwen", []) == ()
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
-    async def test_routers_invalid_response_is_no_report(self, routers: RouterClient, talk: Talk) -> None:
+    async def test_router_client_returns_no_report_for_invalid_response(
+        self, routers: RouterClient, talk: Talk
+    ) -> None:
         async with listening(talk) as peer:
             assert await report(routers, peer.port) == RouterReport(router=f"{HOST}:{peer.port}", heard=False)
 
     @pytest.mark.parametrize("talk", [silent, trickling])
-    async def test_routers_endless_response_times_out(self, routers: RouterClient, talk: Talk) -> None:
+    async def test_router_client_times_out_on_endless_response(self, routers: RouterClient, talk: Talk) -> None:
         async with listening(talk) as peer, asyncio.timeout(PATIENT_S):
             assert not (await report(routers, peer.port, timeout_s=0.3)).heard
 
     @pytest.mark.parametrize("host", [HOST, "no such host", "", "999.1.1.1", "h" * 300, "\u2603.example"])
-    async def test_routers_unreachable_is_no_report(self, routers: RouterClient, host: str) -> None:
+    async def test_router_client_returns_no_report_for_unreachable_router(
+        self, routers: RouterClient, host: str
+    ) -> None:
         ((report, _),) = await routers.reports("llm/qwen", [RouterAddress(host=host, port=9)])
         assert not report.heard
 
@@ -229,37 +233,39 @@ class TestRouters:
             {"endpoints": [{"id": 0, "in_flight": 0, "held": 0}]},
         ],
     )
-    async def test_routers_incomplete_in_flight_counts_are_no_report(
+    async def test_router_client_rejects_incomplete_in_flight_counts(
         self, routers: RouterClient, change: dict[str, object]
     ) -> None:
         async with listening(saying(json.dumps({**POOL, **change}).encode())) as peer:
             assert not (await report(routers, peer.port)).heard
 
     @pytest.mark.parametrize("body", [b"[]", b"7", b"[" * 100_000, b'{"ring_version": ' + b"9" * 5000 + b"}"])
-    async def test_routers_other_json_is_no_report(self, routers: RouterClient, body: bytes) -> None:
+    async def test_router_client_returns_no_report_for_unexpected_json(
+        self, routers: RouterClient, body: bytes
+    ) -> None:
         async with listening(saying(body)) as peer:
             assert not (await report(routers, peer.port)).heard
 
     @pytest.mark.parametrize("traffic", [None, [], 7, {}])
-    async def test_routers_without_traffic_are_reported(self, routers: RouterClient, traffic: object) -> None:
+    async def test_router_without_traffic_is_reported(self, routers: RouterClient, traffic: object) -> None:
         async with listening(saying(json.dumps({**POOL, "traffic": traffic}).encode())) as peer:
             address = RouterAddress(host=HOST, port=peer.port)
             ((known, counted),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert (known.ring_version, counted) == (7, None)
 
-    async def test_routers_thousand_endpoints_are_read(self, routers: RouterClient) -> None:
+    async def test_router_report_with_thousand_endpoints_is_parsed(self, routers: RouterClient) -> None:
         many = [{**POOL["endpoints"][0], "id": f"qwen-{n}"} for n in range(1000)]
         async with listening(saying(json.dumps({**POOL, "endpoints": many}).encode())) as peer:
             assert len((await report(routers, peer.port)).endpoints) == 1000
 
-    async def test_routers_redirect_is_not_followed(self, routers: RouterClient) -> None:
+    async def test_router_client_does_not_follow_redirects(self, routers: RouterClient) -> None:
         async with listening(saying(BODY)) as other:
             elsewhere = f"Location: http://{HOST}:{other.port}/pools/llm/qwen\r\n"
             async with listening(saying(BODY, status="302 Found", headers=elsewhere)) as peer:
                 assert not (await report(routers, peer.port)).heard
         assert other.heads == []
 
-    async def test_routers_each_request_has_its_own_connection(self, routers: RouterClient) -> None:
+    async def test_router_client_opens_a_connection_per_request(self, routers: RouterClient) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await saying(BODY)(reader, writer)
             await reader.read()
@@ -269,7 +275,7 @@ class TestRouters:
                 assert (await report(routers, peer.port, timeout_s=10.0)).heard
         assert [head.split(b"\r\n")[0] for head in peer.heads] == [b"GET /pools/llm/qwen HTTP/1.1"] * 2
 
-    async def test_routers_closed_client_fails(self) -> None:
+    async def test_closed_router_client_raises_an_error(self) -> None:
         client = RouterClient()
         await client.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -302,7 +308,7 @@ async def asked(engines: EngineClient, page: bytes, engine_type: str = "vLLM") -
 
 
 class TestEngines:
-    async def test_status_client_reads_our_own_program(self, engines: EngineClient) -> None:
+    async def test_status_client_parses_the_response_of_the_actual_program(self, engines: EngineClient) -> None:
         settings = ServerSettings(
             host=HOST, port=0, model="m", config=PRESETS["7b"], speed=STANDING_STILL, api_key=None
         )
@@ -332,7 +338,7 @@ class TestEngines:
             ("TensorRTLLM", TENSORRT, b"/prometheus/metrics", 4),
         ],
     )
-    async def test_engines_each_type_is_read(
+    async def test_engine_metrics_of_each_engine_type_are_parsed(
         self, engines: EngineClient, engine_type: str, page: bytes, path: bytes, requests: int
     ) -> None:
         async with listening(saying(page)) as peer:
@@ -340,66 +346,64 @@ class TestEngines:
         assert peer.heads[0].split()[1] == path
 
     @pytest.mark.parametrize("engine_type", ["Generic", "Other", ""])
-    async def test_engines_with_unknown_metrics_are_not_requested(
-        self, engines: EngineClient, engine_type: str
-    ) -> None:
+    async def test_engine_with_unknown_metrics_is_not_requested(self, engines: EngineClient, engine_type: str) -> None:
         async with listening(saying(VLLM)) as peer:
             assert await engines.requests(engine_type, HOST, peer.port) is None
         assert peer.heads == []
 
-    async def test_engines_on_one_page_add_up(self, engines: EngineClient) -> None:
+    async def test_engine_counts_on_one_metrics_page_are_summed(self, engines: EngineClient) -> None:
         assert await asked(engines, VLLM + VLLM.replace(b'engine="0"', b'engine="1"')) == 10
 
-    async def test_engines_labels_may_have_any_content(self, engines: EngineClient) -> None:
+    async def test_engine_metrics_labels_of_any_content_are_parsed(self, engines: EngineClient) -> None:
         assert await asked(engines, ODD_LABELS) == 16
 
-    async def test_engines_windows_line_ends_are_read(self, engines: EngineClient) -> None:
+    async def test_engine_metrics_with_windows_line_ends_are_parsed(self, engines: EngineClient) -> None:
         assert await asked(engines, VLLM.replace(b"\n", b"\r\n")) == 5
 
     @pytest.mark.parametrize(
         "value", [b"NaN", b"-1", b"+Inf", b"-Inf", b"", b"two", b"2 3 4", b"1e308\nvllm:num_requests_running 1e308"]
     )
-    async def test_engines_invalid_count_is_none(self, engines: EngineClient, value: bytes) -> None:
+    async def test_invalid_engine_request_count_is_none(self, engines: EngineClient, value: bytes) -> None:
         page = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
         assert await asked(engines, page) == 1
         assert await asked(engines, page + b"vllm:num_requests_running %b\n" % value) is None
 
     @pytest.mark.parametrize("name", [b"running", b"waiting"])
-    async def test_engines_both_counts_are_needed(self, engines: EngineClient, name: bytes) -> None:
+    async def test_engine_count_without_running_or_waiting_is_none(self, engines: EngineClient, name: bytes) -> None:
         lines = [line for line in VLLM.splitlines(keepends=True) if not line.startswith(b"vllm:num_requests_" + name)]
         assert await asked(engines, b"".join(lines)) is None
 
     @pytest.mark.parametrize("end", [-1, -2, -20])
-    async def test_engines_truncated_page_is_none(self, engines: EngineClient, end: int) -> None:
+    async def test_truncated_engine_metrics_page_is_none(self, engines: EngineClient, end: int) -> None:
         page = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:num_requests_waiting{} 12\n"
         assert await asked(engines, page) == 12
         assert await asked(engines, page[:end]) is None
 
-    async def test_engines_fractional_count_is_rounded_up(self, engines: EngineClient) -> None:
+    async def test_fractional_engine_count_is_rounded_up(self, engines: EngineClient) -> None:
         assert await asked(engines, b"vllm:num_requests_running 0.2\nvllm:num_requests_waiting 0\n") == 1
 
-    async def test_engines_page_of_megabytes(self, engines: EngineClient) -> None:
+    async def test_engine_metrics_page_of_megabytes_is_parsed(self, engines: EngineClient) -> None:
         buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(60_000))
         assert len(buckets) > 2_000_000
         assert await asked(engines, buckets + VLLM + buckets[: 1 << 20].rpartition(b"\n")[0] + b"\n") == 5
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
-    async def test_engines_invalid_response_is_none(self, engines: EngineClient, talk: Talk) -> None:
+    async def test_invalid_engine_response_is_none(self, engines: EngineClient, talk: Talk) -> None:
         async with listening(talk) as peer:
             assert await engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S) is None
 
     @pytest.mark.parametrize("status", ["404 Not Found", "503 Service Unavailable"])
-    async def test_engines_error_page_is_none(self, engines: EngineClient, status: str) -> None:
+    async def test_engine_error_response_is_none(self, engines: EngineClient, status: str) -> None:
         async with listening(saying(VLLM, status=status)) as peer:
             assert await engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S) is None
 
-    async def test_engines_silent_ones_do_not_delay_others(self, engines: EngineClient) -> None:
-        """Those that wait for their turn have all of their own time then."""
+    async def test_silent_engine_does_not_delay_other_engines(self, engines: EngineClient) -> None:
+        """The time that a request waits for a free connection does not count towards its timeout."""
         async with listening(silent) as mute, listening(saying(VLLM)) as peer, asyncio.timeout(PATIENT_S):
             questions = [engines.requests("vLLM", HOST, mute.port, timeout_s=0.2) for _ in range(100)]
             *unheard, heard = await asyncio.gather(
                 *questions, engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S)
             )
         assert (set(unheard), heard) == ({None}, 5)
-        # Requests that have just timed out are still closing when the next ones begin.
+        # Connections of timed-out requests may still be closing when the next requests begin.
         assert mute.most_open <= 64

@@ -1,4 +1,6 @@
-"""The preStop script, really run by a shell against a small HTTP server, on a clock that only ``sleep`` moves."""
+"""Tests of the preStop script: a shell runs the script against a small HTTP server, with a clock that only ``sleep``
+moves.
+"""
 
 import socket
 import subprocess
@@ -44,7 +46,10 @@ PATHS = {"vLLM": "/metrics", "SGLang": "/metrics", "TensorRTLLM": "/prometheus/m
 
 
 class Metrics(ThreadingHTTPServer):
-    """An engine's metrics page: one text after the other, the last one for good; an empty one is answered with 500."""
+    """An engine's metrics page.
+
+    The server returns the texts in order and repeats the last text; an empty text is an answer 500.
+    """
 
     def __init__(self, pages: list[str], *, host: str, path: str) -> None:
         self.pages, self.path, self.asked = pages, path, 0
@@ -69,7 +74,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 class Pod:
-    """A container's file system as far as the script sees it: a PATH with a few context, and a clock."""
+    """The part of a container's file system that the script uses: a PATH with some commands, and a clock."""
 
     def __init__(self, folder: Path, *context: str) -> None:
         self.bin, self.clock = folder / "bin", folder / "clock"
@@ -90,7 +95,7 @@ class Pod:
     def stop(
         self, port: int, *, engine: str = "vLLM", drain_timeout_s: float = 600.0, shell: str = "/bin/sh", **env: str
     ) -> tuple[int, int]:
-        """Run the pool's script; return its exit code and how many seconds it took by the clock."""
+        """Run the pool's script; return its exit code and its duration in seconds of the fake clock."""
         spec = pool_of(template_of(GOOD_CONTAINER), engine=engine, drain_timeout_s=drain_timeout_s)
         script = pre_stop_script(spec).replace("port=8000 ", f"port={port} ")
         done = subprocess.run(
@@ -126,14 +131,14 @@ BUSY = page(3.0, 0.0)
 
 @pytest.fixture
 def nobody() -> int:
-    """A port of this machine where nothing listens."""
+    """Return a port of this machine without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize("tool", ["curl", "wget", "python3"])
-def test_pre_stop_idle_engine_ends_after_pause_and_two_checks(serve: Any, tmp_path: Path, tool: str) -> None:
+def test_pre_stop_of_idle_engine_ends_after_pause_and_two_checks(serve: Any, tmp_path: Path, tool: str) -> None:
     server = serve([IDLE])
 
     assert Pod(tmp_path, tool).stop(server.server_port) == (0, 5 + 2)
@@ -141,13 +146,13 @@ def test_pre_stop_idle_engine_ends_after_pause_and_two_checks(serve: Any, tmp_pa
 
 
 @pytest.mark.parametrize("tool", ["curl", "wget", "python3"])
-def test_pre_stop_busy_engine_is_kept_until_idle(serve: Any, tmp_path: Path, tool: str) -> None:
+def test_pre_stop_waits_until_a_busy_engine_is_idle(serve: Any, tmp_path: Path, tool: str) -> None:
     server = serve([BUSY, BUSY, IDLE])
 
     assert Pod(tmp_path, tool).stop(server.server_port) == (0, 5 + 3 * 2)
 
 
-def test_pre_stop_works_in_bash_as_in_other_shells(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_gives_the_same_result_in_bash_and_other_shells(serve: Any, tmp_path: Path) -> None:
     bash = which("bash")
     if bash is None:
         pytest.skip("there is no bash on this machine")
@@ -160,7 +165,7 @@ def test_pre_stop_works_in_bash_as_in_other_shells(serve: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("running", "waiting", "took_s"), [(0, 0, 7), (0.0, 0.0, 7), (1, 0, 11), (0, 1, 11), (0.0, 12.0, 11), (1e20, 0, 11)]
 )
-def test_pre_stop_counts_running_and_waiting_of_each_engine(
+def test_pre_stop_counts_running_and_waiting_requests_per_engine(
     serve: Any, tmp_path: Path, engine: str, running: float, waiting: float, took_s: int
 ) -> None:
     first = page(running, waiting, engine=engine)
@@ -169,7 +174,7 @@ def test_pre_stop_counts_running_and_waiting_of_each_engine(
     assert Pod(tmp_path, "curl").stop(server.server_port, engine=engine) == (0, took_s)
 
 
-def test_pre_stop_counts_every_engine_of_a_page(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_counts_every_engine_on_a_metrics_page(serve: Any, tmp_path: Path) -> None:
     two = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 2.0\n'
     last = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 0.0\n'
     server = serve([two, last, IDLE])
@@ -177,7 +182,7 @@ def test_pre_stop_counts_every_engine_of_a_page(serve: Any, tmp_path: Path) -> N
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 11)
 
 
-def test_pre_stop_reads_the_page_of_the_simulated_engine(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_reads_metrics_of_the_simulated_engine(serve: Any, tmp_path: Path) -> None:
     engine = Engine(ROUND)
     metrics = EngineMetrics(engine, model="sim", speed=1.0)
     idle = metrics.render().decode()
@@ -187,20 +192,20 @@ def test_pre_stop_reads_the_page_of_the_simulated_engine(serve: Any, tmp_path: P
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 9)
 
 
-def test_pre_stop_single_idle_check_does_not_end(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_continues_after_a_single_idle_check(serve: Any, tmp_path: Path) -> None:
     server = serve([IDLE, BUSY, IDLE, BUSY, IDLE])
 
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 5 + 5 * 2)
 
 
-def test_pre_stop_failed_check_resets_the_idle_count(serve: Any, tmp_path: Path) -> None:
-    # A look that fails asks at two addresses, which here are one.
+def test_pre_stop_resets_the_idle_count_after_a_failed_check(serve: Any, tmp_path: Path) -> None:
+    # A failed check queries two addresses, which are equal in this test.
     server = serve([IDLE, "", "", IDLE])
 
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 5 + 3 * 2)
 
 
-def test_pre_stop_busy_engine_ends_at_the_drain_timeout(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_of_busy_engine_ends_at_the_drain_timeout(serve: Any, tmp_path: Path) -> None:
     server = serve([BUSY])
     code, took_s = Pod(tmp_path, "curl").stop(server.server_port, drain_timeout_s=59.5)
 
@@ -208,11 +213,11 @@ def test_pre_stop_busy_engine_ends_at_the_drain_timeout(serve: Any, tmp_path: Pa
     assert 60 <= took_s <= 62
 
 
-def test_pre_stop_short_drain_timeout_shortens_the_pause(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_with_short_drain_timeout_shortens_the_pause(serve: Any, tmp_path: Path) -> None:
     assert Pod(tmp_path, "curl").stop(serve([BUSY]).server_port, drain_timeout_s=0.2) == (0, 1)
 
 
-def test_pre_stop_without_http_tool_waits_a_default_time(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_without_http_tool_waits_the_default_time(serve: Any, tmp_path: Path) -> None:
     server = serve([BUSY])
 
     assert Pod(tmp_path).stop(server.server_port) == (0, 5 + 30)
@@ -226,17 +231,17 @@ def test_pre_stop_without_http_tool_ends_at_the_drain_timeout(nobody: int, tmp_p
     assert 20 <= took_s <= 22
 
 
-def test_pre_stop_engine_without_counts_gets_the_default_time(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_waits_default_time_if_metrics_have_no_counts(serve: Any, tmp_path: Path) -> None:
     server = serve(["process_open_fds 27.0\n"])
 
     assert Pod(tmp_path, "curl").stop(server.server_port, engine="Generic") == (0, 5 + 30)
 
 
-def test_pre_stop_gone_engine_ends_soon(nobody: int, tmp_path: Path) -> None:
+def test_pre_stop_ends_soon_after_the_engine_has_exited(nobody: int, tmp_path: Path) -> None:
     assert Pod(tmp_path, "curl").stop(nobody) == (0, 5 + 30)
 
 
-def test_pre_stop_default_time_counts_from_the_last_response(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_default_time_starts_at_the_last_response(serve: Any, tmp_path: Path) -> None:
     server = serve([*["", ""] * 10, BUSY, *["", ""] * 10, BUSY, IDLE])
 
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 5 + 23 * 2)
@@ -254,21 +259,21 @@ def test_pre_stop_without_clock_fails(serve: Any, tmp_path: Path, missing: str) 
     assert (code == 0) == (missing == "date")
 
 
-def test_pre_stop_engine_on_the_pod_address_is_found(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_finds_the_engine_on_the_pod_address(serve: Any, tmp_path: Path) -> None:
     server = serve([BUSY, IDLE], host="127.0.0.2")
 
     assert Pod(tmp_path, "curl").stop(server.server_port, DUALMAP_POD_IP="127.0.0.2") == (0, 9)
     assert server.asked == 3
 
 
-def test_pre_stop_falls_back_to_localhost(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_uses_localhost_if_pod_address_is_unreachable(serve: Any, tmp_path: Path) -> None:
     server = serve([BUSY, IDLE])
 
     assert Pod(tmp_path, "curl").stop(server.server_port, DUALMAP_POD_IP="127.0.0.2") == (0, 9)
 
 
 @pytest.mark.parametrize("tool", ["curl", "wget", "python3"])
-def test_pre_stop_ipv6_address_has_brackets(serve: Any, tmp_path: Path, tool: str) -> None:
+def test_pre_stop_encloses_ipv6_address_in_brackets(serve: Any, tmp_path: Path, tool: str) -> None:
     try:
         server = serve([BUSY, IDLE], host="::1")
     except OSError as error:
@@ -284,6 +289,7 @@ def test_pre_stop_ignores_proxy_variables(serve: Any, nobody: int, tmp_path: Pat
     assert Pod(tmp_path, tool).stop(server.server_port, http_proxy=proxy, all_proxy=proxy, HTTP_PROXY=proxy) == (0, 9)
 
 
-def test_pre_stop_takes_less_than_the_grace_period() -> None:
-    # The pause is part of the time-out; after it come one more sleep and one more look at two addresses, 2 s each.
+def test_pre_stop_ends_before_the_grace_period() -> None:
+    # The drain timeout includes the initial pause. After the timeout, the script may sleep once more and query two
+    # addresses, 2 s each.
     assert grace_period_s(pool_of(template_of(GOOD_CONTAINER), drain_timeout_s=60.0)) >= 60 + 2 + 2 * 2 + 30

@@ -13,7 +13,7 @@ NOTHING = TrafficStatus()
 def totals(
     requests: int = 0, *, slo_met: int | None = None, predicted: int = 0, measured: int = 0, late: int = 0
 ) -> dict[str, object]:
-    """A router's totals as it sends them: 100 prompt tokens a request, and a first token of each."""
+    """Return a router's traffic totals, with 100 prompt tokens and a first token for each request."""
     return dict(
         asdict(
             Traffic(
@@ -29,7 +29,7 @@ def totals(
 
 
 class Watched:
-    """A window whose routers are looked at every ten seconds."""
+    """A traffic window with reports of the routers every ten seconds."""
 
     def __init__(self, published: TrafficStatus | None = None) -> None:
         self.window = TrafficWindow(published=published)
@@ -46,20 +46,20 @@ class Watched:
         return self.shown
 
     def wait(self, seconds: float) -> TrafficStatus:
-        """Nothing more happens; the routers are looked at as before."""
+        """Repeat the last reports every ten seconds for this time."""
         for _ in range(round(seconds / 10)):
             self.look(**self.last)
         return self.shown
 
 
 class TestShares:
-    def test_traffic_counts_increases_not_totals(self) -> None:
+    def test_traffic_counts_increases_instead_of_totals(self) -> None:
         watched = Watched()
         watched.look(a=totals(1000, slo_met=0))
         watched.look(a=totals(1100, slo_met=97, predicted=6300))
         assert watched.wait(30) == TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
 
-    def test_traffic_routers_are_weighted_by_requests(self) -> None:
+    def test_traffic_weights_routers_by_requests(self) -> None:
         watched = Watched()
         watched.look(a=totals(), b=totals(50, slo_met=50))
         watched.look(a=totals(30, slo_met=30), b=totals(60, slo_met=50))
@@ -72,7 +72,7 @@ class TestShares:
         watched.look(a=totals(100, slo_met=slo_met))
         assert watched.wait(30).slo_attainment == text
 
-    def test_traffic_few_requests_give_no_share(self) -> None:
+    def test_traffic_with_few_requests_has_no_shares(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a=totals(4))
@@ -80,13 +80,13 @@ class TestShares:
         watched.look(a=totals(5))
         assert watched.wait(30) == TrafficStatus(slo_attainment="1.00", cache_hit_rate="0.00")
 
-    def test_traffic_unstreamed_responses_have_only_a_hit_rate(self) -> None:
+    def test_traffic_of_unstreamed_responses_has_only_a_hit_rate(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a=totals(100, late=100, predicted=5000))
         assert watched.wait(30) == TrafficStatus(cache_hit_rate="0.50")
 
-    def test_traffic_requests_without_prompt_have_no_hit_rate(self) -> None:
+    def test_traffic_without_prompts_has_no_hit_rate(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a={**totals(100), "prompt_tokens": 0})
@@ -100,7 +100,7 @@ class TestHitRate:
         watched.look(a=totals(100, predicted=9000, measured=4000), b=totals(100, predicted=9000))
         assert watched.wait(30).cache_hit_rate == "0.20"
 
-    def test_hit_rate_short_prompt_estimates_are_capped(self) -> None:
+    def test_hit_rate_caps_estimates_of_short_prompts(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a=totals(100, measured=10_500))
@@ -108,21 +108,21 @@ class TestHitRate:
 
 
 class TestRouters:
-    def test_traffic_restarted_router_counts_from_zero(self) -> None:
+    def test_traffic_counts_restarted_router_from_zero(self) -> None:
         watched = Watched()
         watched.look(a=totals(1000))
         watched.look(a=totals(1010))
         watched.look(a=totals(10, slo_met=0))
         assert watched.wait(30).slo_attainment == "0.50"
 
-    def test_traffic_gone_router_keeps_its_counts(self) -> None:
+    def test_traffic_keeps_counts_of_a_stopped_router(self) -> None:
         watched = Watched()
         watched.look(a=totals(), b=totals())
         watched.look(a=totals(10), b=totals(10, slo_met=0))
         watched.look(a=totals(10))
         assert watched.wait(30).slo_attainment == "0.50"
 
-    def test_traffic_router_absent_for_a_window_restarts(self) -> None:
+    def test_traffic_resets_router_absent_for_a_whole_window(self) -> None:
         watched = Watched()
         watched.look(a=totals(10), b=totals())
         watched.look(b=totals())
@@ -134,7 +134,7 @@ class TestRouters:
         "unreadable",
         [{}, {"requests": 5}, {**totals(), "slo_met": "1"}, {**totals(), "requests": -1}, {"slo_met": None}],
     )
-    def test_traffic_unreadable_report_is_skipped(self, unreadable: dict[str, object]) -> None:
+    def test_traffic_skips_an_unreadable_report(self, unreadable: dict[str, object]) -> None:
         watched = Watched()
         watched.look(a=totals(1000, slo_met=0))
         watched.look(a=unreadable)
@@ -143,7 +143,7 @@ class TestRouters:
 
 
 class TestTime:
-    def test_traffic_older_than_the_window_is_dropped(self) -> None:
+    def test_traffic_drops_observations_older_than_the_window(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a=totals(100, slo_met=0))
@@ -153,7 +153,7 @@ class TestTime:
         assert watched.wait(120).slo_attainment == "1.00"
         assert watched.wait(240) == NOTHING
 
-    def test_traffic_changes_at_most_every_30_s(self) -> None:
+    def test_traffic_status_changes_at_most_every_30_s(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         changes: list[float] = []
@@ -164,7 +164,7 @@ class TestTime:
         assert len(changes) > 5
         assert all(later - earlier >= 30 for earlier, later in pairwise(changes))
 
-    def test_traffic_close_observations_add_up(self) -> None:
+    def test_traffic_combines_observations_close_in_time(self) -> None:
         window = TrafficWindow()
         window.shown(0.0)
         for n in range(1001):
@@ -172,23 +172,23 @@ class TestTime:
         assert window.shown(200.0).slo_attainment == "0.25"
 
 
-class TestAnotherOperatorBefore:
+class TestPreviousOperatorStatus:
     PUBLISHED = TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
 
-    def test_former_status_stays_until_own_observations(self) -> None:
+    def test_previous_operator_status_is_kept_until_first_observation(self) -> None:
         watched = Watched(self.PUBLISHED)
         watched.look(a=totals(1000))
         assert watched.wait(280) == self.PUBLISHED
         assert watched.wait(30) == NOTHING
 
-    def test_former_status_is_replaced_by_own_observations(self) -> None:
+    def test_previous_operator_status_is_replaced_by_own_observations(self) -> None:
         watched = Watched(self.PUBLISHED)
         watched.look(a=totals(1000))
         assert watched.look(a=totals(1100, slo_met=1100, predicted=0)) == self.PUBLISHED
         assert watched.wait(30) == TrafficStatus(slo_attainment="1.00", cache_hit_rate="0.00")
 
 
-def test_traffic_rejected_requests_count_as_slo_misses() -> None:
+def test_traffic_counts_rejected_requests_as_slo_misses() -> None:
     watched = Watched()
     watched.look(a=totals())
     shown = [watched.look(a={**totals(30), "refused": 10}) for _ in range(6)]

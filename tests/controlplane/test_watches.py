@@ -1,4 +1,4 @@
-"""The watches' view of a pool, and which pool an event wakes."""
+"""Tests of a pool's objects from the watches, and of the pool that an event triggers."""
 
 from typing import Any
 
@@ -49,11 +49,11 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_watches_template_pool_has_pods_of_its_statefulset(scene: Scene) -> None:
+def test_template_pool_has_the_pods_of_its_statefulset(scene: Scene) -> None:
     scene.pool()
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("other-0", owner="other"), ("llm", "other-0"))
-    # Our label, put on by hand, makes no member; neither does a StatefulSet of that name that is another's.
+    # A pod is a member only with both the pool's label and a controller of the pool's name.
     scene.pod(pod_body("qwen-7", owner="qwen", **{"serving.dualmap.dev/pool": ""}), ("llm", "qwen-7"))
     scene.pod(pod_body("qwen-8", owner="qwen", **{"serving.dualmap.dev/pool": "other"}), ("llm", "qwen-8"))
     scene.pod(pod_body("stray", **{"serving.dualmap.dev/pool": "qwen"}), ("llm", "stray"))
@@ -62,7 +62,7 @@ def test_watches_template_pool_has_pods_of_its_statefulset(scene: Scene) -> None
     assert scene.woken == [KEY, ("llm", "other")]
 
 
-def test_watches_orphaned_pods_stay_in_their_pool(scene: Scene) -> None:
+def test_orphaned_pods_stay_in_their_pool(scene: Scene) -> None:
     labels = {"serving.dualmap.dev/pool": "qwen", "apps.kubernetes.io/pod-index": "0"}
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("qwen-0", **labels))
@@ -70,7 +70,7 @@ def test_watches_orphaned_pods_stay_in_their_pool(scene: Scene) -> None:
     assert scene.names() == ["qwen-0"]
 
 
-def test_watches_selector_pool_has_selected_pods_of_namespace(scene: Scene) -> None:
+def test_selector_pool_has_the_selected_pods_of_its_namespace(scene: Scene) -> None:
     scene.pool(**SELECTOR)
     scene.pod(pod_body("a", app="vllm"), ("llm", "a"))
     scene.pod(pod_body("b", app="web"), ("llm", "b"))
@@ -80,7 +80,7 @@ def test_watches_selector_pool_has_selected_pods_of_namespace(scene: Scene) -> N
     assert scene.woken == [KEY]
 
 
-def test_watches_pod_no_longer_selected_wakes_old_pool(scene: Scene) -> None:
+def test_pod_no_longer_selected_triggers_reconcile_of_old_pool(scene: Scene) -> None:
     scene.pool(**SELECTOR)
     scene.pod(pod_body("a", app="vllm"), ("llm", "a"))
     scene.woken.clear()
@@ -91,7 +91,7 @@ def test_watches_pod_no_longer_selected_wakes_old_pool(scene: Scene) -> None:
     assert scene.names(**SELECTOR) == []
 
 
-def test_watches_deleted_pod_wakes_pool_and_is_removed(scene: Scene) -> None:
+def test_deleted_pod_is_removed_and_triggers_reconcile(scene: Scene) -> None:
     scene.pool()
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.woken.clear()
@@ -102,7 +102,7 @@ def test_watches_deleted_pod_wakes_pool_and_is_removed(scene: Scene) -> None:
     assert scene.names() == []
 
 
-def test_watches_flaps_count_per_pod_for_five_minutes(scene: Scene) -> None:
+def test_pod_flaps_are_counted_per_pod_for_five_minutes(scene: Scene) -> None:
     for serving in (True, False, True, False):
         scene.pod(pod_body("qwen-0", owner="qwen", serving=serving))
         scene.clock.now_s += 10
@@ -115,7 +115,7 @@ def test_watches_flaps_count_per_pod_for_five_minutes(scene: Scene) -> None:
     assert scene.flaps() == 0
 
 
-def test_watches_terminating_pod_does_not_flap(scene: Scene) -> None:
+def test_terminating_pod_is_not_counted_as_flapping(scene: Scene) -> None:
     scene.pod(pod_body("qwen-0", owner="qwen"))
     stopping = pod_body("qwen-0", owner="qwen", serving=False)
     stopping["metadata"]["deletionTimestamp"] = "2026-11-20T08:00:00Z"
@@ -124,7 +124,7 @@ def test_watches_terminating_pod_does_not_flap(scene: Scene) -> None:
     assert scene.flaps() == 0
 
 
-def test_fingerprint_covers_fields_that_clients_set() -> None:
+def test_child_fingerprint_covers_all_fields_set_by_clients() -> None:
     child = {"metadata": {"name": "qwen", "labels": {"serving.dualmap.dev/pool": "qwen"}}, "spec": {"replicas": 2}}
     counted = {
         **child,
@@ -140,7 +140,7 @@ def test_fingerprint_covers_fields_that_clients_set() -> None:
     assert read_child(counted).statefulset is None, "a Service"
 
 
-def test_watches_edited_child_wakes_its_pool(scene: Scene) -> None:
+def test_edited_child_object_triggers_reconcile_of_its_pool(scene: Scene) -> None:
     child = {"metadata": {"labels": {"serving.dualmap.dev/pool": "qwen"}}, "spec": {"podManagementPolicy": "Parallel"}}
     scene.watches._children["StatefulSet"].put((KEY, read_child(child)))
 
@@ -157,7 +157,7 @@ def test_watches_edited_child_wakes_its_pool(scene: Scene) -> None:
         ("another", "dualmap-operator", False),
     ],
 )
-def test_watches_statefulset_belongs_by_controller_or_field_manager(
+def test_statefulset_pool_is_found_by_controller_or_field_manager(
     scene: Scene, controller: str, manager: str, belongs: bool
 ) -> None:
     child = {
@@ -173,7 +173,7 @@ def test_watches_statefulset_belongs_by_controller_or_field_manager(
     assert (scene.watches.statefulset(KEY, "pool-uid") is not None) is belongs
 
 
-def test_watches_spec_change_wakes_pools_of_same_model_name(scene: Scene) -> None:
+def test_spec_change_triggers_reconcile_of_pools_with_same_model(scene: Scene) -> None:
     def show(name: str, second: int, **fields: Any) -> list[Key]:
         body = pool_body(uid=f"uid-of-{name}", **fields)
         body["metadata"] |= {"name": name, "creationTimestamp": f"2026-11-20T08:00:{second:02}Z"}
@@ -185,7 +185,7 @@ def test_watches_spec_change_wakes_pools_of_same_model_name(scene: Scene) -> Non
     assert show("young", 2) == [young]
     assert show("old", 1) == [young, old]
     assert [each.owner for each in scene.watches.lost_claims(young)] == ["llm/old"]
-    # Otherwise each would answer the other's write for ever.
+    # A status write must not trigger the other pool, or both pools would reconcile endlessly.
     assert show("old", 1, version="2", status={"inRing": 3}) == [old]
     assert show("young", 2, version="3", status={"inRing": 3}) == [young]
     assert show("old", 1, version="4", model={"name": "another"}) == [young, old]

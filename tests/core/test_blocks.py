@@ -1,13 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
 
 ROOT = chain_root(model="m")
 
 
 @given(shared=st.binary(min_size=1, max_size=200), one=st.binary(max_size=100), other=st.binary(max_size=100))
-def test_chain_is_shared_exactly_as_far_as_the_bytes(shared: bytes, one: bytes, other: bytes) -> None:
+def test_block_chains_are_equal_exactly_as_far_as_the_prompts(shared: bytes, one: bytes, other: bytes) -> None:
     a = chain_blocks(shared + one, root=ROOT, block_tokens=4).hashes
     b = chain_blocks(shared + other, root=ROOT, block_tokens=4).hashes
     left, right = shared + one, shared + other
@@ -19,7 +19,7 @@ def test_chain_is_shared_exactly_as_far_as_the_bytes(shared: bytes, one: bytes, 
 
 
 @given(st.binary(max_size=500), st.integers(1, 40))
-def test_blocks_cover_the_whole_prompt(text: bytes, block_tokens: int) -> None:
+def test_blocks_cover_the_complete_prompt(text: bytes, block_tokens: int) -> None:
     chain = chain_blocks(text, root=ROOT, block_tokens=block_tokens)
     assert len(chain.hashes) == -(-len(text) // (4 * block_tokens))
     assert chain.tokens == -(-len(text) // 4)
@@ -34,7 +34,9 @@ def test_chain_root_differs_by_model_lora_and_salt(a: str, b: str, c: str, d: st
 
 
 def test_chain_hashes_are_the_same_in_every_version() -> None:
-    # Another hash would split a fleet in the middle of an upgrade: its replicas would disagree on every key.
-    assert chain_root(model="Qwen/Qwen2.5-7B-Instruct", cache_salt="tenant") == 0xD4F36F891687BFE1
+    # With another hash, old and new replicas would compute different keys during an upgrade.
+    names = {"model": "Qwen/Qwen2.5-7B-Instruct", "cache_salt": "tenant"}
+    assert chain_root(**names) == chain_root(**names, key=PUBLIC_KEY) == 0xF03635D01D386413
+    assert chain_root(**names, key=b"a secret of 16 b") == 0xBE6B51B6897925F8
     hashes = chain_blocks(b"x" * 40, root=1, block_tokens=4).hashes
     assert hashes == (0x560B0484508EE37, 0x8A61E12B475CA1BA, 0xA0C8A56E500BDA39)

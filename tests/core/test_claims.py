@@ -1,4 +1,4 @@
-"""The pool that wins a model name claimed by several pools."""
+"""Tests of the winning pool if several pools have the same model name."""
 
 from dualmap.pools.claims import Claimant, LostClaim, lost_claims
 from dualmap.pools.pool import Model, Pool
@@ -12,17 +12,17 @@ def lost(name: str, model: str, owner: str) -> LostClaim:
     return LostClaim(pool=f"llm/{name}", name=model, owner=f"llm/{owner}")
 
 
-def test_claims_oldest_pool_wins_a_name_in_any_order() -> None:
+def test_oldest_pool_gets_the_model_name_in_any_order() -> None:
     young, old, middle = claimant("a", 3, "x"), claimant("c", 1, "x"), claimant("b", 2, "x")
     assert lost_claims([young, old, middle]) == (lost("b", "x", "c"), lost("a", "x", "c"))
     assert lost_claims([middle, young, old]) == lost_claims([young, old, middle])
 
 
-def test_claims_same_age_first_pool_by_name_wins() -> None:
+def test_first_pool_by_name_gets_model_name_at_equal_age() -> None:
     assert lost_claims([claimant("b", 1, "x"), claimant("a", 1, "x")]) == (lost("b", "x", "a"),)
 
 
-def test_claims_each_name_is_decided_separately() -> None:
+def test_each_model_name_is_assigned_separately() -> None:
     old, young = claimant("old", 1, "x", "x"), claimant("young", 2, "y", "x")
     assert lost_claims([young, old, claimant("last", 3, "y")]) == (
         lost("young", "x", "old"),
@@ -30,7 +30,7 @@ def test_claims_each_name_is_decided_separately() -> None:
     )
 
 
-def test_claims_include_model_name_aliases_and_adapters() -> None:
+def test_name_claims_include_model_name_aliases_and_adapters() -> None:
     model = Model(name="Qwen/Qwen2.5-7B", aliases=("qwen", "small"), adapters=("sql",))
     pool = Pool(namespace="llm", name="qwen", model=model)
     assert Claimant.of(pool, "then") == Claimant(

@@ -1,4 +1,4 @@
-"""The heap of times that release queued requests equals a search of all members."""
+"""Tests that the heap of dispatch times equals a search of all members."""
 
 from dataclasses import replace
 from random import Random
@@ -11,7 +11,7 @@ from dualmap.router import PoolRouter
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_dispatch_times_first_is_the_earliest_of_all_members(seed: int) -> None:
+def test_dispatch_times_return_the_earliest_time_of_all_members(seed: int) -> None:
     chance, now = Random(seed), 0.0
     engine = Engine(prefill_tokens_per_second=1000.0, kv_tokens=20_000)
     routing = Routing(policy="round_robin", queue=Queue(dispatch_window_s=1.0, max_wait_s=1e9, max_held=10_000))

@@ -14,7 +14,7 @@ def learn(model: PrefillModel, truth: Speed, samples: int, *, noise: float = 0.0
         model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
 
 
-def test_estimate_learns_linear_and_quadratic_cost() -> None:
+def test_prefill_estimate_learns_linear_and_quadratic_cost() -> None:
     truth = Speed(1 / 2500, 1 / 2500 * 2.0e-5)
     model = PrefillModel(7000)
     learn(model, truth, 300, noise=0.1)
@@ -22,14 +22,14 @@ def test_estimate_learns_linear_and_quadratic_cost() -> None:
         assert abs(model.speed.compute_s(new, cached) / truth.compute_s(new, cached) - 1) < 0.1
 
 
-def test_estimate_follows_a_change_of_speed() -> None:
+def test_prefill_estimate_follows_a_change_of_speed() -> None:
     model = PrefillModel(7000)
     learn(model, Speed(1 / 7000, 1e-9), 100)
     learn(model, Speed(1 / 1000, 1e-9), 300)
     assert 850 < model.speed.tokens_per_second < 1150
 
 
-def test_estimate_single_outlier_has_little_effect() -> None:
+def test_prefill_estimate_changes_little_after_a_single_outlier() -> None:
     model = PrefillModel(7000)
     learn(model, Speed(1 / 7000, 1e-9), 100)
     before = model.speed.compute_s(4000, 0)
@@ -40,7 +40,7 @@ def test_estimate_single_outlier_has_little_effect() -> None:
 @given(seed=st.integers(0, 10_000), stalled=st.floats(0, 0.6))
 @settings(max_examples=60)
 def test_engine_stalls_do_not_raise_the_estimated_speed(seed: int, stalled: float) -> None:
-    # Cut apart, noise that trades the linear for the quadratic part made an instance look 19 times as fast.
+    # Separate limits for the linear and the quadratic coefficient let noise raise an estimated speed by a factor of 19.
     chance, truth, model = random.Random(seed), Speed(1 / 7000, 1 / 7000 * 1.5e-5), PrefillModel(7000)
     for _ in range(200):
         new, cached = chance.randrange(100, 20_000), chance.choice([0, chance.randrange(0, 10_000)])
@@ -54,7 +54,9 @@ def test_engine_stalls_do_not_raise_the_estimated_speed(seed: int, stalled: floa
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(-1, 1e6)), max_size=80),
     st.integers(100, 10**6),
 )
-def test_estimate_any_samples_keep_it_within_bounds(samples: list[tuple[int, int, float]], prior: int) -> None:
+def test_prefill_estimate_stays_within_bounds_for_any_samples(
+    samples: list[tuple[int, int, float]], prior: int
+) -> None:
     model = PrefillModel(prior)
     for new, cached, service_s in samples:
         model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)

@@ -30,7 +30,7 @@ def entry(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """For any order of events, even wrong and repeated ones, the sums are those of the live requests."""
+    """For any order of events, including wrong and repeated events, the sums equal those of the open requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,21 +112,22 @@ LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count
 TestLedger = LedgerMachine.TestCase
 
 
-def test_ledger_queue_shrinks_during_a_prefill() -> None:
+def test_ledger_queue_time_shrinks_during_a_prefill() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
     load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
-    # The head is late: its own second has passed, the other's is still ahead.
+    # The first prefill is late: its estimated second has passed, but the second prefill's second remains.
     assert load.queue_s(2.0, 3.0) == 1.0
     ledger.first_token(2.0, "1")
     assert load.queue_s(2.0, 3.0) == 1.0
 
 
-def test_ledger_decode_stall_adds_to_the_queue_time() -> None:
-    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
+def test_ledger_adds_decode_stalls_to_the_queue_time() -> None:
+    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The first prefill's own time does not
+    # count as a stall.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     load = ledger.loads["a"]
@@ -136,7 +137,7 @@ def test_ledger_decode_stall_adds_to_the_queue_time() -> None:
     assert load.queue_s(5.0, 3.0) == 0.0
 
 
-def test_ledger_queueing_does_not_lower_the_speed() -> None:
+def test_ledger_speed_estimate_excludes_time_in_queue() -> None:
     ledger = Ledger(SPEED)
     for n in range(50):
         ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -145,7 +146,7 @@ def test_ledger_queueing_does_not_lower_the_speed() -> None:
     assert 950 < ledger.loads["a"].speed.current.tokens_per_second < 1050
 
 
-def test_ledger_abort_of_the_first_starts_the_next() -> None:
+def test_ledger_starts_next_prefill_after_abort_of_the_first() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
@@ -153,8 +154,8 @@ def test_ledger_abort_of_the_first_starts_the_next() -> None:
     assert ledger.loads["a"].queue_s(10.5, 3.0) == 0.5
 
 
-def test_ledger_unobserved_prefill_ends_at_the_predicted_time() -> None:
-    # An answer that comes whole shows no first token: while it is decoded, its member must not look stalled.
+def test_ledger_ends_unobserved_prefill_at_the_predicted_time() -> None:
+    # A response without streaming reports no first token, so the member must not count as stalled during the decoding.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
@@ -171,7 +172,7 @@ def test_ledger_unobserved_prefill_ends_at_the_predicted_time() -> None:
     assert load.in_flight == 2
 
 
-def test_ledger_changed_prior_restarts_learning() -> None:
+def test_ledger_restarts_learning_after_a_changed_speed_prior() -> None:
     ledger = Ledger(SPEED)
     ledger.loads["a"]
     ledger.set_prior(5000.0)
@@ -179,11 +180,11 @@ def test_ledger_changed_prior_restarts_learning() -> None:
     assert [round(each) for each in speeds] == [5000, 5000]
 
 
-def test_ledger_expiry_is_ten_minutes() -> None:
+def test_ledger_requests_expire_after_ten_minutes() -> None:
     assert IN_FLIGHT_TTL_S == 600.0
 
 
-def test_ledger_update_postpones_expiry() -> None:
+def test_ledger_request_update_postpones_its_expiry() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(1.0, entry("2", "a", 1.0))
@@ -193,7 +194,7 @@ def test_ledger_update_postpones_expiry() -> None:
     assert ledger.loads["a"].in_flight == 0
 
 
-def test_ledger_overtaking_prefill_is_no_speed_sample() -> None:
+def test_ledger_excludes_overtaking_prefill_from_speed_samples() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("long", "a", 0.0, tokens=10_000))
     ledger.enter(0.0, entry("short", "a", 0.0, tokens=100))
@@ -203,7 +204,7 @@ def test_ledger_overtaking_prefill_is_no_speed_sample() -> None:
 
 
 class TestLostReports:
-    def test_lost_report_overtaken_prefill_counts_as_ended(self) -> None:
+    def test_overtaken_prefill_without_report_counts_as_ended(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(4):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -215,7 +216,7 @@ class TestLostReports:
         assert ledger.first_token(3.5, "0") is not None
         assert load.speed.current == before
 
-    def test_lost_report_long_silent_prefill_counts_as_ended(self) -> None:
+    def test_long_prefill_without_report_counts_as_ended(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         load = ledger.loads["a"]
@@ -225,7 +226,7 @@ class TestLostReports:
         assert (load.prefills.tokens, load.queue_s(SILENT_PREFILL_S, 3.0)) == (0, 0.0)
         assert load.in_flight == 1
 
-    def test_lost_report_long_prefill_gets_more_time(self) -> None:
+    def test_longer_prefill_without_report_has_a_longer_time_limit(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0, tokens=50_000))
         load = ledger.loads["a"]
@@ -234,7 +235,7 @@ class TestLostReports:
         load.end_overdue(500.0)
         assert load.prefills.tokens == 0
 
-    def test_lost_report_stalled_member_stays_stalled(self) -> None:
+    def test_stalled_member_loses_one_prefill_per_silent_period(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(3):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -245,7 +246,7 @@ class TestLostReports:
             assert load.prefills.tokens == 1000 * (3 - given_up)
             assert load.queue_s(now, 3.0) >= now
 
-    def test_lost_report_late_first_token_counts(self) -> None:
+    def test_late_first_token_after_assumed_end_is_counted(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(2):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -256,11 +257,11 @@ class TestLostReports:
         assert late is not None
         assert late.prefilled
         assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
-        # The other has only now begun, and the stall changed no estimate.
+        # The other prefill begins at this moment, and the stall did not change the speed estimate.
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
         assert load.speed.current == before
 
-    def test_lost_report_silent_request_is_in_flight_without_kv(self) -> None:
+    def test_silent_request_stays_in_flight_without_kv_tokens(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         ledger.first_token(1.0, "1")
@@ -275,7 +276,7 @@ class TestLostReports:
         ledger.leave(2 * SILENT_DECODE_S + 2.0, "1")
         assert (load.kv.tokens, load.working, load.in_flight) == (0, 0, 0)
 
-    def test_lost_report_slow_responses_extend_the_limit(self) -> None:
+    def test_slow_responses_extend_the_silence_limit(self) -> None:
         ledger = Ledger(SPEED)
         now = 0.0
         for n in range(200):

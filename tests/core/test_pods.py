@@ -27,22 +27,22 @@ def running(*, gate: str = "True", ready: str = "True") -> dict[str, Any]:
 
 
 class TestServing:
-    def test_serving_depends_on_containers_not_on_our_gate(self) -> None:
+    def test_serving_depends_on_containers_not_on_dualmap_gate(self) -> None:
         facts = pod_facts(running(gate="False", ready="False"))
         assert (facts.serving, facts.ready, facts.in_ring) == (True, False, False)
         assert facts.serving_since == "2026-11-22T02:00:03Z"
 
-    def test_serving_pod_in_the_ring(self) -> None:
+    def test_pod_in_the_ring_is_serving_and_ready(self) -> None:
         facts = pod_facts(running())
         assert (facts.serving, facts.ready, facts.in_ring) == (True, True, True)
 
     @pytest.mark.parametrize("status", ["False", "Unknown", None])
-    def test_serving_unready_containers_is_false(self, status: str | None) -> None:
+    def test_pod_with_unready_containers_is_not_serving(self, status: str | None) -> None:
         conditions = [] if status is None else [condition("ContainersReady", status)]
         assert not pod_facts(pod(*conditions)).serving
 
     @pytest.mark.parametrize(("status", "serves"), [("True", True), ("False", False), (None, False)])
-    def test_serving_requires_other_readiness_gates(self, status: str | None, serves: bool) -> None:
+    def test_pod_is_serving_only_if_other_readiness_gates_are_true(self, status: str | None, serves: bool) -> None:
         others = [] if status is None else [condition("example.com/warm", status, 9)]
         facts = pod_facts(
             pod(condition("ContainersReady", second=3), *others, gates=(IN_RING_GATE, "example.com/warm"))
@@ -52,30 +52,30 @@ class TestServing:
             assert facts.serving_since == "2026-11-22T02:00:09Z"
 
     @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-    def test_serving_ended_pod_is_false(self, phase: str) -> None:
+    def test_ended_pod_is_not_serving(self, phase: str) -> None:
         body = running()
         body["status"]["phase"] = phase
         facts = pod_facts(body)
         assert (facts.serving, facts.ready) == (False, False)
 
-    def test_serving_terminating_pod_is_true(self) -> None:
+    def test_terminating_pod_is_still_serving(self) -> None:
         body = running()
         body["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
         facts = pod_facts(body)
         assert (facts.serving, facts.terminating) == (True, True)
         assert not pod_facts(running()).terminating
 
-    def test_serving_without_our_gate(self) -> None:
+    def test_pod_without_dualmap_gate_has_unknown_ring_membership(self) -> None:
         facts = pod_facts(pod(condition("ContainersReady"), condition("Ready"), gates=()))
         assert (facts.serving, facts.ready, facts.in_ring) == (True, True, None)
 
-    def test_gate_unset_is_false(self) -> None:
+    def test_pod_with_unset_dualmap_gate_is_not_in_the_ring(self) -> None:
         assert pod_facts(pod(condition("ContainersReady"))).in_ring is False
 
 
 class TestNodeLost:
     def unready(self, ready_s: int, *, gate: str = "True", **more: str) -> dict[str, Any]:
-        """Kubernetes says that the pod is not ready, though its containers are since second 3."""
+        """The pod is not ready in Kubernetes, but its containers are ready since second 3."""
         return pod(
             condition("ContainersReady", second=3),
             condition(IN_RING_GATE, gate, 50),
@@ -83,30 +83,32 @@ class TestNodeLost:
         )
 
     @pytest.mark.parametrize("gate", ["True", "False"])
-    def test_node_lost_ready_cleared_by_the_node_controller(self, gate: str) -> None:
-        """A gate that the operator closed for a lost pod does not make the pod look serving again."""
+    def test_pod_is_not_serving_if_node_controller_clears_ready(self, gate: str) -> None:
+        """The closed readiness gate of a lost pod must not make the pod count as serving."""
         assert not pod_facts(self.unready(45, gate=gate)).serving
 
     @pytest.mark.parametrize("gate", ["True", "False"])
-    def test_node_lost_ready_waiting_for_our_gate_is_false(self, gate: str) -> None:
+    def test_pod_unready_only_for_the_dualmap_gate_is_serving(self, gate: str) -> None:
         assert pod_facts(self.unready(45, gate=gate, reason="ReadinessGatesNotReady")).serving
 
     @pytest.mark.parametrize("ready_s", [1, 3])
-    def test_node_lost_without_reason_is_serving(self, ready_s: int) -> None:
+    def test_pod_unready_without_reason_is_serving(self, ready_s: int) -> None:
         assert pod_facts(self.unready(ready_s)).serving
 
     @pytest.mark.parametrize("ready_s", [50, 51])
-    def test_node_lost_gate_closed_before_unready_is_serving(self, ready_s: int) -> None:
-        """The closed gate explains it, though the kubelet gives no reason: a draining member can be taken back."""
+    def test_pod_unready_after_gate_became_false_is_serving(self, ready_s: int) -> None:
+        """The closed readiness gate explains Ready false without a reason from the kubelet, so a draining member can
+        become Active again.
+        """
         assert pod_facts(self.unready(ready_s, gate="False")).serving
 
-    def test_node_lost_gate_absent_explains_nothing(self) -> None:
+    def test_pod_unready_without_dualmap_gate_is_not_serving(self) -> None:
         body = pod(condition("ContainersReady", second=3), condition("Ready", "False", 45), gates=())
         assert not pod_facts(body).serving
 
 
 class TestIdentity:
-    def test_pod_names(self) -> None:
+    def test_pod_name_namespace_and_uid_are_parsed(self) -> None:
         facts = pod_facts(running())
         assert (facts.name, facts.namespace, facts.uid) == ("qwen-0", "llm", UID)
 
@@ -126,7 +128,7 @@ class TestIdentity:
         ("written", "read"),
         [("10.244.0.7", "10.244.0.7"), ("FD00::1", "fd00::1"), ("", ""), ("engine.llm", ""), (None, ""), (7, "")],
     )
-    def test_pod_addresses(self, written: object, read: str) -> None:
+    def test_pod_ip_is_parsed(self, written: object, read: str) -> None:
         assert pod_facts(pod(podIP=written)).address == read
 
 
@@ -148,7 +150,7 @@ FULL["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
 
 
 @given(path=st.sampled_from(every_path(FULL)[1:]), value=JSON)
-def test_pod_any_body_is_read(path: tuple[str | int, ...], value: object) -> None:
+def test_pod_of_any_form_is_parsed(path: tuple[str | int, ...], value: object) -> None:
     body: Any = copy.deepcopy(FULL)
     inner = body
     for key in path[:-1]:

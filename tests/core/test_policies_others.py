@@ -1,6 +1,6 @@
-"""The rules of other systems on constructed situations: each branch and its boundary, computed from the definition.
+"""Tests of other systems' rules in constructed situations: each branch and its boundary, computed from the definition.
 
-Prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens a second unless something else is said.
+By default, prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens per second.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from dualmap.router import PoolRouter
 from situations import candidate, decide
 
 
-def test_random_draws_every_member_equally() -> None:
+def test_random_picks_every_member_equally_often() -> None:
     members = [candidate(id, requests=n, matched=100 * n) for n, id in enumerate("abcd")]
     picks = Counter(decide("random", *members, id=f"r{n}")[0] for n in range(800))
     assert sorted(picks) == list("abcd")
@@ -29,10 +29,11 @@ def test_least_requests_counts_requests_not_tokens() -> None:
     assert decide("least_requests", short, long) == ("a", "least-requests")
 
 
-def test_power_of_two_takes_the_less_busy_of_two_members() -> None:
+def test_power_of_two_picks_the_less_loaded_of_two_members() -> None:
     members = [candidate(id, requests=n) for n, id in enumerate("abcd")]
     picks = Counter(decide("power_of_two", *members, id=f"r{n}")[0] for n in range(1200))
-    # Of six pairs, three contain the idlest; the next is better in two, the third in one; the busiest never wins.
+    # Three of the six pairs contain the idlest member. The second idlest member wins two pairs, the third wins one
+    # pair, and the busiest wins none.
     assert {id: round(count / 200) for id, count in picks.items()} == {"a": 3, "b": 2, "c": 1}
 
 
@@ -41,42 +42,42 @@ def test_cache_affinity_global_ignores_load() -> None:
     for n in range(20):
         chosen = decide("cache_affinity_global", candidate("a"), candidate("b", matched=512), warm, id=f"r{n}")
         assert chosen == ("c", "longest-prefix")
-    # Nor between equals.
+    # Load also has no effect between members with equal matches.
     busy, idle = candidate("a", matched=512, requests=9), candidate("b", matched=512)
     assert {decide("cache_affinity_global", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"a", "b"}
 
 
 class TestPreble:
-    def test_preble_match_over_half_takes_the_longest_match(self) -> None:
+    def test_preble_with_match_over_half_picks_the_longest_match(self) -> None:
         busy = candidate("a", matched=501, queue_s=99.0, pending=99_000)
         assert decide("preble", candidate("b", matched=384), busy) == ("a", "exploit")
 
-    def test_preble_equal_matches_take_the_least_loaded(self) -> None:
+    def test_preble_with_equal_matches_picks_the_least_loaded(self) -> None:
         busy, less = candidate("a", matched=640, pending=20), candidate("b", matched=640, pending=10, requests=5)
         assert decide("preble", busy, less, candidate("c", matched=512)) == ("b", "exploit")
 
-    def test_preble_match_of_half_or_less_uses_the_cost(self) -> None:
+    def test_preble_with_match_of_half_or_less_uses_the_cost(self) -> None:
         warm = candidate("a", matched=500, queue_s=0.5, compute_s=0.5)
         # 0.2 + 0.7 < 0.5 + 0.5 < 0.2 + 0.9.
         assert decide("preble", warm, candidate("b", queue_s=0.2, compute_s=0.7)) == ("b", "explore")
         assert decide("preble", warm, candidate("b", queue_s=0.2, compute_s=0.9)) == ("a", "explore")
 
 
-def test_dynamo_adds_new_prefill_and_active_kv() -> None:
+def test_dynamo_cost_is_new_prefill_plus_active_kv() -> None:
     cold = candidate("b", kv=50)
-    # 200 new + 840 active < 1000 new + 50 active < 200 + 900.
+    # New plus active tokens: 200 + 840 < 1000 + 50 < 200 + 900.
     assert decide("dynamo", candidate("a", matched=800, kv=840), cold) == ("a", "least-blocks")
     assert decide("dynamo", candidate("a", matched=800, kv=900), cold) == ("b", "least-blocks")
 
 
 class TestAibrix:
-    def test_aibrix_spread_over_8_ignores_prefixes(self) -> None:
+    def test_aibrix_with_load_difference_over_8_ignores_prefixes(self) -> None:
         idle = candidate("b")
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=9), idle) == ("b", "imbalanced")
-        # Mean 4 and deviation 4: 8 is not too busy.
+        # The limit is mean plus one standard deviation, here 8 requests.
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=8), idle) == ("a", "prefix-match")
 
-    def test_aibrix_member_above_one_sigma_does_not_match(self) -> None:
+    def test_aibrix_ignores_matches_of_members_above_one_sigma(self) -> None:
         # Mean 3, variance 14/3: no member above 5.16.
         best, second, idle = candidate("a", matched=896, requests=6), candidate("b", matched=256, requests=2), "c"
         assert decide("aibrix_prefix", best, second, candidate(idle, requests=1)) == ("b", "prefix-match")
@@ -85,7 +86,7 @@ class TestAibrix:
             "no-match",
         )
 
-    def test_aibrix_equal_matches_take_the_fewest_requests(self) -> None:
+    def test_aibrix_with_equal_matches_picks_the_fewest_requests(self) -> None:
         members = candidate("a", matched=256, requests=3), candidate("b", matched=256, requests=2), candidate("c")
         assert decide("aibrix_prefix", *members)[0] == "b"
 
@@ -95,12 +96,14 @@ class TestSglang:
         ("most", "fewest", "expected"),
         [
             (65, 0, ("b", "imbalanced")),
-            (64, 0, ("a", "prefix-match")),  # Not over 64 more.
-            (200, 135, ("a", "prefix-match")),  # 65 more, but not over 1.5 times as many: 202.5.
+            (64, 0, ("a", "prefix-match")),  # The difference does not exceed 64.
+            (200, 135, ("a", "prefix-match")),  # The difference is 65, but the ratio does not exceed 1.5 (202.5).
             (200, 133, ("b", "imbalanced")),
         ],
     )
-    def test_sglang_imbalance_needs_both_conditions(self, most: int, fewest: int, expected: tuple[str, str]) -> None:
+    def test_sglang_load_is_unbalanced_above_both_thresholds(
+        self, most: int, fewest: int, expected: tuple[str, str]
+    ) -> None:
         warm, cold = candidate("a", matched=896, requests=most), candidate("b", requests=fewest)
         assert decide("sglang_cache_aware", warm, cold) == expected
 
@@ -116,18 +119,18 @@ class TestSmgSpill:
         [
             (6, (0, 0), "prefix-match"),  # Mean 2, margin 4: up to 6.
             (9, (0, 0), "spill"),  # Mean 3, margin 4: up to 7.
-            (15, (6, 6), "prefix-match"),  # Mean 9, margin 2 * 3: up to 15; 1.5 times the mean is less.
+            (15, (6, 6), "prefix-match"),  # Mean 9, margin 2 * 3: up to 15, which is more than 1.5 times the mean.
             (17, (5, 5), "spill"),
-            (150, (75, 75), "prefix-match"),  # Mean 100, margin 20: 1.5 times the mean is more, up to 150.
+            (150, (75, 75), "prefix-match"),  # Mean 100, margin 20: up to 150, which is 1.5 times the mean.
             (153, (74, 73), "spill"),
         ],
     )
-    def test_smg_spill_overloaded_match_spills(self, warm: int, others: tuple[int, int], rule: str) -> None:
+    def test_smg_spill_leaves_the_match_only_if_overloaded(self, warm: int, others: tuple[int, int], rule: str) -> None:
         members = [candidate(id, requests=count) for id, count in zip("bc", others, strict=True)]
         chosen, fired = decide("smg_spill", candidate("a", matched=896, requests=warm), *members)
         assert (fired, chosen == "a") == (rule, rule == "prefix-match")
 
-    def test_smg_spill_equal_match_precedes_a_spill(self) -> None:
+    def test_smg_spill_prefers_an_equal_match_to_a_spill(self) -> None:
         hot, holder, idle = candidate("a", matched=896, requests=12), candidate("b", matched=896, requests=2), "c"
         assert decide("smg_spill", hot, holder, candidate(idle)) == ("b", "prefix-match")
 
@@ -143,7 +146,7 @@ class TestSmgSpill:
         (1, 0, "b"),  # A mean of 0.5 counts as 1: 0.6 - 0.5 against 0.5.
     ],
 )
-def test_stack_loadaware_weighs_match_against_relative_load(warm: int, cold: int, expected: str) -> None:
+def test_stack_loadaware_compares_match_with_relative_load(warm: int, cold: int, expected: str) -> None:
     members = candidate("a", matched=600, requests=warm), candidate("b", requests=cold)
     assert decide("stack_loadaware", *members) == (expected, "best-score")
 
@@ -155,17 +158,20 @@ def test_stack_loadaware_weighs_match_against_relative_load(warm: int, cold: int
         (candidate("a", pending=1000, kv=0, matched=896), "a"),  # 0 + 2 + 2.688 against 4.
         (candidate("a", pending=0, kv=500_000, matched=384), "a"),  # Equal queues both score 2: 4.152.
         (candidate("a", pending=0, kv=500_000, matched=256), "b"),  # 2 + 1 + 0.768.
-        (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue scores 0, however short it is: 3.92.
-        (candidate("a", pending=0, kv=5_000_000, matched=640), "b"),  # More than the cache is no less than 0: 3.92.
+        (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue always scores 0: 3.92.
+        (
+            candidate("a", pending=0, kv=5_000_000, matched=640),
+            "b",
+        ),  # A full cache scores 0: 3.92.
         (candidate("a", pending=0, kv=5_000_000, matched=768), "a"),  # 4.304.
     ],
 )
-def test_llmd_default_sums_three_scores(warm: Candidate, expected: str) -> None:
+def test_llmd_default_picks_by_the_sum_of_three_scores(warm: Candidate, expected: str) -> None:
     assert decide("llmd_default", warm, candidate("b")) == (expected, "best-score")
 
 
 class TestLlmdSticky:
-    def test_llmd_sticky_prefers_members_with_four_fifths(self) -> None:
+    def test_llmd_sticky_prefers_members_with_match_of_four_fifths(self) -> None:
         holder, nearly = candidate("a", matched=800, kv=5000), candidate("b", matched=799)
         assert decide("llmd_sticky", holder, nearly) == ("a", "sticky")
         assert decide("llmd_sticky", holder, candidate("b", matched=800, kv=4999))[0] == "b"
@@ -174,12 +180,12 @@ class TestLlmdSticky:
         members = candidate("a", matched=799, kv=10, requests=1), candidate("b", kv=9, requests=5)
         assert decide("llmd_sticky", *members) == ("b", "no-match")
 
-    def test_llmd_sticky_members_over_18_s_slower_are_skipped(self) -> None:
-        # The best of all has its first token after 0.1 s.
+    def test_llmd_sticky_skips_members_over_18_s_slower(self) -> None:
+        # The best member has its first token after 0.1 s.
         slow, idle = candidate("a", matched=896, queue_s=17.9, kv=9000), candidate("b", kv=8000)
         assert decide("llmd_sticky", slow, idle) == ("a", "sticky")
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle) == ("b", "penalty")
-        # One fast holder is enough; then the other holders count too.
+        # If one member with a match is fast enough, all members with a match are candidates.
         other = candidate("c", matched=896, queue_s=1.0, kv=9500)
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle, other) == ("a", "sticky")
 
@@ -195,7 +201,7 @@ class TestLlmdSticky:
         ((1, 0, 0), ("b", "bounded")),  # ceil(1.25 * 2 / 3) = 1.
     ],
 )
-def test_chwbl_takes_the_first_on_the_ring_within_the_bound(
+def test_chwbl_picks_the_first_ring_member_within_the_load_bound(
     loads: tuple[int, int, int], expected: tuple[str, str]
 ) -> None:
     on_the_way = [candidate(id, requests=count) for id, count in zip("cba", loads, strict=True)]
@@ -203,18 +209,18 @@ def test_chwbl_takes_the_first_on_the_ring_within_the_bound(
 
 
 class TestLlumnix:
-    def test_llumnix_sums_missed_and_pending_tokens(self) -> None:
+    def test_llumnix_cost_is_uncached_plus_pending_tokens(self) -> None:
         warm = candidate("a", matched=1800, pending=1700)
-        # 200 + 1700 < 2000 + 0 < 200 + 1900; a member without a match misses the whole prompt.
+        # 200 + 1700 < 2000 + 0 < 200 + 1900; a member without a match computes the whole prompt.
         assert decide("llumnix", warm, candidate("b"), prompt=2000) == ("a", "cache-aware")
         assert decide("llumnix", warm._replace(pending_tokens=1900), candidate("b"), prompt=2000)[0] == "b"
 
-    def test_llumnix_short_prompt_ignores_caches(self) -> None:
+    def test_llumnix_ignores_caches_for_short_prompts(self) -> None:
         warm, idle = candidate("a", matched=896, pending=10), candidate("b")
         assert decide("llumnix", warm, idle, prompt=1023) == ("b", "short-prompt")
         assert decide("llumnix", warm, idle, prompt=1024) == ("a", "cache-aware")
 
-    def test_llumnix_ties_take_the_fewest_requests(self) -> None:
+    def test_llumnix_with_equal_costs_picks_the_fewest_requests(self) -> None:
         members = candidate("a", requests=2), candidate("b", requests=1)
         assert {decide("llumnix", *members, prompt=2000, id=f"r{n}")[0] for n in range(20)} == {"b"}
 
@@ -224,21 +230,21 @@ class TestEar:
     less = candidate("c", pending=4000)
     more = candidate("b", pending=9000)
 
-    def test_ear_new_session_takes_the_least_pending(self) -> None:
+    def test_ear_sends_new_session_to_member_with_least_pending(self) -> None:
         assert decide("ear", self.hot, self.more, self.less) == ("c", "new-session")
 
-    def test_ear_turn_goes_to_its_host_within_the_slo(self) -> None:
+    def test_ear_sends_turn_to_session_host_within_the_slo(self) -> None:
         host = self.hot._replace(pending_tokens=5000)
         assert decide("ear", host, self.more, self.less, host=host) == ("a", "session-host")
 
-    def test_ear_hot_host_session_moves_to_the_least_pending(self) -> None:
+    def test_ear_moves_session_of_hot_host_to_least_pending_member(self) -> None:
         assert decide("ear", self.hot, self.more, self.less, host=self.hot) == ("c", "session-move")
 
-    def test_ear_cooldown_prevents_a_move(self) -> None:
+    def test_ear_cooldown_prevents_a_session_move(self) -> None:
         chosen = decide("ear", self.hot, self.more, self.less, host=self.hot, may_move=False)
         assert chosen == ("a", "session-host")
 
-    def test_ear_busy_or_full_member_is_no_target(self) -> None:
+    def test_ear_moves_no_session_to_a_busy_or_full_member(self) -> None:
         as_busy = self.less._replace(pending_tokens=5001)
         assert decide("ear", self.hot, self.more, as_busy, host=self.hot) == ("a", "session-host")
         full = self.less._replace(active_kv_tokens=9001)
@@ -246,8 +252,8 @@ class TestEar:
         just_room = self.less._replace(active_kv_tokens=9000)
         assert decide("ear", self.hot, self.more, just_room, host=self.hot, room=10_000) == ("c", "session-move")
 
-    def test_ear_session_stays_moves_once_and_cools_down(self) -> None:
-        """Through the router: the binding, the load and the cooldown are its own."""
+    def test_ear_session_moves_once_and_then_stays_for_the_cooldown(self) -> None:
+        """The router supplies the binding, the load and the cooldown."""
         routing = Routing(policy="ear", queue=Queue(dispatch_window_s=1e9))
         router = PoolRouter(pool(3, routing=routing, engine=Engine(prefill_tokens_per_second=1000.0)))
 
@@ -267,7 +273,7 @@ class TestEar:
         assert rule == "new-session"
         load(first, 4000, 0.1)
         assert turn(2, 0.2) == (first, "session-host")
-        # The turn's first token came, so earlier submissions count as prefilled.
+        # The first token of this turn has arrived, so earlier requests count as prefilled.
         load(first, 6000, 0.3)
         second, rule = turn(3, 0.4)
         assert rule == "session-move"

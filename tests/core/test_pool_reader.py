@@ -57,7 +57,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return document
 
 
-def test_pool_every_field_is_read() -> None:
+def test_pool_fields_are_all_parsed() -> None:
     (pool,) = read_pools(OBJECT)
     assert (pool.id, pool.model.name, pool.model.aliases) == ("llm/qwen", "Qwen/Qwen2.5-7B-Instruct", ("qwen",))
     assert (pool.engine.prefill_tokens_per_second, pool.engine.cache_tokens) == (9000, 500_000)
@@ -89,12 +89,12 @@ def test_pool_every_field_is_read() -> None:
     assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
 
 
-def test_pool_defaults_are_those_of_the_schema() -> None:
+def test_pool_defaults_equal_the_schema_defaults() -> None:
     (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}}, "status": None})
     assert (pool.engine, pool.routing, pool.members) == (Engine(), Routing(), ())
 
 
-def test_pool_lists_must_have_distinct_items() -> None:
+def test_pool_lists_with_duplicate_items_are_rejected() -> None:
     other = changed("metadata/name", "llama")
     with pytest.raises(PoolError, match="pool llm/qwen does not have"):
         read_pools({"kind": "List", "items": [OBJECT, other]})
@@ -165,7 +165,7 @@ def test_pool_lists_must_have_distinct_items() -> None:
         ("status/ring/members/1", {"id": "x", "address": "10.0.0.12", "port": 9000}, "status.ring.members[1].address"),
     ],
 )  # fmt: skip
-def test_pool_error_names_field_value_and_accepted_form(path: str, value: object, field: str) -> None:
+def test_pool_error_contains_field_value_and_accepted_form(path: str, value: object, field: str) -> None:
     with pytest.raises(PoolError) as refusal:
         read_pools(changed(path, value))
     assert refusal.value.field == field
@@ -176,20 +176,20 @@ def test_pool_error_names_field_value_and_accepted_form(path: str, value: object
 @pytest.mark.parametrize(
     "document", [None, [], "text", 3, {1: 2}, {"kind": "List", "items": {}}, {"kind": "List", "items": [None]}]
 )
-def test_pool_other_object_is_rejected(document: object) -> None:
+def test_object_of_another_kind_is_rejected_as_pool(document: object) -> None:
     with pytest.raises(PoolError):
         read_pools(document)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("5s", 5), ("1.5s", 1.5), ("10m", 600), ("1h", 3600)])
-def test_durations_are_parsed(text: str, seconds: float) -> None:
+def test_valid_durations_are_parsed(text: str, seconds: float) -> None:
     assert parse_duration(text, "x") == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s", "٣s", "5s\n", None, 5, "99h"]
 )
-def test_durations_invalid_text_is_rejected(text: object) -> None:
+def test_invalid_durations_are_rejected(text: object) -> None:
     with pytest.raises(PoolError, match="a number and a unit"):
         parse_duration(text, "x")
 
@@ -197,7 +197,7 @@ def test_durations_invalid_text_is_rejected(text: object) -> None:
 @pytest.mark.parametrize(
     ("name", "shown"), [("t\tft\n", "spec.slo.'t\\tft\\n'"), ("x" * 5000, f"spec.slo.{'x' * 77}...")]
 )
-def test_pool_unknown_field_is_shown_in_one_short_line(name: str, shown: str) -> None:
+def test_pool_unknown_field_error_is_a_short_line(name: str, shown: str) -> None:
     with pytest.raises(PoolError) as refused:
         read_pools(changed("spec/slo", {name: 1}))
     assert refused.value.field == shown

@@ -8,12 +8,12 @@ from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 
 
 def chain_of(name: int, length: int) -> list[int]:
-    """Blocks of a prompt: those of prompt 0 are shared by all prompts for their first three blocks."""
+    """Return a prompt's blocks; all prompts share their first three blocks with prompt 0."""
     return [n if n < 3 else name * 1000 + n for n in range(length)]
 
 
 PROMPTS = st.builds(chain_of, st.integers(0, 40), st.integers(0, 30))
-# Prompts that branch at blocks 3, 8 and 15, so that runs are cut, shared and extended in many ways.
+# Prompts that branch at blocks 3, 8 and 15, so that the index splits, shares and extends its runs of blocks.
 BRANCHING = st.builds(
     lambda names, length: [10**6 * sum(name * 7**n for n, name in enumerate(names[: (n > 2) + (n > 7) + (n > 14)])) + n
                            for n in range(length)],
@@ -23,12 +23,12 @@ BRANCHING = st.builds(
 
 
 def check(*indexes: PrefixIndex) -> None:
-    """The invariants of all indexes over one tree."""
+    """Assert the invariants of all indexes over one tree."""
     for index in indexes:
         assert len(index) == sum(len(run.hashes) for run in index._held) <= index._capacity
         order = list(index._held)
         for age, run in enumerate(order):
-            # A run's parent is held as well and given up later.
+            # The index also has a run's parent, and evicts the parent later.
             assert run.parent is not None
             assert run.parent is index._tree.root or order.index(run.parent) > age
     waiting, reached = [indexes[0]._tree.root], set()
@@ -44,7 +44,7 @@ def check(*indexes: PrefixIndex) -> None:
 
 
 @given(st.integers(0, 64), st.lists(PROMPTS, max_size=60))
-def test_index_stays_within_capacity_with_the_newest_prompt(capacity: int, prompts: list[list[int]]) -> None:
+def test_index_stays_within_capacity_and_keeps_newest_prompt(capacity: int, prompts: list[list[int]]) -> None:
     index = PrefixIndex(capacity)
     for prompt in prompts:
         index.add(prompt)
@@ -53,7 +53,7 @@ def test_index_stays_within_capacity_with_the_newest_prompt(capacity: int, promp
 
 
 @given(st.lists(PROMPTS, min_size=1, max_size=80))
-def test_index_contains_an_lru_of_three_quarters_capacity(prompts: list[list[int]]) -> None:
+def test_index_keeps_all_blocks_of_an_lru_of_75_percent_capacity(prompts: list[list[int]]) -> None:
     capacity = 128
     index, reference = PrefixIndex(capacity), OrderedDict[int, None]()
     for prompt in prompts:
@@ -78,7 +78,7 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40), st.lists(BRANCHING, max_size=5))
-def test_index_shared_tree_has_exactly_the_entries_of_each_member(
+def test_index_tree_has_exactly_the_entries_of_each_member(
     steps: list[tuple[Any, ...]], prompts: list[list[int]]
 ) -> None:
     tree = PrefixTree()
@@ -109,7 +109,7 @@ def test_index_shared_tree_has_exactly_the_entries_of_each_member(
         max_size=60,
     )
 )
-def test_index_shared_tree_bounds_each_member(steps: list[tuple[Any, ...]]) -> None:
+def test_index_tree_keeps_each_member_within_its_capacity(steps: list[tuple[Any, ...]]) -> None:
     tree = PrefixTree()
     indexes = [PrefixIndex(40, tree) for _ in range(3)]
     for action, member, *arguments in steps:
@@ -117,7 +117,7 @@ def test_index_shared_tree_bounds_each_member(steps: list[tuple[Any, ...]]) -> N
         check(*indexes)
 
 
-def test_index_cut_drops_the_rest_until_added_again() -> None:
+def test_index_cut_removes_later_blocks_until_added_again() -> None:
     index = PrefixIndex(100)
     prompt = chain_of(1, 20)
     index.add(prompt)
@@ -129,7 +129,7 @@ def test_index_cut_drops_the_rest_until_added_again() -> None:
     assert index.matched_blocks(prompt) == 20
 
 
-def test_index_smaller_capacity_evicts_least_recently_used() -> None:
+def test_index_with_reduced_capacity_evicts_least_recently_used() -> None:
     index = PrefixIndex(104)
     for name in range(1, 9):
         index.add([name * 1000 + n for n in range(13)])
@@ -147,7 +147,7 @@ def test_index_clear_removes_every_entry() -> None:
     assert (len(index), index.matched_blocks(chain_of(1, 20))) == (0, 0)
 
 
-def test_index_eviction_keeps_shared_run_of_other_member() -> None:
+def test_index_eviction_keeps_shared_blocks_of_other_members() -> None:
     tree = PrefixTree()
     small, large = PrefixIndex(30, tree), PrefixIndex(100, tree)
     shared = [5000 + n for n in range(25)]
@@ -157,7 +157,7 @@ def test_index_eviction_keeps_shared_run_of_other_member() -> None:
     assert (small.matched_blocks(shared), large.matched_blocks(shared)) == (0, 25)
 
 
-def test_index_reuse_does_not_change_the_tree() -> None:
+def test_index_reuse_of_prompts_does_not_grow_the_tree() -> None:
     index = PrefixIndex(64)
     for turn in range(10_000):
         index.add(chain_of(turn % 3, 10))

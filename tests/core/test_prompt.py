@@ -24,7 +24,7 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def test_prompt_longer_conversation_extends_the_text() -> None:
+def test_longer_conversation_extends_the_prompt_text() -> None:
     turns = [
         {"role": "system", "content": "Be brief."},
         user("Hi"),
@@ -35,7 +35,7 @@ def test_prompt_longer_conversation_extends_the_text() -> None:
     assert all(longer.startswith(shorter) and longer != shorter for shorter, longer in itertools.pairwise(texts))
 
 
-def test_prompt_tools_precede_the_messages() -> None:
+def test_prompt_text_has_tools_before_messages() -> None:
     with_tools = text(messages=[user("Hi")], tools=[{"type": "function", "function": {"name": "search"}}])
     assert with_tools.index(b"search") < with_tools.index(b"Hi")
 
@@ -56,7 +56,7 @@ def test_prompt_tools_precede_the_messages() -> None:
         ({"prompt": [1, 2, 3]}, {"prompt": [1, 2, 4]}),
     ],
 )  # fmt: skip
-def test_prompt_tokenised_differently_has_another_text(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_prompts_with_different_tokens_have_different_text(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert text(**one) != text(**other)
 
 
@@ -69,7 +69,7 @@ def test_prompt_tokenised_differently_has_another_text(one: dict[str, Any], othe
          {"messages": [user([{"type": "image_url", "image_url": "http://x/1.png"}])]}),
     ],
 )  # fmt: skip
-def test_prompt_tokenised_alike_has_one_text(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_prompts_with_equal_tokens_have_equal_text(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert text(**one) == text(**other)
 
 
@@ -77,37 +77,37 @@ def test_prompt_tokenised_alike_has_one_text(one: dict[str, Any], other: dict[st
     "field",
     ["reasoning_content", "reasoning", "tool_calls", "function_call", "tool_call_id", "name", "audio", "arguments"],
 )
-def test_prompt_has_every_part_of_a_turn(field: str) -> None:
+def test_prompt_text_contains_every_field_of_a_turn(field: str) -> None:
     assert text(messages=[{"role": "assistant", field: "one"}]) != text(messages=[{"role": "assistant", field: "two"}])
 
 
-def test_prompt_part_with_text_and_image_has_both() -> None:
+def test_prompt_text_contains_text_and_image_of_a_content_part() -> None:
     part = {"type": "text", "text": "What is this?", "image_url": {"url": "http://x/1.png"}}
     other = {**part, "image_url": {"url": "http://x/2.png"}}
     assert text(messages=[user([part])]) != text(messages=[user([other])])
 
 
-def test_prompt_text_cannot_imitate_structure() -> None:
+def test_user_text_cannot_imitate_prompt_separators() -> None:
     forged = text(messages=[user("a\x1euser\x1fb")])
     assert forged != text(messages=[user("a"), user("b")])
     assert text(messages=[user("a\x1e")]) != text(messages=[user("a\x1e\x1e")])
 
 
-def test_prompt_list_of_one_equals_the_prompt() -> None:
+def test_prompt_in_a_list_equals_the_plain_prompt() -> None:
     assert text(prompt=["Once"]) == text(prompt="Once")
 
 
-def test_prompt_of_rerank_and_score_bodies_has_text() -> None:
+def test_rerank_and_score_bodies_have_prompt_text() -> None:
     assert text(query="q", documents=["a", "b"]) != text(query="q", documents=["a", "c"])
     assert text(text_1="a", text_2="b")
 
 
-def test_prompt_lora_adapters_of_both_engines_are_read() -> None:
+def test_lora_adapter_fields_of_vllm_and_sglang_are_read() -> None:
     assert read_prompt({"model": "m", "lora_request": {"name": "sql"}}).lora
 
 
 @pytest.mark.parametrize("stream", [True, False, None, "yes"])
-def test_prompt_stream_is_set_by_true_only(stream: object) -> None:
+def test_prompt_stream_flag_is_set_only_by_true(stream: object) -> None:
     assert read_prompt({"model": "m", "stream": stream}).streamed is (stream is True)
 
 
@@ -121,7 +121,7 @@ def test_prompt_stream_is_set_by_true_only(stream: object) -> None:
     ],
     ids=["turns", "parts", "batch", "inputs"],
 )
-def test_prompt_with_too_many_pieces_is_rejected(body: dict[str, Any]) -> None:
+def test_prompt_with_too_many_parts_is_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="more than 100000"):
         text(**body)
 
@@ -132,7 +132,7 @@ def test_prompt_with_too_long_a_salt_or_adapter_is_rejected(field: str) -> None:
         text(prompt="hi", **{field: "x" * 4097})
 
 
-def test_prompt_body_kinds() -> None:
+def test_prompt_text_is_read_from_each_kind_of_body() -> None:
     assert text(prompt="Once upon") == b"Once upon"
     assert b"Once" in text(input=["Once", "upon"])
     assert b"Hi" in text(input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}])
@@ -141,12 +141,12 @@ def test_prompt_body_kinds() -> None:
     assert text() == b""
 
 
-def test_prompt_image_counts_by_digest_not_by_size() -> None:
+def test_prompt_image_is_replaced_by_its_short_digest() -> None:
     data = "data:image/png;base64," + "A" * 1_000_000
     assert len(text(messages=[user([{"type": "image_url", "image_url": {"url": data}}])])) < 100
 
 
-def test_prompt_salt_and_lora_are_read() -> None:
+def test_prompt_cache_salt_and_lora_adapter_are_read() -> None:
     prompt = read_prompt({"model": "m", "prompt": "x", "cache_salt": "tenant", "lora_path": "sql"})
     assert (prompt.cache_salt, prompt.lora) == ("tenant", '"sql"')
     assert (
@@ -158,12 +158,12 @@ def test_prompt_salt_and_lora_are_read() -> None:
 @pytest.mark.parametrize(
     "body", [None, [], "text", 1, {}, {"model": ""}, {"model": 3}, {"model": None}, {"model": ["m"]}]
 )
-def test_prompt_unroutable_body_is_rejected(body: object) -> None:
+def test_body_that_cannot_be_routed_is_rejected(body: object) -> None:
     with pytest.raises(BadRequest):
         read_prompt(body)
 
 
-def test_prompt_deep_nesting_is_rejected() -> None:
+def test_deeply_nested_body_is_rejected() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -177,10 +177,10 @@ def test_prompt_deep_nesting_is_rejected() -> None:
         JSON,
     )
 )
-def test_prompt_any_json_object_with_a_model_is_read(body: dict[str, Any]) -> None:
+def test_any_json_object_with_a_model_is_read(body: dict[str, Any]) -> None:
     prompt = read_prompt({"model": "m", **body})
     assert prompt == read_prompt(json.loads(json.dumps({"model": "m", **body})))
 
 
-def test_prompt_lone_surrogates_are_read() -> None:
+def test_prompt_with_lone_unicode_surrogates_is_read() -> None:
     assert text(prompt="\ud800") == "\ud800".encode("utf-8", "surrogatepass")

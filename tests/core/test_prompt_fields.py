@@ -1,4 +1,4 @@
-"""Which fields of a request body count, by the API that the path names: every row of docs/prompts.md."""
+"""Tests of the prompt fields of a request body for each API path: every row of docs/prompts.md."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ BODIES: dict[Api, dict[str, Any]] = {
 }
 TEXTS = ("one text that is longer than a block of tokens", "another text, as long as that, but not equal to it")
 TOOL = [{"type": "function", "function": {"name": text}, "name": text} for text in TEXTS]
-# Two values for each field that holds something other than a text.
+# Two values for each field with a type other than text.
 VALUES: dict[str, tuple[Any, Any]] = {
     "tools": ([TOOL[0]], [TOOL[1]]),
     "functions": ([TOOL[0]], [TOOL[1]]),
@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "reasoning": ({"effort": "low"}, {"effort": "high"}),
     "output_config": ({"effort": "low"}, {"effort": "high"}),
 }
-# Fields that hold prompt text on some path.
+# Fields with prompt text for at least one API path.
 ALL_FIELDS = sorted({name.partition(".")[0] for layout in LAYOUTS.values() for name in layout.fields})
 
 
@@ -52,7 +52,7 @@ def counts(api: Api) -> set[str]:
 
 
 @pytest.mark.parametrize(("api", "field"), [(api, field) for api in BODIES for field in sorted(counts(api))])
-def test_a_field_that_counts_changes_key_and_tokens(api: Api, field: str) -> None:
+def test_prompt_field_changes_key_and_token_count(api: Api, field: str) -> None:
     one, other = VALUES.get(field, TEXTS)
     bare = {name: value for name, value in BODIES[api].items() if name != field}
     keys = [key_and_tokens(api, {**bare, field: value}) for value in (one, other)]
@@ -65,7 +65,7 @@ def test_a_field_that_counts_changes_key_and_tokens(api: Api, field: str) -> Non
     ("api", "field"), [(api, field) for api in BODIES for field in ALL_FIELDS if field not in counts(api)]
 )
 @pytest.mark.parametrize("value", [LONG, [LONG], list(range(1000))], ids=["text", "texts", "ids"])
-def test_a_field_that_does_not_count_changes_nothing(api: Api, field: str, value: Any) -> None:
+def test_field_outside_the_prompt_changes_no_key_or_token_count(api: Api, field: str, value: Any) -> None:
     assert key_and_tokens(api, {**BODIES[api], field: value}) == key_and_tokens(api, BODIES[api])
 
 
@@ -84,7 +84,7 @@ def test_a_field_that_does_not_count_changes_nothing(api: Api, field: str, value
         (Api.MESSAGES, "output_config", {"effort": LONG}),
     ],
 )
-def test_a_setting_counts_as_a_few_tokens_at_any_size(api: Api, field: str, value: Any) -> None:
+def test_setting_field_adds_under_30_tokens_at_any_size(api: Api, field: str, value: Any) -> None:
     body = {**BODIES[api], field: value}
     assert 0 < key_and_tokens(api, body)[1] - key_and_tokens(api, BODIES[api])[1] < 30
 
@@ -105,12 +105,12 @@ def test_a_setting_counts_as_a_few_tokens_at_any_size(api: Api, field: str, valu
         (Api.MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": LONG}]}]}),
     ],
 )
-def test_what_engines_drop_inside_a_field_counts_nothing(api: Api, body: dict[str, Any]) -> None:
+def test_nested_values_ignored_by_engines_add_no_tokens(api: Api, body: dict[str, Any]) -> None:
     assert key_and_tokens(api, body)[1] < 30
 
 
 @pytest.mark.parametrize("field", ["prompt", "input"])
-def test_token_ids_in_a_chat_body_do_not_replace_the_messages(field: str) -> None:
+def test_chat_body_token_ids_do_not_replace_the_messages(field: str) -> None:
     body = {"model": "m", "messages": [USER], field: [1, 2, 3]}
     assert read_prompt(body, Api.CHAT).text == read_prompt({"model": "m", "messages": [USER]}, Api.CHAT).text
 
@@ -118,7 +118,7 @@ def test_token_ids_in_a_chat_body_do_not_replace_the_messages(field: str) -> Non
 @pytest.mark.parametrize(
     ("api", "field"), [(Api.COMPLETIONS, "prompt"), (Api.EMBEDDINGS, "input"), (Api.UNKNOWN, "prompt")]
 )
-def test_token_ids_are_the_prompt_where_the_api_takes_them(api: Api, field: str) -> None:
+def test_token_ids_are_the_prompt_if_the_api_accepts_them(api: Api, field: str) -> None:
     assert read_prompt({"model": "m", field: [1, 2, 3]}, api).text == b"\1\0\0\0\2\0\0\0\3\0\0\0"
 
 
@@ -135,7 +135,7 @@ def test_token_ids_are_the_prompt_where_the_api_takes_them(api: Api, field: str)
         ("developer", "tools", VALUES["tools"]),
     ],
 )
-def test_every_field_of_a_chat_message_counts(role: str, field: str, values: tuple[Any, Any]) -> None:
+def test_chat_message_fields_all_change_the_key(role: str, field: str, values: tuple[Any, Any]) -> None:
     one, other = (key_and_tokens(Api.CHAT, {"messages": [{"role": role, field: value}]}) for value in values)
     assert one[0] != other[0]
 
@@ -148,19 +148,19 @@ def test_every_field_of_a_chat_message_counts(role: str, field: str, values: tup
         *((Api.MESSAGES, field) for field in ("type", "name", "description", "input_schema", "defer_loading")),
     ],
 )
-def test_every_field_of_a_tool_counts(api: Api, field: str) -> None:
+def test_tool_definition_fields_all_change_the_key(api: Api, field: str) -> None:
     one, other = (key_and_tokens(api, {**BODIES[api], "tools": [{field: text}]}) for text in TEXTS)
     assert one[0] != other[0]
 
 
-def test_the_tools_of_a_responses_namespace_count() -> None:
+def test_responses_namespace_tools_change_the_key() -> None:
     tools = [[{"type": "namespace", "name": "n", "tools": [{"name": text}]}] for text in TEXTS]
     one, other = (key_and_tokens(Api.RESPONSES, {"input": "Hi", "tools": each}) for each in tools)
     assert one[0] != other[0]
 
 
 @pytest.mark.parametrize("field", ["name", "call_id", "summary", "arguments", "output"])
-def test_every_field_of_a_responses_item_counts(field: str) -> None:
+def test_responses_item_fields_all_change_the_key(field: str) -> None:
     one, other = (key_and_tokens(Api.RESPONSES, {"input": [{"type": "x", field: text}]}) for text in TEXTS)
     assert one[0] != other[0]
 
@@ -184,12 +184,12 @@ def blocks(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("one", "other"), list(zip(*map(blocks, TEXTS), strict=True)))
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_every_anthropic_block_counts(one: dict[str, Any], other: dict[str, Any], role: str) -> None:
+def test_anthropic_content_blocks_all_change_the_key(one: dict[str, Any], other: dict[str, Any], role: str) -> None:
     keys = [key_and_tokens(Api.MESSAGES, {"messages": [{"role": role, "content": [each]}]})[0] for each in (one, other)]
     assert keys[0] != keys[1]
 
 
-def test_two_anthropic_system_prompts_have_two_keys() -> None:
+def test_anthropic_system_prompts_have_distinct_keys() -> None:
     body = BODIES[Api.MESSAGES]
     keys = {key_and_tokens(Api.MESSAGES, {**body, "system": text})[0][0] for text in TEXTS}
     assert len(keys) == 2
@@ -197,7 +197,7 @@ def test_two_anthropic_system_prompts_have_two_keys() -> None:
     assert key_and_tokens(Api.MESSAGES, as_blocks) == key_and_tokens(Api.MESSAGES, {**body, "system": TEXTS[0]})
 
 
-def test_the_billing_block_of_claude_code_does_not_count() -> None:
+def test_claude_code_billing_block_does_not_change_the_key() -> None:
     text = {"type": "text", "text": "Be brief."}
     billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1a2b3;"}
     bodies = [{**BODIES[Api.MESSAGES], "system": system} for system in ([text], [billing, text])]
@@ -223,12 +223,12 @@ def test_the_billing_block_of_claude_code_does_not_count() -> None:
         *((api, body) for api, body in BODIES.items() if api is not Api.SCORE),
     ],
 )
-def test_a_body_that_its_api_accepts_reads_the_same_on_an_unknown_path(api: Api, body: dict[str, Any]) -> None:
+def test_valid_body_on_an_unknown_path_gives_the_same_prompt(api: Api, body: dict[str, Any]) -> None:
     assert read_prompt({"model": "m", **body}, api).text == read_prompt({"model": "m", **body}).text
 
 
 @pytest.mark.parametrize("field", ALL_FIELDS)
-def test_every_field_counts_on_an_unknown_path(field: str) -> None:
+def test_body_fields_on_an_unknown_path_all_change_the_key(field: str) -> None:
     one, other = (key_and_tokens(Api.UNKNOWN, {field: value}) for value in VALUES.get(field, TEXTS))
     assert one[0] != other[0]
 
@@ -247,11 +247,11 @@ def test_every_field_counts_on_an_unknown_path(field: str) -> None:
         ("", Api.UNKNOWN),
     ],
 )
-def test_a_path_names_its_api(path: str, api: Api) -> None:
+def test_request_path_selects_the_api(path: str, api: Api) -> None:
     assert api_of(path) is api
 
 
-def test_the_page_lists_every_path_and_field_in_order() -> None:
+def test_api_page_lists_every_path_and_field_in_order() -> None:
     rows = re.findall(r"^\| (`/.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {path: re.findall("`(.*?)`", fields) for paths, fields in rows for path in re.findall("`(.*?)`", paths)}
     assert listed == {path: list(LAYOUTS[api].fields) for path, api in PATHS.items()}
@@ -274,5 +274,5 @@ def test_the_page_lists_every_path_and_field_in_order() -> None:
         ("a text", Api.UNKNOWN),
     ],
 )
-def test_a_body_without_a_path_is_guessed_by_its_fields(body: Any, api: Api) -> None:
+def test_api_of_a_body_without_path_is_guessed_from_its_fields(body: Any, api: Api) -> None:
     assert guess_api(body) is api

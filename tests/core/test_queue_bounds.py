@@ -1,4 +1,4 @@
-"""Bounds of the queue: number of requests and waiting time, also in a pool without members."""
+"""Tests of the queue's bounds: number of requests and waiting time, also in a pool without members."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from dualmap.router import PoolRouter
 
 
 class TestBounds:
-    def test_queue_full_rejects_requests(self) -> None:
+    def test_full_queue_rejects_requests(self) -> None:
         router = PoolRouter(slow_pool(max_held=2))
         outcomes = [ask(router, str(n)) for n in range(4)]
         assert [type(each) for each in outcomes] == [Decision, Queued, Queued, Rejection]
@@ -20,7 +20,7 @@ class TestBounds:
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 5.0
 
-    def test_queue_retry_after_is_at_most_the_maximum_wait(self) -> None:
+    def test_queue_rejection_retry_after_is_at_most_the_maximum_wait(self) -> None:
         router = PoolRouter(slow_pool(max_held=1, max_wait_s=3.0))
         for n in range(2):
             ask(router, str(n), 40_000)
@@ -30,7 +30,7 @@ class TestBounds:
             assert isinstance(refusal, Rejection)
             assert refusal.retry_after_s == 3.0
 
-    def test_queue_maximum_wait_rejects_the_request(self) -> None:
+    def test_queued_request_is_rejected_after_the_maximum_wait(self) -> None:
         router = PoolRouter(slow_pool(max_wait_s=3.0))
         ask(router, "1", 20_000)
         ask(router, "2")
@@ -42,7 +42,7 @@ class TestBounds:
         assert [each.request_id for each in router.on_deadline(4.0).outcomes] == ["3"]
         assert held(router) == 0
 
-    def test_queue_aborted_request_frees_its_place(self) -> None:
+    def test_aborted_request_is_removed_from_the_queue(self) -> None:
         router = PoolRouter(slow_pool(max_held=1))
         ask(router, "1")
         ask(router, "2")
@@ -52,7 +52,7 @@ class TestBounds:
         assert isinstance(ask(router, "4"), Queued)
         assert decided(router.on_first_token(2.0, "1")) == ["4"]
 
-    def test_queue_abort_in_flight_dispatches_the_next(self) -> None:
+    def test_abort_in_flight_dispatches_the_next_queued_request(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1", 20_000)
         ask(router, "2")
@@ -60,7 +60,7 @@ class TestBounds:
 
 
 class TestEmptyPool:
-    def test_empty_pool_requests_wait_for_the_first_member(self) -> None:
+    def test_empty_pool_queues_requests_until_the_first_member(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
         for n in range(3):
             assert isinstance(ask(router, str(n)), Queued)
@@ -69,20 +69,20 @@ class TestEmptyPool:
         assert first
         assert held(router) == 3 - len(first)
 
-    def test_empty_pool_maximum_wait_rejects_the_request(self) -> None:
+    def test_empty_pool_rejects_request_after_the_maximum_wait(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1")
         assert router.on_deadline(2.0).outcomes == (
             Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),
         )
 
-    def test_empty_pool_full_queue_rejects_requests(self) -> None:
+    def test_empty_pool_with_full_queue_rejects_requests(self) -> None:
         routing = slow_pool(hold_when_empty=True, max_held=1, max_wait_s=9.0).routing
         router = PoolRouter(replace(slow_pool(0), routing=routing))
         ask(router, "1")
         assert ask(router, "2") == Rejection(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=9.0)
 
-    def test_empty_pool_queued_prompts_are_counted(self) -> None:
+    def test_empty_pool_counts_queued_prompts(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1", 300)
         ask(router, "2", 500, now=1.0)
@@ -98,7 +98,7 @@ class TestEmptyPool:
         router = PoolRouter(slow_pool(0, max_wait_s=7.0))
         assert ask(router, "1") == Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=7.0)
 
-    def test_empty_pool_request_for_other_members_is_rejected(self) -> None:
+    def test_empty_pool_rejects_request_with_subset_hint(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
         refusal = router.on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"}))).answer
         assert refusal == Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
@@ -109,7 +109,7 @@ class TestEmptyPool:
         )
         assert refusal == Rejection(request_id="1", reason=Reason.NO_ENDPOINT)
 
-    def test_last_member_draining_queues_its_requests_and_new_ones(self) -> None:
+    def test_last_member_draining_queues_old_and_new_requests(self) -> None:
         router = PoolRouter(slow_pool(hold_when_empty=True))
         ask(router, "1")
         ask(router, "2")

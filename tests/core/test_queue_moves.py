@@ -1,4 +1,4 @@
-"""Moves of queued requests whose member leaves, fails or is overloaded."""
+"""Tests of moved queued requests after their member leaves, fails or is overloaded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ EVENTS = (
 
 
 def changed(of: Pool, pick: int, **change: Any) -> Pool:
-    """The pool with one of its members changed."""
+    """Return the pool with one changed member."""
     at = pick % max(1, len(of.members))
     return replace(of, members=tuple(replace(m, **change) if n == at else m for n, m in enumerate(of.members)))
 
@@ -42,9 +42,9 @@ CHANGES: dict[str, Callable[[Pool, int], Pool]] = {
 }
 
 
-class TestMembersThatLeaveOrFail:
+class TestRemovedAndFailingMembers:
     @pytest.mark.parametrize("leaves", ["gone", "draining", "restarted elsewhere"])
-    def test_removed_member_queued_requests_move_at_once(self, leaves: str) -> None:
+    def test_queued_requests_of_a_removed_member_move_at_once(self, leaves: str) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity"))
         outcomes = {str(n): ask(router, str(n)) for n in range(12)}
         before = {each.id: each.held for each in router.status().endpoints}
@@ -62,7 +62,7 @@ class TestMembersThatLeaveOrFail:
         assert sum(after.values()) + len(handed_over) == len(waiting)
         assert leaves == "restarted elsewhere" or after.get(first.id, 0) == 0
 
-    def test_restarted_member_dispatches_its_queue_in_order(self) -> None:
+    def test_restarted_member_dispatches_queued_requests_in_order(self) -> None:
         router = PoolRouter(slow_pool())
         for n in range(6):
             ask(router, str(n))
@@ -70,7 +70,7 @@ class TestMembersThatLeaveOrFail:
         assert [each.request_id for each in outcomes] == ["1", "2", "3", "4", "5"]
         assert all(isinstance(each, Decision) and each.endpoints == ("10.0.0.77:8000",) for each in outcomes)
 
-    def test_failing_member_keeps_requests_without_alternative(self) -> None:
+    def test_failing_member_keeps_requests_without_other_candidate(self) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity"))
         only = frozenset({"10.0.0.1:8000"})
         for n in range(8):
@@ -79,7 +79,7 @@ class TestMembersThatLeaveOrFail:
         assert router.status().endpoints[0].suspended
         assert held(router) + len(released) == 4
 
-    def test_removed_last_member_rejects_its_queued_requests(self) -> None:
+    def test_queued_requests_of_removed_last_member_are_rejected(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         ask(router, "2")
@@ -87,7 +87,7 @@ class TestMembersThatLeaveOrFail:
             Rejection(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),
         )
 
-    def test_failing_member_is_suspended_and_tried_again(self) -> None:
+    def test_failing_member_is_suspended_then_tried_again(self) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity"))
         handed_over = {"m-0": [], "m-1": []}
         for n in range(40):
@@ -113,7 +113,7 @@ class TestMembersThatLeaveOrFail:
             chosen.add(outcome.receipt.chosen)
         assert chosen == {"m-0", "m-1"}
 
-    def test_suspended_member_queued_requests_move(self) -> None:
+    def test_queued_requests_of_a_suspended_member_move(self) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity", dispatch_window_s=4.0))
         outcomes = [ask(router, str(n), 1000) for n in range(30)]
         at_first = [each.request_id for each in outcomes if isinstance(each, Decision) and each.receipt.chosen == "m-0"]
@@ -124,7 +124,7 @@ class TestMembersThatLeaveOrFail:
         assert status["m-0"].held == 0
         assert status["m-1"].held > 0
 
-    def test_suspension_success_resets_the_failure_count(self) -> None:
+    def test_successful_request_resets_the_failure_count(self) -> None:
         router = PoolRouter(slow_pool(2, policy="round_robin"))
         for n in range(4 * FAILURES_IN_A_ROW):
             outcome = ask(router, str(n), 10, now=float(n))
@@ -135,7 +135,7 @@ class TestMembersThatLeaveOrFail:
                 router.on_finished(float(n), str(n))
             assert not any(each.suspended for each in router.status().endpoints)
 
-    def test_suspension_burst_of_failures_counts_once(self) -> None:
+    def test_burst_of_failures_counts_as_one_failure(self) -> None:
         router = PoolRouter(slow_pool(2, policy="round_robin"))
         ids = [str(n) for n in range(24)]
         at_first = []
@@ -149,7 +149,7 @@ class TestMembersThatLeaveOrFail:
         router.on_deadline(0.1 + FIRST_SUSPENSION_S)
         assert not router.status().endpoints[0].suspended
 
-    def test_suspension_of_all_members_suspends_none(self) -> None:
+    def test_failures_of_all_members_suspend_no_member(self) -> None:
         router = PoolRouter(slow_pool(1))
         for n in range(FAILURES_IN_A_ROW + 1):
             assert isinstance(ask(router, str(n), 10), Decision)
@@ -159,9 +159,9 @@ class TestMembersThatLeaveOrFail:
 
 class TestRebalancing:
     def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
-        """The pair of all keys has two members: six requests wait at m-0, m-1 is idle.
+        """Return a router with six queued requests at m-0 and an idle m-1, the pair of all keys.
 
-        They queue at one member under a policy that ignores load; then DualMap decides, as published.
+        The requests queue at one member under a policy that ignores load. Then the published DualMap rule decides.
         """
         crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
         router = PoolRouter(crowding)
@@ -177,7 +177,7 @@ class TestRebalancing:
 
     def test_rebalance_moves_requests_until_the_rest_meets_the_slo(self) -> None:
         router = self.crowded()
-        # No member can meet the SLO with such a prompt: both members of its pair count as overloaded.
+        # No member can meet the SLO with this prompt, so both members of its pair count as overloaded.
         answer, outcomes = ask_all(router, "huge", 9000)
         assert isinstance(answer, Queued)
         moved = [each for each in outcomes if isinstance(each, Decision)]
@@ -188,28 +188,28 @@ class TestRebalancing:
         first, second = router.status().endpoints
         left = 6 - second.in_flight - second.held
         assert 0 < left < 6
-        # The rest at m-0, except the huge prompt, is computed within the SLO.
+        # The remaining requests at m-0, except the huge prompt, meet the SLO.
         assert (first.pending_prefill_tokens + 1500 * left) / SPEED <= 6.0
 
-    def test_rebalance_largest_gain_moves_first(self) -> None:
+    def test_rebalance_moves_request_with_largest_gain_first(self) -> None:
         router = self.crowded()
         moved = [int(each.request_id.split()[1]) for each in ask_all(router, "huge", 9000).outcomes]
         left = [each.request_id for each in router.on_deadline(100.0).outcomes if each.request_id.startswith("small ")]
-        # The request at the tail has the longest wait ahead, and so gains most; it is the newest.
+        # The newest request has the longest expected wait, and so gains the most from a move.
         assert moved[0] > max(int(id.split()[1]) for id in left)
 
-    def test_rebalance_switched_off_moves_nothing(self) -> None:
+    def test_rebalance_disabled_moves_no_request(self) -> None:
         router = self.crowded(rebalance=False)
         assert ask_all(router, "huge", 9000).outcomes == ()
         assert router.status().endpoints[0].held >= 6
 
     @pytest.mark.parametrize("policy", ["cache_affinity", "least_loaded", "dualmap_no_rebalance"])
-    def test_rebalance_other_policy_moves_nothing(self, policy: str) -> None:
+    def test_rebalance_with_another_policy_moves_no_request(self, policy: str) -> None:
         router = self.crowded(policy=policy)
         assert ask_all(router, "huge", 9000).outcomes == ()
         assert router.status().endpoints[0].held >= 6
 
-    def test_rebalance_while_one_of_the_pair_meets_the_slo_moves_nothing(self) -> None:
+    def test_rebalance_moves_nothing_if_a_member_of_pair_meets_slo(self) -> None:
         router = self.crowded()
         assert ask_all(router, "small", 1000).outcomes == ()
 
@@ -219,7 +219,7 @@ class TestRebalancing:
         st.sampled_from(["Fcfs", "Deadline"]),
     )
     @settings(max_examples=300)
-    def test_queue_any_events_end_every_request_exactly_once(
+    def test_queue_ends_every_request_exactly_once_in_any_event_order(
         self, events: list[tuple[str, int]], policy: str, order: str
     ) -> None:
         whole = slow_pool(3, policy=policy, slo_ttft_s=3.0, max_held=8, max_wait_s=20.0, order=order)
@@ -272,7 +272,7 @@ class TestRebalancing:
             collect(effects)
             status = router.status()
             assert status.held == len(waiting)
-            # Requests at a removed member stay in its load, which no status shows, until they end.
+            # Requests at a removed member stay in the member's load, which is not in the status, until they end.
             in_flight = sum(each.in_flight for each in status.endpoints)
             assert in_flight == len(open_ids) if status.endpoints else in_flight == 0
         while open_ids or waiting:

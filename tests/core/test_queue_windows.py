@@ -1,4 +1,4 @@
-"""Dispatch of queued requests and its order: windows, deadlines, and room in KV memory."""
+"""Tests of the dispatch of queued requests and its order: windows, deadlines, and free KV memory."""
 
 from dataclasses import replace
 from math import inf
@@ -16,7 +16,7 @@ from dualmap.router import PoolRouter
 
 
 class TestWindow:
-    def test_window_excess_waits_until_the_prefill_ahead_ends(self) -> None:
+    def test_request_above_the_dispatch_window_waits_for_prefill_end(self) -> None:
         router = PoolRouter(slow_pool())
         assert isinstance(ask(router, "1"), Decision)
         assert ask(router, "2") == Queued(request_id="2")
@@ -27,17 +27,17 @@ class TestWindow:
         assert decided(router.on_first_token(4.0, "2")) == ["3"]
         assert held(router) == 0
 
-    def test_window_opens_with_progress_of_the_current_prefill(self) -> None:
+    def test_dispatch_window_opens_with_progress_of_current_prefill(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1", 3000)
         ask(router, "2")
         opens_s = router.next_deadline()
-        # A prefill of 3000 tokens and its attention take a little more than three seconds.
+        # A prefill of 3000 tokens takes a little more than three seconds, because of the attention cost.
         assert opens_s == pytest.approx(3000 / SPEED + 1.5e-5 * 3000**2 / SPEED - 1.0)
         assert decided(router.on_deadline(opens_s - 0.001)) == []
         assert decided(router.on_deadline(opens_s)) == ["2"]
 
-    def test_window_unstreamed_response_opens_at_predicted_prefill_end(self) -> None:
+    def test_dispatch_window_opens_at_predicted_end_without_stream(self) -> None:
         router = PoolRouter(slow_pool(dispatch_window_s=0.001))
         router.on_request(0.0, replace(request("1", text_of(2000, "a")), streamed=False))
         ask(router, "2")
@@ -45,11 +45,11 @@ class TestWindow:
         assert opens_s is not None
         assert decided(router.on_deadline(opens_s)) == ["2"]
 
-    def test_window_unlimited_queues_nothing(self) -> None:
+    def test_unlimited_dispatch_window_queues_no_request(self) -> None:
         router = PoolRouter(slow_pool(dispatch_window_s=inf))
         assert all(isinstance(ask(router, str(n)), Decision) for n in range(50))
 
-    def test_queued_prompt_counts_as_cached_for_a_later_one(self) -> None:
+    def test_queued_prompt_counts_as_cached_for_a_later_prompt(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         for id in ("2", "3"):
@@ -57,16 +57,16 @@ class TestWindow:
         (endpoint,) = router.status().endpoints
         assert endpoint.held_prefill_tokens == 2048
 
-    def test_on_request_returns_the_requests_it_releases(self) -> None:
+    def test_on_request_returns_the_requests_to_dispatch(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         assert ask(router, "2") == Queued(request_id="2")
-        # The window opened by the passing of time, without a call of `on_deadline`.
+        # The dispatch window opens with time, without a call of `on_deadline`.
         effects = ask_all(router, "3", now=2.0)
         assert decided(effects) == ["2"]
         assert effects.answer == Queued(request_id="3")
 
-    def test_window_stalled_member_receives_no_requests(self) -> None:
+    def test_dispatch_window_of_stalled_member_stays_closed(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         assert ask_all(router, "2", now=4.9).outcomes == ()
@@ -79,7 +79,7 @@ class TestWindow:
 
 
 class TestOrder:
-    def test_order_fcfs_dispatches_by_arrival(self) -> None:
+    def test_queue_order_fcfs_dispatches_by_arrival(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=3.0))
         for n in range(5):
             ask(router, str(n), now=n * 0.01)
@@ -88,14 +88,14 @@ class TestOrder:
             served += decided(router.on_first_token(2.0 * (n + 1), str(n)))
         assert served == ["1", "2", "3", "4"]
 
-    def test_order_deadline_prefers_requests_that_can_meet_the_slo(self) -> None:
+    def test_queue_order_deadline_prefers_requests_within_the_slo(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline"))
         ask(router, "head", 6000)
         ask(router, "late", 3000, now=0.1)
         ask(router, "fresh", 1000, now=5.0)
         assert decided(router.on_first_token(6.0, "head"))[0] == "fresh"
 
-    def test_order_is_deferred_under_dualmap_only(self) -> None:
+    def test_queue_order_is_deferred_only_under_dualmap(self) -> None:
         first = {}
         for policy in ("dualmap", "dualmap_paper"):
             router = PoolRouter(slow_pool(policy=policy, slo_ttft_s=4.0))
@@ -105,7 +105,7 @@ class TestOrder:
             first[policy] = decided(router.on_first_token(6.0, "head"))[0]
         assert first == {"dualmap": "fresh", "dualmap_paper": "late"}
 
-    def test_order_longest_is_deferred_if_not_all_meet_the_slo(self) -> None:
+    def test_queue_order_defers_longest_prompt_if_slo_is_missed(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=10.0, dispatch_window_s=0.001))
         ask(router, "head", 2000)
         for n, tokens in enumerate((1500, 5000, 2500, 2500)):
@@ -113,17 +113,17 @@ class TestOrder:
         served = []
         for now in (2.0, 3.5, 6.0, 8.5):
             served += decided(router.on_first_token(now, served[-1] if served else "head"))
-        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s: without the longest the other three are in time.
+        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s. Without the longest request, the other three meet the SLO.
         assert served == ["0", "2", "3", "1"]
 
-    def test_order_forbidden_overtaking_keeps_arrival_order(self) -> None:
+    def test_queue_without_overtaking_keeps_arrival_order(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, max_overtaken=0))
         ask(router, "head", 6000)
         ask(router, "late", 3000, now=0.1)
         ask(router, "fresh", 1000, now=5.0)
         assert decided(router.on_first_token(6.0, "head"))[0] == "late"
 
-    def test_order_deadline_starves_no_request(self) -> None:
+    def test_queue_order_deadline_dispatches_every_request(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline", dispatch_window_s=0.001))
         ask(router, "head", 6000)
         ask(router, "late", 6000, now=0.1)
@@ -144,27 +144,27 @@ class TestKvMemory:
         of = slow_pool()
         return PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=kv_tokens)))
 
-    def test_kv_prompt_waits_until_the_member_has_room(self) -> None:
+    def test_prompt_waits_until_the_member_has_kv_memory(self) -> None:
         router = self.roomy(5000)
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         assert isinstance(ask(router, "two", 2001, now=3.0), Queued)
         assert decided(router.on_finished(9.0, "one")) == ["two"]
 
-    def test_kv_prompt_with_its_output_that_fits_is_dispatched(self) -> None:
+    def test_dispatch_needs_kv_memory_for_prompt_and_predicted_output(self) -> None:
         router = self.roomy(5000)
         for n in range(400):
             ask(router, f"short {n}", 10)
             router.on_first_token(0.0, f"short {n}")
             router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
-        # The rule assumes 150 output tokens each for two requests: half as much again as the mean.
+        # The rule assumes 150 output tokens for each of two requests, which is 1.5 times the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         assert isinstance(ask(router, "two", 1701, now=3.0), Queued)
         assert isinstance(ask(router, "three", 1500, now=3.0), Queued)
         assert decided(router.on_aborted(3.0, "two")) == ["three"]
 
-    def test_kv_aborted_request_releases_the_next(self) -> None:
+    def test_aborted_request_frees_kv_memory_for_the_next(self) -> None:
         of = slow_pool(max_wait_s=20.0)
         router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=5000)))
         ask(router, "one", 3000)
@@ -176,7 +176,7 @@ class TestKvMemory:
             "small": Decision,
         }
 
-    def test_kv_small_prompt_overtakes_a_late_one_without_room(self) -> None:
+    def test_small_prompt_overtakes_late_prompt_waiting_for_kv_memory(self) -> None:
         of = slow_pool(slo_ttft_s=5.0)
         router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=6000)))
         ask(router, "one", 3000)
@@ -186,7 +186,7 @@ class TestKvMemory:
         assert isinstance(answer, Decision)
         assert outcomes == ()
 
-    def test_kv_moved_request_keeps_its_arrival_order(self) -> None:
+    def test_moved_request_waiting_for_kv_memory_keeps_arrival_order(self) -> None:
         queue = MemberQueue(lambda: None)
         for id, arrived_s in (("second", 2.0), ("first", 1.0)):
             queue.add(
@@ -203,10 +203,10 @@ class TestKvMemory:
             )
         assert [each.request.id for each in queue] == ["first", "second"]
 
-    def test_kv_single_request_always_fits(self) -> None:
+    def test_single_request_is_dispatched_at_any_kv_memory_size(self) -> None:
         assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)
 
-    def test_kv_unknown_size_queues_nothing(self) -> None:
+    def test_unknown_kv_memory_size_queues_no_request(self) -> None:
         router = self.roomy(None)
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")

@@ -1,4 +1,4 @@
-"""Updates between the router replicas of one pool, and their effects."""
+"""Tests of replication updates between the routers of one pool."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def candidates(decision: Decision) -> dict[str, int]:
     return {each.id: each.pending_tokens for each in decision.receipt.candidates}
 
 
-def test_update_without_changes_is_none() -> None:
+def test_replication_update_without_changes_is_none() -> None:
     nothing = ReplicaUpdate(hotness=NOTHING, loads={})
     router = PoolRouter(pool(), replicated=True)
     assert router.take_update(0.0) == nothing
@@ -54,7 +54,7 @@ def test_update_without_changes_is_none() -> None:
     assert router.take_update(3.0) == nothing
 
 
-def test_update_without_replication_stores_nothing() -> None:
+def test_router_without_replication_collects_no_update() -> None:
     router = PoolRouter(pool())
     for n in range(10):
         decide(router, str(n), text_of(500, str(n)))
@@ -72,7 +72,7 @@ class TestLoads:
         assert decision.receipt.candidates[0].in_flight == 2
         assert decision.receipt.predicted_ttft_s == pytest.approx(6.0, rel=0.1)
 
-    def test_peer_loads_are_not_in_our_status(self) -> None:
+    def test_peer_loads_are_not_in_own_status(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.1, routers)
@@ -80,7 +80,7 @@ class TestLoads:
         assert (endpoint.in_flight, endpoint.pending_prefill_tokens) == (0, 0)
         assert mine.status().peers == 1
 
-    def test_peer_loads_ended_at_the_peer_are_removed(self) -> None:
+    def test_peer_loads_are_removed_after_requests_end_at_the_peer(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.1, routers)
@@ -89,7 +89,7 @@ class TestLoads:
         exchange(1.1, routers)
         assert candidates(decide(mine, "2", text_of(100, "b"), 1.1)) == {"m-0": 0}
 
-    def test_peer_loads_stay_if_an_update_has_none(self) -> None:
+    def test_peer_loads_are_kept_if_an_update_has_no_loads(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         load = SharedLoad(pending_prefill_tokens=1000, backlog_s=1.0, in_flight=1)
         mine.on_update(10.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-0": load}), 0.0)
@@ -105,13 +105,13 @@ class TestLoads:
         assert mine.status().peers == 0
         assert candidates(decide(mine, "2", text_of(100, "b"), PEER_TTL_S)) == {"m-0": 0}
 
-    def test_peer_loads_expired_update_is_ignored(self) -> None:
+    def test_peer_loads_of_an_expired_update_are_ignored(self) -> None:
         mine, yours = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         mine.on_update(100.0, "yours", yours.take_update(10.0), 90.0)
         assert candidates(decide(mine, "2", text_of(100, "b"), 100.0)) == {"m-0": 0}
 
-    def test_peer_loads_older_update_is_ignored(self) -> None:
+    def test_peer_loads_of_an_older_update_are_ignored(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         for age_s, tokens in ((0.0, 1000), (0.5, 9000)):
             load = SharedLoad(pending_prefill_tokens=tokens, backlog_s=tokens / SPEED, in_flight=1)
@@ -126,7 +126,7 @@ class TestLoads:
         mine.on_pool(0.2, slow_pool(2))
         assert candidates(decide(mine, "1", text_of(100, "b"), 0.3))["m-1"] == 700
 
-    def test_peer_loads_close_and_open_the_dispatch_window(self) -> None:
+    def test_peer_loads_can_close_and_open_the_dispatch_window(self) -> None:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
@@ -135,7 +135,7 @@ class TestLoads:
         (outcome,) = exchange(2.1, routers)
         assert outcome.request_id == "2"
 
-    def test_peer_loads_disable_speed_samples_behind_them(self) -> None:
+    def test_prefill_queued_behind_peer_loads_is_no_speed_sample(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         before = mine.status().endpoints[0].prefill_tokens_per_second
         decide(yours, "1", text_of(8000, "a"))
@@ -146,21 +146,21 @@ class TestLoads:
 
 
 class TestPlacements:
-    def test_placements_of_a_peer_predict_hits(self) -> None:
+    def test_peer_placements_predict_cache_hits(self) -> None:
         mine, yours = routers = replicas(slow_pool(8))
         chosen = decide(yours, "1", text_of(1280, "a")).receipt.chosen
         exchange(0.1, routers)
         decision = decide(mine, "2", text_of(1280, "a") + "more", 0.2)
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (chosen, 1280)
 
-    def test_placements_cached_before_are_not_sent_again(self) -> None:
+    def test_peer_placements_already_cached_are_not_sent_again(self) -> None:
         (mine,) = replicas(slow_pool(8), 1)
         decide(mine, "1", text_of(1280, "a"))
         assert len(mine.take_update(0.1).placements) == 1
         decide(mine, "2", text_of(1280, "a"))
         assert mine.take_update(0.2).placements == ()
 
-    def test_placements_at_an_unknown_member_are_skipped(self) -> None:
+    def test_peer_placements_at_an_unknown_member_are_ignored(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         gone = Placement(endpoint="10.9.9.9:1", hashes=(1, 2, 3))
         mine.on_update(0.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)
@@ -184,7 +184,7 @@ def test_replicas_agree_on_hot_key_lengths() -> None:
     assert max(lengths[-1]) > 2
 
 
-def test_replicas_counts_before_our_start_apply_at_once() -> None:
+def test_replica_counts_before_own_start_apply_at_once() -> None:
     warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):
@@ -200,7 +200,7 @@ def test_replicas_counts_before_our_start_apply_at_once() -> None:
     assert key.blocks > 2
 
 
-def test_changed_pool_keeps_the_updates_of_peers() -> None:
+def test_changed_pool_settings_keep_the_updates_of_peers() -> None:
     mine, yours = routers = replicas(slow_pool(1))
     decide(yours, "1", text_of(3000, "a"))
     exchange(0.0, routers)
@@ -209,7 +209,7 @@ def test_changed_pool_keeps_the_updates_of_peers() -> None:
 
 
 def ask_share(router: PoolRouter, hot: float, *, began: int, count: int, router_s: float) -> None:
-    """Of ``count`` requests a share ``hot`` has one prefix, evenly spread over a tenth of a second each."""
+    """Send ``count`` requests, one each 0.1 s; a share ``hot`` has the same prefix."""
     told = 0
     for n in range(began, began + count):
         now = router_s + (n - began) * 0.1
@@ -226,8 +226,9 @@ def key_blocks(router: PoolRouter, now: float, id: str) -> int:
     return decision.receipt.key.blocks
 
 
-def test_replicas_agree_on_lengths_between_thresholds() -> None:
-    # Split when hot, and not merged before it is cold: what has happened decides, not what can be counted now.
+def test_replicas_agree_on_key_lengths_between_thresholds() -> None:
+    # A key is split when hot, and stays split until cold. The key's state therefore depends on its history, and not
+    # only on the current counts.
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)
@@ -238,7 +239,7 @@ def test_replicas_agree_on_lengths_between_thresholds() -> None:
     assert key_blocks(cold, 151.0, "probe") == key_blocks(warm, 151.0, "again")
 
 
-def test_replicas_merged_key_is_not_split_by_old_updates() -> None:
+def test_merged_key_is_not_split_by_old_replica_updates() -> None:
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     old = warm.take_update(30.0)
@@ -250,7 +251,7 @@ def test_replicas_merged_key_is_not_split_by_old_updates() -> None:
     assert key_blocks(cold, 152.0, "again") == 2
 
 
-def test_replicas_invalid_counts_are_ignored() -> None:
+def test_invalid_replica_counts_are_ignored() -> None:
     mine, _ = replicas(slow_pool(8))
     for n in range(40):
         mine.on_update(
@@ -259,7 +260,7 @@ def test_replicas_invalid_counts_are_ignored() -> None:
     assert mine.status().hotness_nodes == 1
 
 
-def test_replicas_late_counts_expire_at_their_own_time() -> None:
+def test_late_replica_counts_expire_by_their_measurement_time() -> None:
     mine, yours = replicas(slow_pool(8))
     ask_share(yours, 1.0, began=0, count=100, router_s=0.0)
     told = yours.take_update(10.0)
@@ -270,7 +271,7 @@ def test_replicas_late_counts_expire_at_their_own_time() -> None:
     assert mine.status().hotness_nodes <= 2
 
 
-def test_replicas_silent_expires_at_the_next_deadline() -> None:
+def test_silent_replica_expires_at_the_next_deadline() -> None:
     for tenth in range(200):
         mine, _ = replicas(slow_pool(1))
         mine.on_update(tenth * 0.1, "yours", ReplicaUpdate(hotness=NOTHING, loads={}), 0.037)

@@ -40,7 +40,7 @@ def test_pair_is_independent_of_order_and_addresses(spec: Ring, key: int, order:
 
 @pytest.mark.parametrize("algorithm", RingAlgorithm)
 @given(weights=st.lists(st.integers(1, 200), min_size=3, max_size=9), gone=st.integers(0, 8), seed=st.integers(0, 99))
-def test_ring_removed_member_moves_only_its_pairs(
+def test_removed_ring_member_changes_only_its_pairs(
     algorithm: RingAlgorithm, weights: list[int], gone: int, seed: int
 ) -> None:
     spec = Ring(algorithm=algorithm, virtual_nodes=16, seed=seed)
@@ -58,7 +58,7 @@ def test_ring_removed_member_moves_only_its_pairs(
 
 
 @given(spec=SPECS, weights=st.lists(st.integers(1, 300), min_size=1, max_size=12), key=KEYS)
-def test_ring_walk_visits_each_member_once_from_the_first(spec: Ring, weights: list[int], key: int) -> None:
+def test_ring_walk_visits_every_member_once_from_the_first(spec: Ring, weights: list[int], key: int) -> None:
     ring = DualRing(weighted(weights), spec)
     walk = list(ring.walk(key))
     assert sorted(walk) == list(range(len(weights)))
@@ -66,14 +66,14 @@ def test_ring_walk_visits_each_member_once_from_the_first(spec: Ring, weights: l
 
 
 @given(spec=SPECS, key=KEYS)
-def test_ring_walk_without_its_first_keeps_the_order(spec: Ring, key: int) -> None:
+def test_ring_walk_without_the_first_member_keeps_its_order(spec: Ring, key: int) -> None:
     ring = DualRing(members(7), spec)
     ids = [ring.members[position].id for position in ring.walk(key)]
     rest = DualRing([each for each in members(7) if each.id != ids[0]], spec)
     assert [rest.members[position].id for position in rest.walk(key)] == ids[1:]
 
 
-def test_ring_equal_members_get_equal_shares() -> None:
+def test_equal_ring_members_get_equal_key_shares() -> None:
     ring = DualRing(members(8), Ring())
     targets = Counter(ring.pair(key)[0] for key in MANY_KEYS)
     pair_members = Counter(member for key in MANY_KEYS for member in ring.pair(key))
@@ -84,7 +84,7 @@ def test_ring_equal_members_get_equal_shares() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "tolerance"), [(RingAlgorithm.RENDEZVOUS, 0.1), (RingAlgorithm.VIRTUAL_NODES, 0.3)]
 )
-def test_ring_shares_follow_weights(algorithm: RingAlgorithm, tolerance: float) -> None:
+def test_ring_key_shares_are_proportional_to_weights(algorithm: RingAlgorithm, tolerance: float) -> None:
     weights = [25, 50, 100, 200]
     ring = DualRing(weighted(weights), Ring(algorithm=algorithm, virtual_nodes=256))
     targets = Counter(ring.pair(key)[0] for key in MANY_KEYS)
@@ -93,23 +93,24 @@ def test_ring_shares_follow_weights(algorithm: RingAlgorithm, tolerance: float) 
         assert abs(targets[f"m-{number}"] - expected) <= tolerance * expected
 
 
-def test_rings_are_independent() -> None:
-    # With independent rings a member's keys spread their other candidate over all others evenly.
+def test_both_rings_place_keys_independently() -> None:
+    # With independent rings, the second candidates of a member's keys are evenly distributed over all other members.
     ring = DualRing(members(8), Ring())
     others = Counter(ring.pair(key)[1] for key in MANY_KEYS if ring.pair(key)[0] == "m-0")
     assert len(others) == 7
     assert max(others.values()) <= 1.25 * sum(others.values()) / 7
 
 
-def test_ring_draining_and_zero_weight_members_get_no_keys() -> None:
+def test_draining_and_zero_weight_members_get_no_ring_keys() -> None:
     draining = Member(id="d", address="10.0.0.9", port=1, state=MemberState.DRAINING)
     weightless = Member(id="w", address="10.0.0.8", port=1, state=MemberState.JOINING, weight=0)
     ring = DualRing([*members(2), draining, weightless], Ring())
     assert {member for key in MANY_KEYS[:200] for member in ring.pair(key)} == {"m-0", "m-1"}
 
 
-def test_two_choices_keep_maximum_load_near_the_mean() -> None:
-    # Paper section 2.3 eq. 4: max load <= m/n + log log n + O(1) with the less loaded of two; one choice is far worse.
+def test_two_candidates_keep_maximum_load_near_the_mean() -> None:
+    # Paper section 2.3 eq. 4: with two choices, the maximum load is at most m/n + log log n + O(1); with one choice it
+    # is much larger.
     ring = DualRing(members(16), Ring())
     one, two = Counter[str](), Counter[str]()
     for key in MANY_KEYS[:16_000]:

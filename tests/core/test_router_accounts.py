@@ -1,4 +1,4 @@
-"""The router's accounts of open requests: any event order leaks nothing, and every end counts once."""
+"""Tests of the router's load of open requests: no event order leaks load, and every end counts once."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ EVENTS = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @given(events=EVENTS)
 @settings(max_examples=25)
-def test_accounts_any_event_order_leaks_nothing(policy: str, events: list[tuple[str, int]]) -> None:
+def test_router_accounts_are_empty_after_any_event_order(policy: str, events: list[tuple[str, int]]) -> None:
     router, now, count = PoolRouter(pool(4, policy=policy)), 0.0, 0
     for kind, n in events:
         now += 0.3
@@ -50,7 +50,7 @@ def test_accounts_any_event_order_leaks_nothing(policy: str, events: list[tuple[
     assert router.next_deadline() is None
 
 
-def test_accounts_silent_request_expires() -> None:
+def test_request_without_events_expires() -> None:
     router = PoolRouter(pool())
     decide(router, "1", text_of(500, "x"))
     assert router.next_deadline() == IN_FLIGHT_TTL_S
@@ -60,7 +60,7 @@ def test_accounts_silent_request_expires() -> None:
     assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
 
 
-def test_accounts_update_of_a_request_postpones_expiry() -> None:
+def test_request_update_postpones_its_expiry() -> None:
     router = PoolRouter(pool())
     decide(router, "1", text_of(500, "x"))
     router.on_heard(300.0, "1")
@@ -68,19 +68,19 @@ def test_accounts_update_of_a_request_postpones_expiry() -> None:
     assert router.next_deadline() == 300.0 + IN_FLIGHT_TTL_S
 
 
-def test_accounts_failing_engine_does_not_attract_its_keys() -> None:
+def test_failing_engine_does_not_attract_requests_by_prefix() -> None:
     router = PoolRouter(pool())
     for n in range(5):
         assert decide(router, str(n), text_of(3000, "x"), float(n)).receipt.matched_tokens == 0
         router.on_aborted(n + 0.1, str(n))
-    # A request prefilled before the client left did fill the cache.
+    # If the client disconnects after the prefill, the cache has the request's blocks.
     decide(router, "a", text_of(3000, "x"), 10.0)
     router.on_first_token(10.5, "a")
     router.on_aborted(11.0, "a")
     assert decide(router, "b", text_of(3000, "x"), 12.0).receipt.matched_tokens == 3000 // 128 * 128
 
 
-def test_accounts_aborted_request_keeps_shared_cache() -> None:
+def test_aborted_request_keeps_shared_cached_blocks() -> None:
     router = PoolRouter(pool(1))
     decide(router, "1", text_of(512, "x"))
     decide(router, "2", text_of(512, "x"))
@@ -89,7 +89,7 @@ def test_accounts_aborted_request_keeps_shared_cache() -> None:
     assert decide(router, "3", text_of(512, "x"), 1.0).receipt.matched_tokens == 512
 
 
-def test_accounts_unstreamed_response_does_not_stall_a_member() -> None:
+def test_unstreamed_response_does_not_stall_a_member() -> None:
     router = PoolRouter(pool(1))
     whole = replace(request("1", text_of(7000, "x")), streamed=False)
     assert isinstance(router.on_request(0.0, whole).answer, Decision)
@@ -110,7 +110,7 @@ def test_completion_has_predicted_and_measured_hits() -> None:
     assert router.on_finished(2.1, "2").answer is None
 
 
-def test_on_served_by_another_member_moves_load_and_cache() -> None:
+def test_on_served_moves_load_and_cache_to_the_serving_member() -> None:
     router = PoolRouter(pool())
     decision = decide(router, "1", text_of(512, "x"))
     chosen, other = decision.receipt.chosen, decision.endpoints[1]

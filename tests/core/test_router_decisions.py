@@ -1,4 +1,4 @@
-"""Decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
+"""Tests of the decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from builders import members, pool, request, text_of
 from core.routers import decide, loads
 from dualmap.keys.hotness import MIN_SPLIT_REQUESTS
-from dualmap.pools.pool import Engine, Member, MemberState
+from dualmap.pools.pool import Engine, Member, MemberState, ReceiptFields
 from dualmap.requests import Decision, Reason, Rejection
 from dualmap.router import PoolRouter
 
 
-def test_conversation_stays_with_its_cached_member() -> None:
+def test_conversation_stays_at_the_member_with_its_cached_prefix() -> None:
     router = PoolRouter(pool())
     history, chosen = text_of(600, "conversation"), set()
     for turn in range(6):
@@ -36,12 +36,12 @@ def test_conversation_stays_with_its_cached_member() -> None:
 
 @given(common=st.text(min_size=1024, max_size=1500), tails=st.lists(st.text(max_size=800), min_size=2, max_size=5))
 @settings(max_examples=30)
-def test_prefix_has_one_pair_regardless_of_the_rest(common: str, tails: list[str]) -> None:
+def test_prompts_with_equal_prefix_have_the_same_pair(common: str, tails: list[str]) -> None:
     router = PoolRouter(pool())
     assert len({decide(router, str(n), common + tail).receipt.pair for n, tail in enumerate(tails)}) == 1
 
 
-def test_decision_only_full_blocks_count_as_cached() -> None:
+def test_decision_counts_only_full_blocks_as_cached() -> None:
     router = PoolRouter(pool(1))
     for id in ("1", "2"):
         decide(router, id, text_of(100, "short"))
@@ -49,7 +49,7 @@ def test_decision_only_full_blocks_count_as_cached() -> None:
     assert (receipt.matched_tokens, receipt.key.blocks) == (0, 1)
 
 
-def test_destination_is_the_choice_then_the_other_of_the_pair() -> None:
+def test_destination_lists_chosen_member_then_other_pair_member() -> None:
     router = PoolRouter(pool())
     addresses = {each.id: each.endpoint for each in router.pool.members}
     for n in range(50):
@@ -62,9 +62,9 @@ def test_destination_is_the_choice_then_the_other_of_the_pair() -> None:
 
 @given(requests=st.integers(1, MIN_SPLIT_REQUESTS - 1), others=st.lists(st.integers(0, 8000), min_size=32, max_size=32))
 @settings(max_examples=30)
-def test_decision_hit_rate_meets_the_two_choice_bound(requests: int, others: list[int]) -> None:
-    # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
-    # regardless of the load of others. (A prefix that turns hot changes its key, and misses once per new pair.)
+def test_decision_hit_rate_reaches_the_bound_of_two_candidates(requests: int, others: list[int]) -> None:
+    # Paper section 2.3: m requests with one prefix have at least m - 2 cache hits, because only the first request at
+    # each of the two candidates misses. A prefix that becomes hot changes its key, and misses once per new pair.
     router, hits = PoolRouter(pool(policy="dualmap_paper")), 0
     for n in range(requests):
         hits += decide(router, str(n), text_of(512, "shared"), float(n)).receipt.matched_tokens == 512
@@ -74,7 +74,7 @@ def test_decision_hit_rate_meets_the_two_choice_bound(requests: int, others: lis
     assert hits >= requests - 2
 
 
-def test_overloaded_pair_spills_over_the_pool_with_its_load() -> None:
+def test_overloaded_pair_spills_requests_to_the_pool() -> None:
     router = PoolRouter(pool())
     decisions = [decide(router, str(n), text_of(2000, "tool") + text_of(6000, f"q{n}")).receipt for n in range(30)]
     assert len({receipt.pair for receipt in decisions}) == 1
@@ -86,7 +86,7 @@ def test_overloaded_pair_spills_over_the_pool_with_its_load() -> None:
     assert {each.id: each.in_flight for each in router.status().endpoints} == chosen
 
 
-def test_decision_waited_time_counts_against_the_slo() -> None:
+def test_decision_counts_queue_time_against_the_slo() -> None:
     router = PoolRouter(pool())
     text = text_of(2000, "x")
     decide(router, "1", text)
@@ -100,7 +100,7 @@ def test_decision_waited_time_counts_against_the_slo() -> None:
     assert late.receipt.predicted_ttft_s >= 3.0
 
 
-def test_decision_without_eligible_member_is_rejected() -> None:
+def test_request_without_eligible_member_is_rejected() -> None:
     refusal = Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
     assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")).answer == refusal
     assert PoolRouter(pool(0)).any_endpoints(None) == ()
@@ -109,7 +109,7 @@ def test_decision_without_eligible_member_is_rejected() -> None:
     assert PoolRouter(draining).any_endpoints(None) == ()
 
 
-def test_decision_single_member_is_its_own_pair() -> None:
+def test_single_member_is_the_only_destination() -> None:
     decision = decide(PoolRouter(pool(1)), "1", "hello")
     assert (decision.receipt.pair, decision.destination) == (("m-0",), "10.0.0.1:8000")
 
@@ -124,7 +124,7 @@ def test_decision_single_member_is_its_own_pair() -> None:
         ({"10.0.0.1", "10.0.0.2:8000", "10.0.0.99"}, {"m-0", "m-1"}),
     ],
 )
-def test_subset_hint_restricts_pair_and_bodiless_requests(subset: set[str], allowed: set[str]) -> None:
+def test_subset_hint_restricts_requests_with_and_without_body(subset: set[str], allowed: set[str]) -> None:
     router = PoolRouter(pool())
     for n in range(20):
         decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset))).answer
@@ -139,13 +139,13 @@ def test_subset_hint_restricts_pair_and_bodiless_requests(subset: set[str], allo
     assert served == allowed
 
 
-def test_bodiless_requests_go_round_robin() -> None:
+def test_bodiless_requests_are_spread_round_robin() -> None:
     router = PoolRouter(pool(3))
     firsts = Counter(router.any_endpoints(None)[0] for _ in range(9))
     assert set(firsts.values()) == {3}
 
 
-def test_subset_hint_keeps_the_hotness_of_the_pool() -> None:
+def test_subset_hint_does_not_change_the_hotness_of_the_pool() -> None:
     router = PoolRouter(pool(8))
     for n in range(300):
         shared = text_of(1500, "tool") if n % 6 == 0 else text_of(1500, f"other {n}")
@@ -192,6 +192,7 @@ def test_receipt_has_header_and_json_form() -> None:
     assert receipt.header() == (
         'policy=dualmap, rule="lone", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
     )
+    assert receipt.header(ReceiptFields.CHOSEN) == 'policy=dualmap, chosen="a:b/c@d", prompt=300'
     document = receipt.as_json()
     assert document["key"] == {"hash": f"{receipt.key.hash:016x}", "blocks": 2, "tokens": 256}
     assert document["pair"] == ["a:b/c@d"]

@@ -1,4 +1,4 @@
-"""Changes of a pool: members that join, drain, restart or leave, and changed engine settings."""
+"""Tests of pool changes: members that join, drain, restart or leave, and changed engine settings."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from dualmap.pools.pool import Engine, Member, MemberState, Prefix, Routing
 from dualmap.router import PoolRouter
 
 
-def test_added_member_takes_its_share_and_keeps_caches() -> None:
+def test_added_member_gets_its_key_share_and_others_keep_caches() -> None:
     router = PoolRouter(pool(8))
     texts = [text_of(400, f"prompt {n}") for n in range(300)]
     before = [decide(router, str(n), text).receipt.pair for n, text in enumerate(texts)]
@@ -34,7 +34,7 @@ def test_restarted_member_has_an_empty_index(restarted: str) -> None:
     assert decide(router, "2", text_of(512, "x"), 1.0).receipt.matched_tokens == 0
 
 
-def test_draining_member_keeps_its_load_and_gets_no_new_keys() -> None:
+def test_draining_member_keeps_its_load_and_gets_no_keys() -> None:
     router = PoolRouter(pool(2))
     chosen = decide(router, "1", text_of(512, "x")).receipt.chosen
     state = tuple(
@@ -62,7 +62,7 @@ def test_changed_speed_prior_applies_to_every_member() -> None:
     assert {round(each.prefill_tokens_per_second) for each in router.status().endpoints} == {100_000}
 
 
-def test_removed_member_accounts_are_dropped() -> None:
+def test_accounts_of_a_removed_member_are_dropped() -> None:
     router = PoolRouter(pool(0))
     for n in range(50):
         member = Member(id=f"pod-{n}", address="10.0.0.1", port=8000)
@@ -72,7 +72,7 @@ def test_removed_member_accounts_are_dropped() -> None:
     assert len(router._fleet._ledger.loads) <= 2
 
 
-def test_changed_members_keep_hotness() -> None:
+def test_member_change_keeps_the_hotness() -> None:
     router = PoolRouter(pool(8))
     for n in range(100):
         decide(router, str(n), text_of(1500, "tool") + text_of(400, f"question {n}"), 1.0)

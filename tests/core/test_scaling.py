@@ -1,4 +1,4 @@
-"""The rule for desired replicas: arrivals and backlog. test_scaling_attainment.py covers attainment."""
+"""Tests of desired replicas for arrivals and backlog. test_scaling_attainment.py tests attainment."""
 
 import tracemalloc
 from dataclasses import replace
@@ -13,12 +13,12 @@ from dualmap.scaling.scaling import WINDOW_S, Scaling
 
 
 class TestArrivals:
-    def test_desired_replicas_keep_members_half_busy(self) -> None:
+    def test_desired_replicas_keep_members_at_half_utilization(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         got = scaling.signals(300, status())
         assert got.arriving_uncached_tokens_per_second == pytest.approx(20_000, rel=0.01)
-        # 20 000 tokens/s that cost 3 % more for their attention, of 10 000 tokens/s each.
+        # 20 000 tokens/s, plus 3 % for the attention, at 10 000 tokens/s per instance.
         assert got.desired_replicas == pytest.approx(2 * 2 * 1.03, rel=0.01)
 
     def test_desired_replicas_double_at_half_the_speed(self) -> None:
@@ -31,12 +31,12 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(beside_others=SPEED / 2)) == desired(scaling, 300, status())
 
-    def test_signals_frequent_calls_do_not_grow_memory(self) -> None:
-        """KEDA, Prometheus, the dashboard and the other routers all ask, as often as they like."""
+    def test_scaling_signals_read_often_do_not_grow_memory(self) -> None:
+        """KEDA, Prometheus, the dashboard and other routers may read the signals at any rate."""
         often, seldom, before = Scaling(pool()), Scaling(pool()), Scaling(pool())
         for scaling in (often, seldom, before):
             steady(scaling, rate=10, since=0, until=300)
-        # Memory that the first call allocates once is not counted.
+        # The test excludes memory that the first calls allocate once.
         for n in range(2000):
             desired(before, 300 + n / 200, status(waiting=5))
         tracemalloc.start()
@@ -49,7 +49,7 @@ class TestArrivals:
         assert kept < 20_000
         assert desired(often, 310, status(waiting=5)) == desired(seldom, 310, status(waiting=5))
 
-    def test_desired_replicas_count_long_contexts_by_cost(self) -> None:
+    def test_desired_replicas_grow_with_the_cost_of_long_contexts(self) -> None:
         short, long = Scaling(pool()), Scaling(pool())
         steady(short, rate=10, since=0, until=300)
         steady(long, rate=10, since=0, until=300, cached=20_000)
@@ -66,12 +66,12 @@ class TestArrivals:
         assert 0 < desired(scaling, 330, status()) < desired(scaling, 298, status())
         assert desired(scaling, 298 + WINDOW_S, status()) == 0.0
 
-    def test_desired_replicas_for_one_small_request_are_one(self) -> None:
+    def test_desired_replicas_for_a_single_small_request_are_1(self) -> None:
         scaling = Scaling(pool())
         scaling.window.add(1000, uncached_tokens=0, cached_tokens=100)
         assert ceil(desired(scaling, 1001, status())) == 1
 
-    def test_surge_is_half_counted_in_a_quarter_of_the_window(self) -> None:
+    def test_traffic_surge_is_half_counted_in_a_quarter_of_the_window(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
@@ -80,8 +80,8 @@ class TestArrivals:
         steady(scaling, rate=20, since=315, until=300 + WINDOW_S)
         assert desired(scaling, 300 + WINDOW_S, status()) == pytest.approx(2 * before, rel=0.02)
 
-    def test_surge_random_variation_is_ignored_for_any_router_count(self) -> None:
-        """Requests of very different size come at random, a quarter of them through each of four routers."""
+    def test_random_traffic_variation_is_no_surge_at_any_router_count(self) -> None:
+        """Requests of very different sizes arrive at random, a quarter of the requests at each of four routers."""
         draw, whole, shares = Random(7), Scaling(pool()), [Scaling(pool()) for _ in range(4)]
         now, alone, together = 0.0, [], []
         for sync_s in range(15, 1800, 15):
@@ -102,12 +102,12 @@ class TestArrivals:
         got = scaling.signals(1030, status()).arriving_uncached_tokens_per_second
         assert got == pytest.approx(20_000, rel=0.02)
 
-    def test_new_router_first_request_is_no_rate(self) -> None:
+    def test_new_router_computes_no_rate_from_the_first_request(self) -> None:
         scaling = Scaling(pool())
         scaling.window.add(1000, uncached_tokens=TOKENS, cached_tokens=0)
         assert scaling.signals(1000, status()).arriving_uncached_tokens_per_second <= TOKENS / 10
 
-    def test_arrivals_include_rejected_requests(self) -> None:
+    def test_arrival_rate_includes_rejected_requests(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
@@ -117,18 +117,18 @@ class TestArrivals:
                 scaling.window.reject(second + 0.9)
         assert desired(scaling, 400, status()) == pytest.approx(2 * before, rel=0.02)
 
-    def test_arrivals_count_queued_requests_at_arrival(self) -> None:
+    def test_arrival_rate_counts_queued_requests_at_arrival(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before, held, asked = desired(scaling, 300, status()), 0, []
         for second in range(300, 390):
-            # Three times as many come for half a minute, of which instances take what they can do.
+            # The arrival rate triples for half a minute; requests above the instances' capacity queue.
             steady(scaling, rate=15, since=second, until=second + 1)
             held += 15 if second < 330 else -5 if held else 0
             asked.append(desired(scaling, second + 1, status(waiting=held)) / before)
         assert asked[14] > 1.7
         assert 2.0 < max(asked) < 3.0
-        # 10 a second have come for a minute, though 15 went.
+        # For a minute, 10 requests per second have arrived, but 15 per second were dispatched.
         assert asked[-1] == pytest.approx(1.0, rel=0.1)
 
     def test_outage_rejecting_every_request_keeps_desired_replicas(self) -> None:
@@ -144,20 +144,20 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(0)) == desired(scaling, 300, status())
 
-    def test_empty_pool_rejected_request_desires_one_member(self) -> None:
+    def test_empty_pool_with_rejected_request_desires_one_member(self) -> None:
         scaling = Scaling(pool(0))
         assert ceil(desired(scaling, 100, status(0, waiting=1))) == 1
         scaling.window.reject(100)
         assert ceil(desired(scaling, 101, status(0))) == 1
 
-    def test_adopt_uses_changed_objective_and_speed(self) -> None:
+    def test_scaling_uses_changed_slo_and_speed(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status(0))
         scaling.adopt(replace(pool(), engine=Engine(prefill_tokens_per_second=2 * SPEED)))
         assert desired(scaling, 300, status(0)) == pytest.approx(before / 2)
 
-    def test_desired_replicas_of_routers_add_up(self) -> None:
+    def test_desired_replicas_of_all_routers_add_up(self) -> None:
         whole, half = Scaling(pool()), Scaling(pool())
         steady(whole, rate=10, since=0, until=300)
         steady(half, rate=5, since=0, until=300)
@@ -171,7 +171,7 @@ class TestBacklog:
     def test_backlog_within_the_slo_adds_no_members(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
-        # 20 000 tokens/s of which each may wait for 5 s.
+        # 20 000 tokens/s, with a maximum wait of 5 s.
         assert desired(scaling, 300, status(pending=24_000)) == desired(scaling, 300, status())
 
     def test_backlog_beyond_the_slo_is_computed_in_a_window(self) -> None:

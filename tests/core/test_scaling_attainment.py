@@ -1,4 +1,4 @@
-"""The rule for desired replicas: members added for SLO misses, and their removal."""
+"""Tests of desired replicas for attainment: members are added for SLO misses, and removed later."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class TestAttainment:
         first_tokens: int = 10,
         others: Sequence[OtherRouter] = (),
     ) -> list[float]:
-        """The desired replicas every 15 s for ten minutes, with this share of first tokens in time."""
+        """Return the desired replicas every 15 s for ten minutes, with this share of first tokens within the SLO."""
         scaling = Scaling(pool())
         asked = []
         for second in range(600):
@@ -44,34 +44,35 @@ class TestAttainment:
         assert scaling.signals(110, status()).slo_attainment == 0.7
         assert scaling.signals(110 + WINDOW_S, status()).slo_attainment is None
 
-    def test_attainment_met_slo_adds_no_members(self) -> None:
+    def test_met_slo_attainment_adds_no_members(self) -> None:
         asked = self.asked(share_met=1.0, members=5)
         assert asked[-1] == pytest.approx(4.12, rel=0.01)
 
-    def test_attainment_missed_at_desired_size_adds_members(self) -> None:
+    def test_missed_slo_attainment_at_desired_size_adds_members(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
-        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members were added.
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # No addition in the window after an addition.
         assert 5.5 < asked[-1] < 7
 
-    def test_attainment_missed_above_desired_size_adds_members(self) -> None:
+    def test_missed_slo_attainment_above_desired_size_adds_members(self) -> None:
         assert self.asked(share_met=0.5, members=12)[4] > 12
 
-    def test_attainment_missed_during_scale_up_adds_no_members(self) -> None:
+    def test_missed_slo_attainment_during_scale_up_adds_no_members(self) -> None:
         assert self.asked(share_met=0.5, members=3)[-1] == pytest.approx(4.12, rel=0.01)
 
-    def test_attainment_each_router_adds_its_share(self) -> None:
+    def test_missed_slo_attainment_is_shared_between_routers(self) -> None:
         alone = self.asked(share_met=0.5, members=12)
-        # Its last share is more than half of its first, and the other router's report is unchanged.
+        # The last share of this router is more than half of its first share, because the other router's report is
+        # unchanged.
         other = said(6.0, count=550, slo_met=275)
         share = self.asked(share_met=0.5, members=12, rate=5, peers=1, others=(other,))
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)
 
-    def test_attainment_router_with_all_traffic_adds_all(self) -> None:
-        """Its peers have none: an Envoy keeps its connection to one router."""
+    def test_router_with_all_traffic_adds_all_missing_members(self) -> None:
+        """The other routers have no traffic, because an Envoy keeps its connection to one router."""
         assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
     def test_attainment_uses_first_tokens_of_all_routers(self) -> None:
-        """Twenty routers have four first tokens a minute each; that half of all are late is the pool's trouble."""
+        """Each of twenty routers has only four first tokens per minute, but half of the pool's are late."""
         scaling, missed = Scaling(pool()), [said(0.6, count=4, slo_met=2)] * 19
         for second in range(0, 300, 15):
             steady(scaling, rate=0.5, since=second, until=second + 15)
@@ -80,7 +81,7 @@ class TestAttainment:
             last = scaling.signals(second + 15, state, others=missed).desired_replicas
         assert 20 * last > 12
 
-    def test_attainment_late_router_in_a_good_pool_adds_nothing(self) -> None:
+    def test_late_router_in_a_pool_that_meets_its_slo_adds_no_members(self) -> None:
         scaling, met = Scaling(pool()), (said(4.0, count=900, slo_met=895),)
         for second in range(300):
             steady(scaling, rate=10, since=second, until=second + 1)
@@ -89,7 +90,7 @@ class TestAttainment:
                 last = scaling.signals(second + 1, status(8, peers=1), others=met).desired_replicas
         assert last == pytest.approx(4.12, rel=0.01)
 
-    def test_attainment_few_first_tokens_add_no_members(self) -> None:
+    def test_few_first_tokens_add_no_members(self) -> None:
         scaling = Scaling(pool())
         for second in range(0, 300, 15):
             steady(scaling, rate=10, since=second, until=second + 15)
@@ -97,7 +98,7 @@ class TestAttainment:
             last = desired(scaling, second + 15, status(5))
         assert last == pytest.approx(4.12, rel=0.01)
 
-    def test_attainment_added_members_stay_while_slo_is_just_met(self) -> None:
+    def test_added_members_stay_while_the_slo_is_barely_met(self) -> None:
         scaling = Scaling(pool())
         asked = []
         for second in range(3600):
@@ -109,7 +110,7 @@ class TestAttainment:
         assert asked[30] > 12
         assert asked[-1] == pytest.approx(asked[30], abs=0.01)
 
-    def test_attainment_added_members_go_over_hours_or_without_traffic(self) -> None:
+    def test_added_members_decrease_over_hours_or_without_traffic(self) -> None:
         scaling = Scaling(pool())
         for second in range(7200):
             steady(scaling, rate=10, since=second, until=second + 1)

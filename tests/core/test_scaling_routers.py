@@ -1,4 +1,4 @@
-"""The rule for desired replicas with several routers: the members that they add together for SLO misses."""
+"""Tests of desired replicas with several routers: the total of the members that the routers add for SLO misses."""
 
 from collections.abc import Sequence
 
@@ -24,10 +24,12 @@ class Routers:
     def run(
         self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
     ) -> list[float]:
-        """Send each router its share of RATE, ``met`` of it within the SLO; return the desired sum every 5 s.
+        """Send each router its share of RATE; return the total desired replicas every 5 s.
 
-        The sums are taken every 5 s. Each router is read ``asked`` times before the others receive its value. Without
-        ``hear`` they know that they do not receive each other's values.
+        ``met`` is the share of first tokens within the SLO.
+
+        Each router is read ``asked`` times before the other routers receive its value. Without ``hear``, the routers
+        detect that they receive no values of each other.
         """
         sums = []
         for _ in range(seconds):
@@ -58,16 +60,16 @@ class Routers:
 
 
 @pytest.mark.parametrize("shares", [(0.25,) * 4, (0.7, 0.2, 0.1, 0.0), (1.0, 0.0, 0.0, 0.0)])
-def test_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -> None:
+def test_several_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -> None:
     alone, four = Routers(1), Routers(4)
     one = alone.run(300, shares=(1.0,), members=12, met=0.5)
     together = four.run(300, shares=shares, members=12, met=0.5, asked=3)
     assert max(one) > 12
-    # But for the first, of so few requests that four cannot share them evenly.
+    # The first value is excluded, because four routers cannot evenly share its few requests.
     assert together[1:] == pytest.approx(one[1:], rel=0.03)
 
 
-def test_routers_moved_traffic_is_not_added_twice() -> None:
+def test_traffic_moved_between_routers_is_not_counted_twice() -> None:
     """An Envoy that reconnects sends its requests to another router."""
     alone, two = Routers(1), Routers(2)
     wishes = {}
@@ -80,15 +82,15 @@ def test_routers_moved_traffic_is_not_added_twice() -> None:
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.03)
 
 
-def test_routers_large_desire_leaves_others_less() -> None:
-    """Its prompts are long, and it desires most of the fleet: the other desires only the rest."""
+def test_router_with_large_demand_reduces_demand_of_the_other() -> None:
+    """One router has long prompts and needs most of the instances, so the other router's demand is only the rest."""
     routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
     sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
     assert routers.wishes[1] > 0.1 * 8
     assert sums[-1] == pytest.approx(8, rel=0.03)
 
 
-def test_routers_without_traffic_drop_added_members() -> None:
+def test_routers_without_traffic_remove_added_members_from_demand() -> None:
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.5, 0.5), (1.0, 0.0))):
@@ -99,7 +101,7 @@ def test_routers_without_traffic_drop_added_members() -> None:
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.05)
 
 
-def test_routers_missing_reports_add_no_members() -> None:
+def test_missing_router_reports_add_no_members() -> None:
     four = Routers(4)
     before = four.run(300, shares=(0.25,) * 4, members=4, met=0.5)[-1]
     needed = 2 * RATE * TOKENS / SPEED

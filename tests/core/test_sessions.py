@@ -1,4 +1,4 @@
-"""Sessions: their keys, bindings, EAR's move rule, and agreement between replicas."""
+"""Tests of sessions: their keys, bindings, EAR's move rule, and agreement between replicas."""
 
 from dataclasses import replace
 
@@ -31,14 +31,14 @@ def migrating(*, enabled: bool = True, hot_ratio: float = 0.2, count: int = 8) -
     return pool(count, routing=routing, engine=Engine(prefill_tokens_per_second=1000.0))
 
 
-def test_session_has_one_pair_for_any_prompts() -> None:
+def test_session_has_the_same_pair_for_any_prompt() -> None:
     router = PoolRouter(pool())
     decisions = [decide(router, turn(str(n), text_of(700, f"start {n}"))) for n in range(6)]
     assert len({each.receipt.pair for each in decisions}) == 1
     assert len({each.receipt.key.hash for each in decisions}) == 1
 
 
-def test_sessions_with_one_system_prompt_spread() -> None:
+def test_sessions_with_equal_system_prompts_spread_over_members() -> None:
     router, system = PoolRouter(pool()), text_of(512, "system")
     pairs = {decide(router, turn(str(n), system, session=session_key(str(n), 1))).receipt.pair for n in range(50)}
     assert len(pairs) > 20
@@ -49,12 +49,12 @@ def test_session_with_another_salt_is_distinct() -> None:
     assert salted != NAME
 
 
-def test_session_keys_a_prompt_without_text() -> None:
+def test_session_sets_the_key_of_a_prompt_without_text() -> None:
     router = PoolRouter(pool())
     assert decide(router, turn("1", "")).receipt.pair == decide(router, turn("2", "")).receipt.pair
 
 
-def test_session_hot_gets_longer_keys_under_its_root() -> None:
+def test_hot_session_gets_longer_keys_than_its_first_key() -> None:
     router, keys = PoolRouter(pool()), set()
     for n in range(120):
         asked = turn(str(n), text_of(1024, "agent") + text_of(512, f"branch {n % 12}"), now=n * 0.1)
@@ -66,7 +66,7 @@ def test_session_hot_gets_longer_keys_under_its_root() -> None:
 
 
 class TestBinding:
-    def test_binding_host_outside_the_pair_is_chosen(self) -> None:
+    def test_session_binding_to_host_outside_the_pair_is_used(self) -> None:
         router = PoolRouter(pool())
         first = decide(router, turn("1", text_of(2048, "chat")))
         outsider = next(each for each in router.pool.members if each.id not in first.receipt.pair)
@@ -78,7 +78,7 @@ class TestBinding:
         assert (second.receipt.chosen, second.receipt.rule) == (outsider.id, "host-warm")
         assert second.receipt.matched_tokens == 2048
 
-    def test_binding_from_the_store_predicts_cached_context(self) -> None:
+    def test_session_binding_from_the_store_predicts_cached_context(self) -> None:
         cold = PoolRouter(pool(), replicated=True)
         pair = decide(cold, turn("0", text_of(2048, "chat"))).receipt.pair
         cold = PoolRouter(pool(), replicated=True)
@@ -87,7 +87,7 @@ class TestBinding:
         decision = decide(cold, turn("1", text_of(2048, "chat") + text_of(100, "more")))
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (pair[1], 2048)
 
-    def test_binding_turn_before_the_store_answer_is_a_move(self) -> None:
+    def test_turn_before_the_store_response_counts_as_session_move(self) -> None:
         table = SessionTable(100.0, replicated=True)
         assert table.get(0.0, 1) is None
         table.bind(0.0, 1, host="mine", tokens=9)
@@ -104,7 +104,7 @@ class TestBinding:
         assert known is not None
         assert known.host == "third", "whoever was first with a version holds it"
 
-    def test_binding_local_turn_wins_over_late_store_answer(self) -> None:
+    def test_local_turn_takes_precedence_over_late_store_response(self) -> None:
         cold = PoolRouter(migrating(), replicated=True)
         first = decide(cold, turn("1", text_of(2048, "chat"))).receipt.chosen
         cold.on_first_token(1.0, "1")
@@ -114,7 +114,7 @@ class TestBinding:
         second = decide(cold, turn("2", text_of(2048, "chat") + "and?", now=3.0))
         assert (second.receipt.chosen, second.receipt.matched_tokens) == (first, 2048)
 
-    def test_binding_of_a_draining_host_moves_at_the_next_turn(self) -> None:
+    def test_session_of_a_draining_host_moves_at_the_next_turn(self) -> None:
         router = PoolRouter(migrating())
         first = decide(router, turn("1", text_of(2048, "chat")))
         host = first.receipt.chosen
@@ -127,7 +127,7 @@ class TestBinding:
         third = decide(router, turn("3", text_of(2048, "chat"), now=3.0))
         assert third.receipt.chosen == second.receipt.chosen
 
-    def test_binding_expires_after_its_ttl(self) -> None:
+    def test_session_binding_expires_after_its_ttl(self) -> None:
         table = SessionTable(10.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         assert table.get(10.0, 1) is not None
@@ -145,7 +145,7 @@ class TestBinding:
         assert table.take_changes(0.0) == ()
         assert table.take_wanted() == ()
 
-    def test_binding_version_counts_moves_only(self) -> None:
+    def test_session_binding_version_counts_only_moves(self) -> None:
         table = SessionTable(100.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         table.bind(1.0, 1, host="a", tokens=9)
@@ -156,7 +156,7 @@ class TestBinding:
         assert (change.host, change.version, change.moved_ago_s) == ("b", 1, 3.0)
         assert table.take_changes(5.0) == ()
 
-    def test_binding_with_higher_version_wins(self) -> None:
+    def test_session_binding_with_higher_version_is_kept(self) -> None:
         table = SessionTable(100.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         table.bind(0.0, 1, host="b", tokens=5)
@@ -170,7 +170,7 @@ class TestBinding:
         assert known.host == "c"
         assert table.take_changes(1.0) == (), "what the store says need not be told to it"
 
-    def test_session_unknown_is_wanted_once(self) -> None:
+    def test_unknown_session_is_looked_up_once(self) -> None:
         table = SessionTable(100.0, replicated=True)
         table.get(0.0, 1)
         table.get(0.0, 1)
@@ -180,7 +180,7 @@ class TestBinding:
 
 class TestMigration:
     def hot_host(self, *, enabled: bool = True, hot_ratio: float = 0.2) -> tuple[PoolRouter, str]:
-        """A session whose host has got 40 s of prefill from others, while the rest of the pool has nothing to do."""
+        """Return a session whose member has 40 s of prefill from other requests, while all other members are idle."""
         router = PoolRouter(migrating(enabled=enabled, hot_ratio=hot_ratio))
         host = decide(router, turn("1", text_of(2048, "chat"))).receipt.chosen
         router.on_first_token(2.0, "1")
@@ -191,13 +191,13 @@ class TestMigration:
             decide(router, other)
         return router, host
 
-    def test_migration_stays_while_the_host_is_not_hot(self) -> None:
+    def test_session_stays_while_its_host_is_not_hot(self) -> None:
         router = PoolRouter(migrating())
         host = decide(router, turn("1", text_of(2048, "chat"))).receipt.chosen
         second = decide(router, turn("2", text_of(2048, "chat"), now=5.0))
         assert (second.receipt.chosen, second.receipt.rule) == (host, "session-host")
 
-    def test_migration_leaves_a_hot_host_and_stays(self) -> None:
+    def test_session_migrates_from_a_hot_host_and_stays(self) -> None:
         router, host = self.hot_host()
         second = decide(router, turn("2", text_of(2048, "chat"), now=3.0))
         assert second.receipt.rule == "session-move"
@@ -205,7 +205,7 @@ class TestMigration:
         third = decide(router, turn("3", text_of(2048, "chat"), now=4.0))
         assert (third.receipt.chosen, third.receipt.rule) == (second.receipt.chosen, "session-host")
 
-    def test_migration_cooldown_prevents_a_second_move(self) -> None:
+    def test_session_migration_cooldown_prevents_a_second_move(self) -> None:
         router, _ = self.hot_host()
         second = decide(router, turn("2", text_of(2048, "chat"), now=3.0)).receipt.chosen
         endpoint = next(each.endpoint for each in router.pool.members if each.id == second)
@@ -215,17 +215,17 @@ class TestMigration:
         assert decide(router, turn("3", text_of(2048, "chat"), now=5.0)).receipt.rule == "session-host"
         assert decide(router, turn("4", text_of(2048, "chat"), now=33.0)).receipt.rule == "session-move"
 
-    def test_migration_stays_if_all_members_are_loaded(self) -> None:
+    def test_session_stays_if_all_members_are_loaded(self) -> None:
         router, host = self.hot_host(hot_ratio=0.0)
         assert decide(router, turn("2", text_of(2048, "chat"), now=3.0)).receipt.chosen == host
 
-    def test_migration_stays_if_no_member_has_room(self) -> None:
+    def test_session_stays_if_no_member_has_free_memory(self) -> None:
         router, host = self.hot_host()
         engine = replace(router.pool.engine, cache_tokens=1000)
         router.on_pool(2.5, replace(router.pool, engine=engine))
         assert decide(router, turn("2", text_of(2048, "chat"), now=3.0)).receipt.chosen == host
 
-    def test_migration_disabled_uses_the_policy(self) -> None:
+    def test_disabled_session_migration_uses_the_policy(self) -> None:
         router, host = self.hot_host(enabled=False)
         second = decide(router, turn("2", text_of(2048, "chat"), now=3.0))
         assert second.receipt.chosen != host

@@ -1,4 +1,4 @@
-"""The speed of a member without interference, as learnt by one of several routers."""
+"""Tests of a member's estimated speed without interference, at one of several routers."""
 
 from itertools import count
 
@@ -24,7 +24,7 @@ def say(router: PoolRouter, now: float, load: SharedLoad | None, *, age_s: float
 
 
 class Prefills:
-    """Prefills of a router one after the other, each on an idle instance."""
+    """Runs a router's prefills one after the other, each on an idle instance."""
 
     def __init__(self) -> None:
         self.router = PoolRouter(POOL)
@@ -32,7 +32,11 @@ class Prefills:
         self._ids = count()
 
     def run(self, seconds: float, *, other_from_s: float | None = None, other: SharedLoad = BUSY) -> None:
-        """Have one take so long; another router's comes to be known of so long after it was sent, and ends before."""
+        """Run a prefill of this duration.
+
+        The router receives another router's load ``other_from_s`` after the request, and its end shortly before the
+        prefill's end.
+        """
         name = str(next(self._ids))
         decide(self.router, name, builders.text_of(TOKENS, name), self.now)
         if other_from_s is not None:
@@ -49,7 +53,7 @@ class Prefills:
         return endpoint
 
 
-def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
+def test_solo_speed_of_single_router_equals_the_measured_speed() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)
@@ -57,7 +61,7 @@ def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
     assert prefills.endpoint.solo_tokens_per_second == prefills.endpoint.prefill_tokens_per_second
 
 
-def test_solo_speed_excludes_unreported_prefills_of_others() -> None:
+def test_solo_speed_excludes_unreported_prefills_of_other_routers() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -66,7 +70,7 @@ def test_solo_speed_excludes_unreported_prefills_of_others() -> None:
     assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
 
 
-def test_solo_speed_ignores_prefills_that_ended_before() -> None:
+def test_solo_speed_ignores_prefills_that_have_ended() -> None:
     prefills = Prefills()
     for _ in range(30):
         say(prefills.router, prefills.now - 0.5, BUSY)
@@ -75,8 +79,8 @@ def test_solo_speed_ignores_prefills_that_ended_before() -> None:
     assert prefills.endpoint.solo_tokens_per_second < 0.6 * SPEED
 
 
-def test_solo_speed_ignores_queued_requests_of_others() -> None:
-    """In overload all hold something all of the time."""
+def test_solo_speed_ignores_queued_requests_of_other_routers() -> None:
+    """In overload, every router always has queued requests."""
     prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
     for _ in range(30):
         prefills.run(0.4, other_from_s=0.1, other=holds)
@@ -94,7 +98,7 @@ def test_solo_speed_corrects_a_wrong_prior_under_interference() -> None:
     assert prefills.endpoint.solo_tokens_per_second == ordinary
 
 
-def test_solo_speed_old_samples_lose_weight() -> None:
+def test_solo_speed_reduces_the_weight_of_old_samples() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -103,7 +107,7 @@ def test_solo_speed_old_samples_lose_weight() -> None:
     assert prefills.endpoint.solo_tokens_per_second < 1.2 * prefills.endpoint.prefill_tokens_per_second
 
 
-def test_solo_speed_changed_prior_restarts_learning() -> None:
+def test_solo_speed_restarts_learning_after_a_changed_prior() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)

@@ -1,4 +1,4 @@
-"""``cache_salt``: tenants share nothing."""
+"""Tests that tenants with different values of ``cache_salt`` share no cached blocks."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def ask(router: PoolRouter, id: str, *, salt: str, session: str | None = None, n
     return outcome
 
 
-def test_tenant_prefix_is_not_cached_for_another() -> None:
+def test_tenant_prefix_is_not_cached_for_other_tenants() -> None:
     router = PoolRouter(pool(1))
     assert ask(router, "1", salt="a").receipt.matched_tokens == 0
     assert ask(router, "2", salt="b").receipt.matched_tokens == 0
@@ -26,7 +26,7 @@ def test_tenant_prefix_is_not_cached_for_another() -> None:
     assert ask(router, "4", salt="a").receipt.matched_tokens == 2048
 
 
-def test_tenant_hotness_does_not_lengthen_other_keys() -> None:
+def test_tenant_hotness_does_not_lengthen_keys_of_other_tenants() -> None:
     router = PoolRouter(pool(8))
     for n in range(200):
         hot = ask(router, str(n), salt="hot", now=n * 0.01)
@@ -35,7 +35,7 @@ def test_tenant_hotness_does_not_lengthen_other_keys() -> None:
     assert ask(router, "other", salt="calm", now=2.0).receipt.key.blocks == 2
 
 
-def test_tenants_with_one_session_name_have_distinct_sessions() -> None:
+def test_tenants_with_equal_session_names_have_distinct_sessions() -> None:
     router = PoolRouter(pool(8), replicated=True)
     first = ask(router, "1", salt="a", session="chat")
     second = ask(router, "2", salt="b", session="chat")
@@ -44,7 +44,7 @@ def test_tenants_with_one_session_name_have_distinct_sessions() -> None:
     assert router.status().sessions == 2
 
 
-def test_receipt_separates_tenants_without_the_salt() -> None:
+def test_receipt_separates_tenants_without_showing_the_salt() -> None:
     router = PoolRouter(pool(8))
     receipts = [ask(router, salt, salt=salt).receipt for salt in ("secret-one", "secret-two")]
     assert receipts[0].key.hash != receipts[1].key.hash
@@ -53,7 +53,7 @@ def test_receipt_separates_tenants_without_the_salt() -> None:
         assert "secret" not in str(receipt.as_json())
 
 
-def test_replica_updates_separate_tenants() -> None:
+def test_replication_updates_separate_tenants() -> None:
     speaker, listener = PoolRouter(pool(1), replicated=True), PoolRouter(pool(1), replicated=True)
     ask(speaker, "1", salt="a")
     listener.on_update(0.1, "speaker", speaker.take_update(0.1), 0.0)
@@ -61,7 +61,7 @@ def test_replica_updates_separate_tenants() -> None:
     assert ask(listener, "3", salt="a", now=0.2).receipt.matched_tokens == 2048
 
 
-def test_changed_pool_keeps_tenants() -> None:
+def test_changed_pool_settings_keep_tenants_separate() -> None:
     router = PoolRouter(pool(1))
     ask(router, "1", salt="a")
     router.on_pool(1.0, replace(pool(1), ring_version=2))

@@ -1,4 +1,4 @@
-"""The client for the Kubernetes API against a small aiohttp server with scripted responses."""
+"""Tests of the Kubernetes API client with a small aiohttp server and scripted responses."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ def answering(status: int, document: object, **headers: str) -> Handler:
 
 
 def streaming(*pieces: bytes, then: asyncio.Event | None = None, cut: bool = False) -> Handler:
-    """Answer with these pieces, each written by itself; stay silent until ``then``; ``cut``: break off."""
+    """Answer with these pieces in separate writes, then wait for ``then``; ``cut`` aborts the response."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -111,7 +111,7 @@ async def watched(client: KubeClient, **options: float) -> list[WatchEvent]:
         return [event async for event in events]
 
 
-async def test_client_request_has_query_body_and_content_type(server: Server, client: KubeClient) -> None:
+async def test_kube_client_request_has_query_body_and_content_type(server: Server, client: KubeClient) -> None:
     seen: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -131,7 +131,7 @@ async def test_client_request_has_query_body_and_content_type(server: Server, cl
     assert seen == [("PATCH", PODS, query, "application/apply-patch+yaml", {"a": 1})]
 
 
-async def test_client_json_patch_has_its_content_type(server: Server, client: KubeClient) -> None:
+async def test_kube_client_json_patch_has_its_content_type(server: Server, client: KubeClient) -> None:
     server.handler = answering(200, {})
     await client.request("PATCH", PODS, body=[{"op": "test"}], content_type="application/json-patch+json")
     assert server.requests[0].content_type == "application/json-patch+json"
@@ -145,7 +145,7 @@ async def test_client_json_patch_has_its_content_type(server: Server, client: Ku
         (404, {}, "", "no message"),
     ],
 )
-async def test_client_error_has_status_and_message(
+async def test_kube_client_error_has_status_and_message(
     server: Server, client: KubeClient, status: int, document: object, reason: str, message: str
 ) -> None:
     server.handler = answering(status, document)
@@ -156,7 +156,7 @@ async def test_client_error_has_status_and_message(
     assert str(error) == f"{status} {message}"
 
 
-async def test_client_missing_kind_is_a_clear_error(server: Server, client: KubeClient) -> None:
+async def test_kube_client_missing_kind_gives_a_clear_error(server: Server, client: KubeClient) -> None:
     async def answer(_request: web.Request) -> web.Response:
         return web.Response(status=404, text="404 page not found\n")
 
@@ -166,7 +166,7 @@ async def test_client_missing_kind_is_a_clear_error(server: Server, client: Kube
 
 
 @pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", None)])
-async def test_client_error_has_retry_after(
+async def test_kube_client_error_has_retry_after(
     server: Server, client: KubeClient, header: str, wait_s: float | None
 ) -> None:
     server.handler = answering(429, {"message": "too many"}, Retry_After=header)
@@ -175,7 +175,7 @@ async def test_client_error_has_retry_after(
     assert caught.value.retry_after_s == wait_s
 
 
-async def test_client_response_that_is_no_object_is_an_error(server: Server, client: KubeClient) -> None:
+async def test_kube_client_rejects_a_response_that_is_no_object(server: Server, client: KubeClient) -> None:
     for body in (b"<html>a proxy's page", b"[]"):
 
         async def answer(_request: web.Request, body: bytes = body) -> web.Response:
@@ -186,7 +186,7 @@ async def test_client_response_that_is_no_object_is_an_error(server: Server, cli
             await client.request("GET", PODS)
 
 
-async def test_client_unreachable_and_silent_server_differ_from_errors(server: Server, client: KubeClient) -> None:
+async def test_kube_client_separates_unreachable_server_from_api_error(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
     server.handler = streaming(then=never)
     with pytest.raises(KubeError, match=r"did not answer within 0\.05 s") as caught:
@@ -209,7 +209,7 @@ async def test_watch_yields_events_and_bookmarks_until_its_end(server: Server, c
     assert query == {"resourceVersion": "5", "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": "45"}
 
 
-async def test_watch_event_may_be_several_megabytes(server: Server, client: KubeClient) -> None:
+async def test_watch_reads_an_event_of_several_megabytes(server: Server, client: KubeClient) -> None:
     text = "x" * (5 * 1024 * 1024)
     server.handler = streaming(line("ADDED", text=text) + line("DELETED"))
     events = await watched(client)
@@ -217,7 +217,7 @@ async def test_watch_event_may_be_several_megabytes(server: Server, client: Kube
     assert events[0].object["text"] == text
 
 
-async def test_watch_expired_version_is_seen_by_status_and_event(server: Server, client: KubeClient) -> None:
+async def test_watch_detects_expired_version_by_status_and_event(server: Server, client: KubeClient) -> None:
     gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
     for handler in (answering(410, gone), streaming(line("ERROR", **gone))):
         server.handler = handler
@@ -243,7 +243,9 @@ async def test_list_is_read_in_pages_with_its_version(server: Server, client: Ku
 
 
 @pytest.mark.parametrize("answer", [{}, {"metadata": None, "items": []}, {"metadata": {"resourceVersion": 5}}])
-async def test_list_response_that_is_no_list_is_an_error(server: Server, client: KubeClient, answer: object) -> None:
+async def test_list_response_that_is_no_list_raises_an_error(
+    server: Server, client: KubeClient, answer: object
+) -> None:
     server.handler = answering(200, answer)
     with pytest.raises(KubeError, match="list has no resourceVersion") as caught:
         _ = [page async for page in pages(client, PODS)]
@@ -260,14 +262,14 @@ async def breaks_off_after_what_came(client: KubeClient, words: str, **options: 
     assert caught.value.status == 0
 
 
-async def test_watch_silence_is_an_error_after_its_events(server: Server, client: KubeClient) -> None:
+async def test_watch_yields_events_then_raises_an_error_at_silence(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
     server.handler = streaming(line("ADDED", a=1), then=never)
-    await breaks_off_after_what_came(client, "silent past its end", inactivity_s=0.5)
+    await breaks_off_after_what_came(client, "sent no data and did not end in time", inactivity_s=0.5)
     never.set()
 
 
-async def test_watch_without_response_is_an_error(server: Server, client: KubeClient) -> None:
+async def test_watch_without_response_raises_an_error(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
 
     async def answer(_request: web.Request) -> web.Response:
@@ -284,19 +286,19 @@ async def test_watch_without_response_is_an_error(server: Server, client: KubeCl
     ("handler", "words"),
     [
         (streaming(line("ADDED", a=1), cut=True), "cannot be reached"),
-        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "within an event"),
+        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "in the middle of an event"),
         (streaming(line("ADDED", a=1), b"]garbage[\n"), "not JSON"),
         (streaming(line("ADDED", a=1), b'{"type": 3}\n'), "invalid event"),
     ],
 )
-async def test_watch_broken_off_is_an_error_after_its_events(
+async def test_watch_yields_events_then_raises_an_error_at_disconnect(
     server: Server, client: KubeClient, handler: Handler, words: str
 ) -> None:
     server.handler = handler
     await breaks_off_after_what_came(client, words)
 
 
-async def test_token_rejected_is_read_again(server: Server) -> None:
+async def test_rejected_token_is_read_again_from_its_file(server: Server) -> None:
     async def answer(request: web.Request) -> web.Response:
         known = request.headers.get("Authorization") == "Bearer new"
         return web.json_response({"message": "" if known else "who are you"}, status=200 if known else 401)
@@ -313,16 +315,18 @@ async def test_token_rejected_is_read_again(server: Server) -> None:
     await client.close()
 
 
-async def test_kubeconfig_unusable_is_named(tmp_path: Path) -> None:
+async def test_unusable_kubeconfig_is_named_in_the_error(tmp_path: Path) -> None:
     missing, broken = tmp_path / "missing", tmp_path / "broken"
     broken.write_text("- no\n- mapping")
-    for path, words in ((missing, "does not exist"), (broken, "cannot be used")):
+    for path, words in ((missing, "does not exist"), (broken, "is invalid")):
         with pytest.raises(KubeConfigError, match=words) as caught:
             await KubeClient.connect(path)
         assert str(path) in str(caught.value)
 
 
-async def test_login_without_kubeconfig_and_pod_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_login_outside_a_pod_without_kubeconfig_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from kubernetes.aio import config
 
     monkeypatch.setenv("HOME", str(tmp_path))

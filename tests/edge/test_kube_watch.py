@@ -1,4 +1,4 @@
-"""The list-watch loop: the content of the store, and recovery from every kind of server failure."""
+"""Tests of the list-watch loop: the content of the store, and recovery from every kind of server failure."""
 
 import asyncio
 from collections import deque
@@ -40,7 +40,8 @@ Step = WatchEvent | KubeError | float | None
 
 @dataclass
 class Server:
-    """A ``ListerWatcher``: each list and each watch takes the next script; a float in a watch is time that passes.
+    """A ``ListerWatcher`` that uses the next script for each list and each watch; a float in a watch's script advances
+    the time.
 
     A watch without a script stays open.
     """
@@ -111,7 +112,7 @@ class Scene:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses of the loop, in seconds; none is slept through."""
+    """Records the loop's pauses in seconds instead of sleeping."""
     slept: list[float] = []
     sleep = asyncio.sleep
 
@@ -143,7 +144,7 @@ def make(pauses: list[float], policy: WatchPolicy) -> Scene:
 
 
 async def run(scene: Scene) -> None:
-    """Run the loop until every script is used up and a watch stays open."""
+    """Run the loop until it has used every script and a watch stays open."""
     running = asyncio.create_task(scene.reflector.run())
     try:
         async with asyncio.timeout(5):
@@ -160,26 +161,26 @@ async def test_list_of_several_pages_replaces_the_store_once(scene: Scene) -> No
     assert scene.server.asked == ["list", "watch 10"]
 
 
-async def test_watch_passes_the_limits_of_the_policy(scene: Scene) -> None:
+async def test_watch_sends_the_timeouts_of_its_policy(scene: Scene) -> None:
     await run(scene)
     assert scene.server.limits == [(30.0, 40.0)]
 
 
-async def test_events_change_the_store(scene: Scene) -> None:
+async def test_watch_events_change_the_store(scene: Scene) -> None:
     scene.server.watches.append([event("ADDED", "c", "11"), event("MODIFIED", "a", "12"), event("DELETED", "b", "13")])
     await run(scene)
     assert scene.store.names == {"a", "c"}
     assert scene.failures == []
 
 
-async def test_deletion_between_list_and_watch_is_seen(scene: Scene) -> None:
+async def test_deletion_between_list_and_watch_is_applied(scene: Scene) -> None:
     scene.server.watches.append([event("DELETED", "b", "11"), 5.0, END])
     await run(scene)
     assert scene.store.names == {"a"}
     assert scene.server.asked == ["list", "watch 10", "watch 11"]
 
 
-async def test_deletion_while_no_watch_was_open_is_seen_by_the_next_list(scene: Scene) -> None:
+async def test_deletion_without_open_watch_is_found_by_the_next_list(scene: Scene) -> None:
     scene.server.lists = deque([listed("a", "b"), listed("a", version="90")])
     scene.server.watches.append([GONE])
     await run(scene)
@@ -187,13 +188,13 @@ async def test_deletion_while_no_watch_was_open_is_seen_by_the_next_list(scene: 
     assert scene.server.asked == ["list", "watch 10", "list", "watch 90"]
 
 
-async def test_object_of_an_unknown_event_type_is_left_out(scene: Scene) -> None:
+async def test_watch_event_of_unknown_type_is_ignored(scene: Scene) -> None:
     scene.server.watches.append([event("RENAMED", "c", "11"), 5.0, END])
     await run(scene)
     assert scene.store.names == {"a", "b"}
 
 
-async def test_bookmark_moves_the_version_on(scene: Scene) -> None:
+async def test_bookmark_advances_the_resource_version(scene: Scene) -> None:
     scene.server.watches.append([BOOKMARK, 5.0, END])
     await run(scene)
     assert scene.server.asked == ["list", "watch 10", "watch 77"]
@@ -201,7 +202,7 @@ async def test_bookmark_moves_the_version_on(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("policy", [RESUME, RELIST])
-async def test_expired_version_is_listed_again(pauses: list[float], policy: WatchPolicy) -> None:
+async def test_expired_resource_version_causes_a_new_list(pauses: list[float], policy: WatchPolicy) -> None:
     scene = make(pauses, policy)
     scene.server.watches.append([BOOKMARK, GONE])
     await run(scene)
@@ -209,14 +210,14 @@ async def test_expired_version_is_listed_again(pauses: list[float], policy: Watc
     assert [error.expired for error in scene.failures] == [True]
 
 
-async def test_broken_connection_resumes_from_the_last_version(scene: Scene) -> None:
+async def test_broken_watch_resumes_from_the_last_version(scene: Scene) -> None:
     scene.server.watches.append([event("ADDED", "c", "11"), CUT])
     await run(scene)
     assert scene.server.asked == ["list", "watch 10", "watch 11"]
     assert scene.store.names == {"a", "b", "c"}
 
 
-async def test_broken_connection_without_resume_lists_again(pauses: list[float]) -> None:
+async def test_broken_watch_without_resume_option_lists_again(pauses: list[float]) -> None:
     scene = make(pauses, RELIST)
     scene.server.watches.append([event("ADDED", "c", "11"), CUT])
     await run(scene)
@@ -225,7 +226,7 @@ async def test_broken_connection_without_resume_lists_again(pauses: list[float])
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
-async def test_refused_watch_is_listed_again_and_keeps_the_store(scene: Scene, status: int) -> None:
+async def test_rejected_watch_causes_a_new_list_and_keeps_the_store(scene: Scene, status: int) -> None:
     scene.server.watches.append([KubeError(status, "refused")])
     await run(scene)
     assert scene.server.asked == ["list", "watch 10", "list", "watch 10"]
@@ -240,19 +241,19 @@ async def test_failed_list_keeps_the_store(scene: Scene) -> None:
     assert (scene.store.names, scene.store.replaced) == ({"c"}, 2)
 
 
-async def test_pauses_double_up_to_the_longest(scene: Scene) -> None:
+async def test_backoff_pauses_double_up_to_the_longest(scene: Scene) -> None:
     scene.server.watches.extend([[CUT]] * 6)
     await run(scene)
     assert scene.pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-async def test_pauses_grow_while_lists_work_and_watches_are_refused(scene: Scene) -> None:
+async def test_backoff_grows_while_lists_succeed_but_watches_fail(scene: Scene) -> None:
     scene.server.watches.extend([[KubeError(403, "forbidden")]] * 4)
     await run(scene)
     assert scene.pauses == [1.0, 2.0, 4.0, 8.0]
 
 
-async def test_pauses_begin_anew_after_a_list_that_failed_before(scene: Scene) -> None:
+async def test_backoff_resets_after_a_list_succeeds_again(scene: Scene) -> None:
     away = KubeError(0, "away")
     scene.server.lists = deque([away, away, listed("a")])
     scene.server.watches.append([CUT])
@@ -261,19 +262,19 @@ async def test_pauses_begin_anew_after_a_list_that_failed_before(scene: Scene) -
 
 
 @pytest.mark.parametrize("word", [BOOKMARK, event("ADDED", "c", "11")])
-async def test_pauses_begin_anew_after_an_event(scene: Scene, word: WatchEvent) -> None:
+async def test_backoff_resets_after_a_watch_event(scene: Scene, word: WatchEvent) -> None:
     scene.server.watches.extend([[CUT], [CUT], [word, CUT]])
     await run(scene)
     assert scene.pauses == [1.0, 2.0, 1.0]
 
 
-async def test_pause_is_at_least_what_the_server_asks(scene: Scene) -> None:
+async def test_backoff_is_at_least_the_retry_after_of_the_server(scene: Scene) -> None:
     scene.server.watches.append([KubeError(429, "too many", retry_after_s=7.0)])
     await run(scene)
     assert scene.pauses == [7.0]
 
 
-def test_pause_jitter_is_the_random_share() -> None:
+def test_backoff_jitter_is_the_configured_random_share() -> None:
     policy = WatchPolicy(first_pause_s=2.0, longest_pause_s=8.0, jitter=0.5)
     drawn = [policy.pause_s(2) for _ in range(200)]
     assert 2.0 <= min(drawn) < 2.5
@@ -281,14 +282,14 @@ def test_pause_jitter_is_the_random_share() -> None:
     assert policy.pause_s(5000) <= 8.0
 
 
-async def test_watch_that_ends_at_once_is_followed_by_a_pause(scene: Scene) -> None:
+async def test_short_watch_is_followed_by_a_backoff_pause(scene: Scene) -> None:
     scene.server.watches.extend([[0.5, END], [5.0, END]])
     await run(scene)
     assert scene.pauses == [1.0]
     assert scene.failures == []
 
 
-async def test_age_counts_from_the_last_word_of_the_server(scene: Scene) -> None:
+async def test_watch_age_counts_from_the_last_server_message(scene: Scene) -> None:
     ages: list[float] = []
     scene.reflector._on_failure = lambda _: ages.append(scene.reflector.age_s)
     silent = KubeError(0, "a watch fell silent")
@@ -297,7 +298,7 @@ async def test_age_counts_from_the_last_word_of_the_server(scene: Scene) -> None
     assert ages == [3.0, 58.0, 2.0]
 
 
-async def test_failure_hook_that_raises_ends_the_loop(scene: Scene) -> None:
+async def test_failure_callback_that_raises_ends_the_watch_loop(scene: Scene) -> None:
     def refuse(error: KubeError) -> None:
         raise error
 
@@ -307,9 +308,7 @@ async def test_failure_hook_that_raises_ends_the_loop(scene: Scene) -> None:
         await scene.reflector.run()
 
 
-async def test_log_has_one_line_per_new_failure_and_one_at_recovery(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_log_has_a_line_per_new_failure_and_at_recovery(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "dualmap_edge")
     scene.server.watches.extend([[CUT], [CUT], [GONE], [KubeError(403, "forbidden")], [BOOKMARK, 5.0, END]])
     await run(scene)
@@ -323,7 +322,7 @@ async def test_log_has_one_line_per_new_failure_and_one_at_recovery(
 
 
 class TestCollection:
-    """The loop over ``KubeClient`` and a server that speaks HTTP."""
+    """Test the loop with ``KubeClient`` and an HTTP server."""
 
     @pytest.fixture
     async def api(self, tmp_path: Any) -> AsyncIterator[KubeApi]:
@@ -343,7 +342,7 @@ class TestCollection:
         await until(lambda: store.names == set(names))
 
     @pytest.mark.parametrize("resume", [True, False])
-    async def test_cut_expired_and_silent_watches_recover(self, api: KubeApi, resume: bool) -> None:
+    async def test_watches_recover_after_disconnect_expiry_and_silence(self, api: KubeApi, resume: bool) -> None:
         policy = WatchPolicy(resume=resume, timeout_s=30.0, inactivity_s=0.2, first_pause_s=0.01)
         store = Names()
         await api.put(pool_body("a"))

@@ -31,7 +31,7 @@ def logging_as_it_was() -> Iterator[None]:
     before = root.handlers[:], root.level, ours.level
     yield
     root.handlers[:], root.level, ours.level = before
-    # Levels set directly leave logging's cache of enabled levels as it was.
+    # A call of setLevel also clears logging's cache of enabled levels.
     root.setLevel(before[1])
     ours.setLevel(before[2])
 
@@ -57,7 +57,7 @@ def test_json_log_has_message_details_and_source(capsys: pytest.CaptureFixture[s
     }
 
 
-def test_text_log_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_is_a_single_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format="text")
     get_logger(NAME).warning("refused", value="two\nlines")
     (line,) = capsys.readouterr().err.splitlines()
@@ -74,7 +74,9 @@ def test_text_log_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str
         ("error", ["error"]),
     ],
 )
-def test_log_level_is_the_lowest_written(level: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_level_sets_the_lowest_level_written(
+    level: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     configure(level=level, log_format="json")
     log = get_logger(NAME)
     log.debug("d")
@@ -85,7 +87,7 @@ def test_log_level_is_the_lowest_written(level: str, expected: list[str], capsys
     assert log.debugging is ("debug" in expected)
 
 
-def test_library_logs_start_at_warning_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_logs_start_at_warning_in_the_same_format(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format="json")
     library = logging.getLogger("some.library")
     library.info("chatter %s", 1)
@@ -94,7 +96,7 @@ def test_library_logs_start_at_warning_in_the_same_form(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_traceback_has_no_local_variables(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logged_traceback_has_no_local_variables(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format=log_format)
     prompt = "".join(["a secret", " prompt"])
     try:
@@ -108,7 +110,7 @@ def test_traceback_has_no_local_variables(log_format: LogFormat, capsys: pytest.
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_log_values_of_any_type_are_written(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_writes_values_of_any_type(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format=log_format)
     get_logger(NAME).info("odd", name="n", msg="m", args=(1,), what=object(), level=object())
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -122,12 +124,12 @@ def test_log_configured_twice_writes_each_line_once(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("level", "log_format"), [("loud", "text"), ("INFO", "text"), ("info", "xml")])
-def test_log_unknown_level_or_format_names_the_accepted(level: str, log_format: str) -> None:
+def test_log_with_unknown_level_or_format_is_rejected_with_choices(level: str, log_format: str) -> None:
     with pytest.raises(ValueError, match="give one of"):
         configure(level=level, log_format=log_format)  # type: ignore[arg-type]  # what no type checker saw
 
 
-def test_log_closed_stderr_does_not_fail_the_caller() -> None:
+def test_log_to_closed_stderr_does_not_fail_the_caller() -> None:
     code = (
         "import os, sys\n"
         "from dualmap_edge.logs import LOG_FORMATS, LogFormat, configure, get_logger\n"
@@ -152,7 +154,7 @@ SECRET_HEADERS = {"authorization": f"Bearer {SECRET}", "x_session_id": f"{SECRET
 
 
 def everything_happens(picker: Picker | None = None) -> None:
-    """Have requests full of secrets take every way that a request can take."""
+    """Send requests with secrets through every path of a request."""
     bodies = [chat(SECRET, **SECRET_FIELDS), chat(SECRET * 10_000, **SECRET_FIELDS), chat(SECRET, model=SECRET)]
     bodies += [SECRET.encode(), b'{"model": "' + SECRET.encode()]
     talks = []
@@ -174,7 +176,7 @@ def everything_happens(picker: Picker | None = None) -> None:
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_log_has_no_client_content(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_by_default_has_no_client_content(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format=log_format)
     everything_happens()
     captured = capsys.readouterr()
@@ -200,7 +202,7 @@ def test_debug_log_quotes_client_content_only_if_enabled(
         talk.send(request_headers(NO_WAIT, **SECRET_HEADERS), request_body(body))
     picker.stop_queueing(200.0)
     written = lines(capsys)
-    # The second was held, and is quoted all the same.
+    # The second request was queued, and its prompt is also in the log.
     at_once, later = [line for line in written if line["event"] == "Routed"]
     for line in (at_once, later):
         prompt = line["prompt"]
@@ -217,7 +219,7 @@ def test_log_above_debug_quotes_no_client_content(capsys: pytest.CaptureFixture[
     assert SECRET not in capsys.readouterr().err
 
 
-def test_log_quoted_bytes_are_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_writes_quoted_bytes_as_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format="text")
     message = request_headers(NO_WAIT)
     message.request_headers.headers.headers.add(key="x-session-id", raw_value=b"\xff\n\x1b[31m")

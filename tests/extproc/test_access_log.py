@@ -20,7 +20,7 @@ METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
 
 
 def entry(request_id: str = "r-1", *, status: int | None = 200, **tags: str) -> wire.HTTPAccessLogEntry:
-    """An entry as Envoy 1.40 writes it for a stream that went well."""
+    """Return Envoy 1.40's entry for a successful stream."""
     message = wire.HTTPAccessLogEntry()
     common = message.common_properties
     common.upstream_remote_address.socket_address.address = "10.0.0.1"
@@ -41,7 +41,7 @@ def read(message: wire.HTTPAccessLogEntry) -> AccessLogEntry:
 
 
 class TestReading:
-    def test_entry_of_finished_stream_is_read(self) -> None:
+    def test_access_log_entry_of_finished_stream_is_parsed(self) -> None:
         assert read(entry()) == AccessLogEntry(
             request_id="r-1",
             status=200,
@@ -52,33 +52,33 @@ class TestReading:
         assert read(entry()).ending is Ending.FINISHED
 
     @pytest.mark.parametrize("absent", ["-", ""])
-    def test_entry_missing_values_are_none(self, absent: str) -> None:
+    def test_access_log_entry_missing_values_are_none(self, absent: str) -> None:
         assert read(entry(prompt_tokens=absent, completion_tokens=absent, cached_tokens=absent)).usage is None
 
-    def test_entry_with_only_an_id_is_read(self) -> None:
+    def test_access_log_entry_with_only_a_request_id_is_parsed(self) -> None:
         message = wire.HTTPAccessLogEntry()
         message.common_properties.custom_tags["id"] = "r"
         assert read(message) == AccessLogEntry(request_id="r")
         assert read(message).ending is Ending.ABORTED
 
     @pytest.mark.parametrize("request_id", ["", "-"])
-    def test_entry_without_pick_has_no_id(self, request_id: str) -> None:
+    def test_access_log_entry_without_pick_has_no_request_id(self, request_id: str) -> None:
         assert read_id(entry(request_id)) == ""
         assert read_id(wire.HTTPAccessLogEntry()) == ""
         assert read_id(entry("r")) == "r"
 
-    def test_entry_id_is_read_from_metadata_alone(self) -> None:
+    def test_access_log_entry_id_is_read_only_from_metadata(self) -> None:
         message = wire.HTTPAccessLogEntry()
         message.common_properties.metadata.filter_metadata["dualmap"].update({"id": "r-7"})
         assert read(message).request_id == "r-7"
 
     @pytest.mark.parametrize("odd", [5, None, {"id": "x"}, ["x"], True])
-    def test_entry_id_of_another_type_is_none(self, odd: Any) -> None:
+    def test_access_log_entry_id_of_another_type_is_none(self, odd: Any) -> None:
         message = wire.HTTPAccessLogEntry()
         message.common_properties.metadata.filter_metadata["dualmap"].update({"id": odd})
         assert read_id(message) == ""
 
-    def test_entry_reading_changes_nothing(self) -> None:
+    def test_access_log_entry_is_unchanged_by_parsing(self) -> None:
         message = entry("-")
         before = message.SerializeToString(deterministic=True)
         read_entry(message, read_id(message))
@@ -96,7 +96,7 @@ class TestReading:
             ("upstream_retry_limit_exceeded", True),
         ],
     )
-    def test_entry_flags_tell_whether_it_completed(self, flag: str, *, complete: bool) -> None:
+    def test_access_log_entry_flags_show_if_the_request_completed(self, flag: str, *, complete: bool) -> None:
         message = entry()
         setattr(message.common_properties.response_flags, flag, True)
         got = read(message)
@@ -114,21 +114,21 @@ class TestReading:
             (["downstream_remote_reset", "upstream_remote_reset"], Ending.ABORTED),
         ],
     )
-    def test_entry_flags_tell_which_side_aborted(self, flags: list[str], ending: Ending) -> None:
-        """An instance that breaks off in mid-response has failed; where the client left as well, it has not."""
+    def test_access_log_entry_flags_show_the_aborting_side(self, flags: list[str], ending: Ending) -> None:
+        """An instance that aborts its response has failed, unless the client also disconnected."""
         message = entry()
         for flag in flags:
             setattr(message.common_properties.response_flags, flag, True)
         assert read(message).ending is ending
 
-    def test_entry_abort_flags_all_exist_in_envoy(self) -> None:
+    def test_access_log_abort_flags_all_exist_in_envoy(self) -> None:
         names = {field.name for field in wire.ResponseFlags.DESCRIPTOR.fields}
         assert names >= BROKEN_FLAGS
         assert names >= FAILED_FLAGS
         assert not BROKEN_FLAGS & FAILED_FLAGS
 
     @pytest.mark.parametrize(("length", "known"), [(512, True), (513, False)])
-    def test_entry_id_above_the_longest_is_none(self, length: int, *, known: bool) -> None:
+    def test_access_log_entry_id_above_maximum_length_is_none(self, length: int, *, known: bool) -> None:
         assert (read_id(entry("r" * length)) != "") is known
 
     @pytest.mark.parametrize(
@@ -140,29 +140,29 @@ class TestReading:
             (Ending.FAILED, [500, 502, 503, 504]),
         ],
     )
-    def test_entry_status_tells_the_outcome(self, ending: Ending, statuses: list[int]) -> None:
+    def test_access_log_entry_status_determines_the_outcome(self, ending: Ending, statuses: list[int]) -> None:
         assert [read(entry(status=status)).ending for status in statuses] == [ending] * len(statuses)
 
-    def test_entry_rejection_that_broke_off_has_no_outcome(self) -> None:
+    def test_access_log_entry_of_aborted_rejection_has_no_outcome(self) -> None:
         message = entry(status=400)
         message.common_properties.response_flags.upstream_remote_reset = True
         assert read(message).ending is Ending.FAILED
 
-    def test_entry_without_status_is_not_complete(self) -> None:
+    def test_access_log_entry_without_status_is_not_complete(self) -> None:
         assert read(entry(status=None)).status is None
         assert read(entry(status=None)).ending is Ending.ABORTED
 
-    def test_entry_ipv6_endpoint_has_brackets(self) -> None:
+    def test_access_log_entry_ipv6_endpoint_has_brackets(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.address = "fd00::1"
         assert read(message).served_endpoint == "[fd00::1]:8000"
 
-    def test_entry_address_without_port_is_none(self) -> None:
+    def test_access_log_entry_address_without_port_is_none(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.named_port = "http"
         assert read(message).served_endpoint is None
 
-    def test_entry_invalid_port_gives_no_endpoint(self) -> None:
+    def test_access_log_entry_with_invalid_port_has_no_endpoint(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.port_value = 65_536
         assert read(message).served_endpoint is None
@@ -182,13 +182,13 @@ class TestReading:
             ("9" * 400, None),
         ],
     )
-    def test_entry_number_tag_is_read_or_none(self, text: str, value: int | None) -> None:
+    def test_access_log_entry_number_tag_is_parsed_or_none(self, text: str, value: int | None) -> None:
         usage = read(entry(cached_tokens=text)).usage
         assert usage is not None
         assert usage.cached_tokens == value
 
     @given(st.dictionaries(st.sampled_from(["id", "ttft_us", "prompt_tokens", "cached_tokens"]), st.text()))
-    def test_entry_tags_of_any_text_raise_nothing(self, tags: dict[str, str]) -> None:
+    def test_access_log_entry_tags_of_any_text_raise_no_error(self, tags: dict[str, str]) -> None:
         message = wire.HTTPAccessLogEntry()
         for name, text in tags.items():
             try:
@@ -198,7 +198,7 @@ class TestReading:
         read_entry(message, read_id(message))
 
     @given(st.binary(max_size=300))
-    def test_entry_any_bytes_raise_nothing(self, data: bytes) -> None:
+    def test_access_log_entry_of_any_bytes_raises_no_error(self, data: bytes) -> None:
         message = wire.HTTPAccessLogEntry()
         try:
             message.ParseFromString(data)
@@ -226,7 +226,7 @@ Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 async def serving(
     on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
 ) -> AsyncIterator[Callable[[], Stream]]:
-    """A sink on its own port; yields a function that opens streams of raw bytes to it."""
+    """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -244,7 +244,7 @@ def batch(*entries: wire.HTTPAccessLogEntry) -> bytes:
 
 
 class TestServing:
-    async def test_sink_reads_several_streams_to_their_end(self) -> None:
+    async def test_access_log_sink_reads_several_streams_to_their_end(self) -> None:
         received: list[str] = []
         counts = Counts()
         async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
@@ -264,7 +264,7 @@ class TestServing:
             ]
         assert (counts.known, counts.others, counts.unreadable) == (9, 3, 0)
 
-    async def test_sink_other_routers_entries_are_only_counted(self) -> None:
+    async def test_access_log_sink_only_counts_entries_of_other_routers(self) -> None:
         received: list[str] = []
         counts = Counts()
         async with serving(
@@ -277,12 +277,12 @@ class TestServing:
         assert received == ["b-1f-0", "b-1f-1"]
         assert (counts.known, counts.others) == (4, 1)
 
-    async def test_sink_unreadable_batch_loses_only_itself(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_access_log_sink_drops_only_the_unreadable_batch(self, caplog: pytest.LogCaptureFixture) -> None:
         received: list[str] = []
         counts = Counts()
         async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
             stream = opened()
-            # The second has invalid UTF-8 in a string field.
+            # The second entry has invalid UTF-8 in a string field.
             for data in (b"\xff\xff\xff", batch(entry("r-bad")).replace(b"r-bad", b"r-\xff\xfe\xfd"), batch(entry())):
                 await stream.write(data)
             await stream.done_writing()
@@ -291,7 +291,7 @@ class TestServing:
         assert (counts.known, counts.unreadable) == (1, 2)
         assert len(caplog.records) == 2
 
-    async def test_sink_long_batch_is_passed_on_in_pieces(self) -> None:
+    async def test_access_log_sink_passes_long_batch_in_parts(self) -> None:
         pieces: list[int] = []
         turns = 0
 
@@ -311,7 +311,7 @@ class TestServing:
         assert pieces == [100, 100, 50]
         assert turns >= 2
 
-    async def test_sink_aborted_stream_leaves_the_others_open(self) -> None:
+    async def test_access_log_sink_keeps_other_streams_after_an_abort(self) -> None:
         received: asyncio.Queue[str] = asyncio.Queue()
 
         def take(some: tuple[AccessLogEntry, ...]) -> None:
@@ -327,7 +327,7 @@ class TestServing:
             assert await asyncio.wait_for(received.get(), 20) == "whole"
 
 
-def test_entry_metadata_without_id_is_none() -> None:
+def test_access_log_entry_metadata_without_id_is_none() -> None:
     message = wire.HTTPAccessLogEntry()
     message.common_properties.metadata.filter_metadata["dualmap"].CopyFrom(struct_pb2.Struct())
     assert read_id(message) == ""

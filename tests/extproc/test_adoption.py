@@ -1,4 +1,6 @@
-"""Adoption of pools: Envoys get a version first, and the picker waits for them if requests are queued."""
+"""Tests of the adoption of pools: Envoys receive a version first, and the picker waits for Envoys if requests are
+queued.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +20,7 @@ from extproc.envoy_messages import chat, crowded_pool, pool
 
 
 class Adopted:
-    """The adoption of pools, and the times at which Envoys got them."""
+    """The adoption of pools, and the times at which Envoys received the pools."""
 
     def __init__(self, *pools: Pool) -> None:
         self.demand = Demand()
@@ -40,7 +42,7 @@ class Adopted:
         return {member.endpoint for each in self.picker.pools for member in each.members}
 
 
-async def test_adoption_without_queued_requests_updates_picker_at_once():
+async def test_pool_update_without_queued_requests_applies_at_once():
     adopted = Adopted(pool(members=2))
 
     adopted.adoption.adopt((pool(members=4),))
@@ -49,14 +51,14 @@ async def test_adoption_without_queued_requests_updates_picker_at_once():
     assert adopted.members() == set()
 
 
-async def test_adoption_with_queued_requests_waits_for_envoys(monkeypatch):
+async def test_pool_update_with_queued_requests_waits_for_envoys(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
     adopted.hold()
 
     adopted.adoption.adopt((replace(crowded_pool(members=1), ring_version=7),))
     assert adopted.members() == set()
-    # GET /pools shows the version by which requests are picked.
+    # GET /pools shows the version that the picker uses.
     assert adopted.versions() == [crowded_pool(members=0).ring_version]
 
     assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
@@ -64,13 +66,13 @@ async def test_adoption_with_queued_requests_waits_for_envoys(monkeypatch):
     assert adopted.versions() == [7]
 
 
-async def test_adoption_while_waiting_applies_the_newest_pools_on_time(monkeypatch):
+async def test_pool_update_while_waiting_applies_newest_pools_on_time(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.2)
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
     adopted.hold()
 
     adopted.adoption.adopt((crowded_pool(members=1),))
-    # A further version does not delay the first one: frequent changes must not keep requests waiting.
+    # A later version does not delay the first version, so that frequent changes do not delay requests.
     monkeypatch.setattr(adoption, "NOTICE_S", 3600.0)
     adopted.adoption.adopt((crowded_pool(members=3), pool("other", model="o")))
 
@@ -78,7 +80,7 @@ async def test_adoption_while_waiting_applies_the_newest_pools_on_time(monkeypat
     assert [len(each.members) for each in adopted.picker.pools] == [3, 4]
 
 
-async def test_adoption_of_an_emptied_pool_updates_picker_at_once(monkeypatch):
+async def test_pool_update_of_an_emptied_pool_applies_at_once(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.01)
     empty = crowded_pool(members=0, hold_when_empty=True)
     adopted = Adopted(empty)
@@ -92,7 +94,7 @@ async def test_adoption_of_an_emptied_pool_updates_picker_at_once(monkeypatch):
     assert adopted.resumed.empty()
 
 
-async def test_adoption_of_all_new_addresses_waits_for_envoys(monkeypatch):
+async def test_pool_update_with_only_new_addresses_waits_for_envoys(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
     adopted = Adopted(crowded_pool(members=1))
     first = adopted.picker.pick(1.0, chat("long " * 10_000), None, 1.0, headers={}, resume=adopted.resumed.put_nowait)

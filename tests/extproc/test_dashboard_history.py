@@ -1,4 +1,4 @@
-"""The dashboard's recent past: what each window counts, and its bounds."""
+"""Tests of the dashboard's history: the counts of each window, and the bounds."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_history_sums_one_and_five_minutes_separately() -> None:
     assert (later.window.requests, later.rules, later.endpoints, later.refusals) == (0, {}, {}, {})
 
 
-def test_history_lines_have_a_point_per_step_and_gaps() -> None:
+def test_history_series_have_a_point_per_step_or_a_gap() -> None:
     history = PoolHistory()
     history.first_token(1000.0, first_token(0.5))
     history.first_token(1001.0, first_token(9.0, within_slo=False))
@@ -80,8 +80,8 @@ def test_history_counts_hits_per_member_and_in_total() -> None:
     assert (view.total.requests, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 300, 150)
 
 
-def test_history_measured_hit_rate_corrects_the_predicted_one() -> None:
-    # Of 1000 tokens 600 were said to be cached; of 300 of those an engine has reported, and had half.
+def test_history_measured_hit_rate_corrects_the_predicted_rate() -> None:
+    # The router predicted 600 cached tokens of 1000. Engines reported on 300 of these 600 tokens, and had cached half.
     past = EndpointPast(
         prompt_tokens=1000, predicted_cached_tokens=600, checked_cached_tokens=300, measured_cached_tokens=150
     )
@@ -110,7 +110,7 @@ def test_history_keeps_a_bounded_number_of_decisions_and_steps() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
-def test_history_percentiles_are_within_their_bucket(share: float) -> None:
+def test_history_percentiles_are_within_their_histogram_bucket(share: float) -> None:
     history = PoolHistory()
     values = [0.02 * 1.07**index for index in range(100)]
     for value in values:
@@ -130,7 +130,7 @@ def test_history_ttft_above_all_bounds_is_counted() -> None:
 
 
 class Recorded:
-    """Histories, and the fan-out that reports to them."""
+    """Histories, and the fan-out that sends observations to the histories."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -160,7 +160,7 @@ def test_histories_keep_each_observation_at_its_time() -> None:
     assert (view.total.failed, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 3, 1)
 
 
-def test_histories_separate_pools_and_drop_old_ones() -> None:
+def test_histories_are_separate_per_pool_and_drop_removed_pools() -> None:
     desk = Recorded()
     desk.routed("llm/old")
     assert desk.histories.view("llm/old").minute.requests == 1

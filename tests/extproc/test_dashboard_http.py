@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and what a snapshot leaves out."""
+"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and snapshot contents."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ FILES = sorted(each.name for each in (files("dualmap_extproc.telemetry.dashboard
 
 
 class Router:
-    """A picker with its histories, and the dashboard's facts about it."""
+    """A picker with its histories, and the picker's data for the dashboard."""
 
     def __init__(self, *pools: Pool) -> None:
         self.metrics = Metrics(version="1", replica_id="router-0")
@@ -118,7 +118,7 @@ def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "WATCHERS", 1)
 
 
-async def test_dashboard_page_loads_only_its_own_files() -> None:
+async def test_dashboard_page_loads_only_files_of_the_router() -> None:
     async with serving(Router(builders.pool(2))) as session, session.get("/") as response:
         page = await response.text()
         assert response.status == 200
@@ -132,7 +132,7 @@ async def test_dashboard_page_loads_only_its_own_files() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-async def test_dashboard_files_are_served_and_import_only_each_other(name: str) -> None:
+async def test_dashboard_files_are_served_and_import_no_other_files(name: str) -> None:
     async with serving(Router(builders.pool(2))) as session:
         async with session.get(f"/dashboard/{name}") as response:
             text = await response.text()
@@ -149,7 +149,7 @@ async def test_dashboard_files_are_served_and_import_only_each_other(name: str) 
 
 
 @pytest.mark.parametrize("path", ["/dashboard/", "/dashboard/feed.py", "/dashboard/..%2Ffeed.py", "/dashboard/none.js"])
-async def test_dashboard_other_paths_are_not_found(path: str) -> None:
+async def test_dashboard_returns_404_for_unknown_paths(path: str) -> None:
     async with serving(Router(builders.pool(1))) as session, session.get(path) as response:
         assert response.status == 404
 
@@ -160,7 +160,7 @@ async def test_dashboard_rejects_writing_methods(path: str) -> None:
         assert response.status == 405
 
 
-async def test_dashboard_snapshots_continue_and_show_events() -> None:
+async def test_dashboard_stream_sends_later_snapshots_with_new_decisions() -> None:
     router = Router(builders.pool(3))
     async with serving(router) as session, session.get("/events") as response:
         assert response.content_type == "text/event-stream"
@@ -177,12 +177,12 @@ async def test_dashboard_snapshots_continue_and_show_events() -> None:
     assert last["pool"]["minute"]["requests"] == 1
 
 
-async def test_dashboard_open_page_outlives_the_idle_timeout() -> None:
+async def test_dashboard_stream_stays_open_beyond_the_idle_timeout() -> None:
     async with serving(Router(builders.pool(3)), idle_timeout_s=0.05) as session, session.get("/events") as response:
         await next_snapshot(response)
         url = session._base_url
         assert url is not None
-        # This stream began later, and is closed.
+        # The idle timeout closes this later connection, so it has also passed for the stream.
         idle, writer = await asyncio.open_connection(url.host, url.port)
         async with asyncio.timeout(30):
             assert await idle.read() == b""
@@ -191,7 +191,7 @@ async def test_dashboard_open_page_outlives_the_idle_timeout() -> None:
         assert (await next_snapshot(response))["pools"] == before
 
 
-async def test_dashboard_without_pages_makes_no_snapshots() -> None:
+async def test_dashboard_without_open_pages_creates_no_snapshots() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=0.001)
     await asyncio.sleep(0.01)
@@ -220,7 +220,7 @@ async def test_dashboard_closed_page_ends_its_stream() -> None:
     await server.close()
 
 
-async def test_dashboard_page_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dashboard_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_WRITE_TIMEOUT_S", 0.1)
     router = Router(builders.pool(200))
     dashboard = Dashboard(router.source(), every_s=0.001)
@@ -247,7 +247,7 @@ async def test_dashboard_page_that_reads_nothing_is_disconnected(monkeypatch: py
     await server.close()
 
 
-async def test_dashboard_pages_share_one_snapshot_per_second() -> None:
+async def test_dashboard_pages_share_a_snapshot_per_second() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=0.01)
     with watched.watching("") as one, watched.watching("") as another:
@@ -255,7 +255,7 @@ async def test_dashboard_pages_share_one_snapshot_per_second() -> None:
         assert router.taken == 1
 
 
-async def test_dashboard_reconnects_make_no_more_snapshots() -> None:
+async def test_dashboard_reconnects_create_no_additional_snapshots() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=3600)
     with watched.watching("") as watcher:
@@ -288,7 +288,7 @@ async def test_dashboard_pages_above_the_limit_are_rejected(no_room: None) -> No
             assert pools.status == 200
 
 
-async def test_dashboard_closed_page_frees_its_place(no_room: None) -> None:
+async def test_dashboard_closed_page_allows_a_new_page_at_the_limit(no_room: None) -> None:
     watched = Feed(Snapshots(Router(builders.pool(1)).source()))
     with watched.watching(""), pytest.raises(TooManyWatchers), watched.watching(""):
         pass
@@ -309,17 +309,17 @@ async def test_dashboard_failed_snapshot_ends_all_streams(caplog: pytest.LogCapt
         assert isinstance(watched._sending.exception(), ValueError)
 
 
-async def test_dashboard_stop_ends_the_streams() -> None:
+async def test_dashboard_stop_ends_all_streams() -> None:
     server = server_of(Router(builders.pool(1)), every_s=3600)
     port = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
         await next_snapshot(response)
         await server.close()
-        # The stream ends properly; an aborted stream would raise.
+        # The stream ends properly; an aborted stream would raise an error.
         assert await response.content.read() == b""
 
 
-def test_snapshot_shows_the_wanted_pool_and_lists_all() -> None:
+def test_snapshot_shows_the_requested_pool_and_lists_all_pools() -> None:
     other = replace(builders.pool(2), name="other", model=Model(name="o"))
     router = Router(builders.pool(3), other)
     assert router.document("")["pool"]["name"] == "llm/qwen"
@@ -348,7 +348,7 @@ def test_snapshot_shows_a_rejection_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))
-def test_snapshot_ring_shares_are_those_of_the_keys(algorithm: RingAlgorithm) -> None:
+def test_snapshot_ring_shares_equal_the_shares_of_keys(algorithm: RingAlgorithm) -> None:
     pool = builders.pool(4)
     light = replace(pool.members[0], weight=25, state=MemberState.JOINING)
     draining = replace(pool.members[3], state=MemberState.DRAINING)
@@ -362,7 +362,7 @@ def test_snapshot_ring_shares_are_those_of_the_keys(algorithm: RingAlgorithm) ->
         assert shares[0] == pytest.approx(25 / 225, rel=0.5)
 
 
-def test_snapshot_ring_shares_follow_the_members() -> None:
+def test_snapshot_ring_shares_update_with_the_members() -> None:
     router = Router(builders.pool(2))
     snapshots = Snapshots(router.source())
 

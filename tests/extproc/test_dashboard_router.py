@@ -1,4 +1,4 @@
-"""The dashboard of a running router: it shows sources that do not answer."""
+"""Tests that the dashboard of a running router shows sources that do not answer."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from redis_server import redis_server
 from waiting import until
 
 
-async def test_dashboard_reports_a_redis_that_hangs(tmp_path: Path) -> None:
+async def test_dashboard_reports_a_hung_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as redis:
         async with (
             running(write_pool(tmp_path / "pool.yaml"), options=("--redis", redis.unix_url)) as served,
@@ -38,7 +38,7 @@ async def test_dashboard_reports_a_redis_that_hangs(tmp_path: Path) -> None:
 
 
 async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:
-    """Wait for a snapshot whose problems contain some words and lack others."""
+    """Wait for a snapshot with problems that contain some texts and lack other texts."""
     async for line in events.content:
         if line.startswith(b"data: "):
             problems = json.loads(line.removeprefix(b"data: "))["pool"]["verdict"]["problems"]
@@ -48,7 +48,7 @@ async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str 
     raise AssertionError("the stream ended")
 
 
-async def test_dashboard_reads_the_ages_of_store_and_watches() -> None:
+async def test_dashboard_shows_the_ages_of_store_and_watches() -> None:
     class Away(MemoryStore):
         async def read(self, peer, questions):
             raise StoreError(Failure.TIMEOUT, "away")

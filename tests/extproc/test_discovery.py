@@ -26,7 +26,7 @@ from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, requ
 from waiting import until
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since; the service imports it.
+    # The service imports envoy_data_plane 2.2, which declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     import dualmap_extproc.envoy.config.discovered  # noqa: F401  # for its import alone
 
@@ -56,7 +56,7 @@ Call = grpc.aio.StreamStreamCall[discovery_pb2.DiscoveryRequest, discovery_pb2.D
 
 
 class Service:
-    """A discovery service on its own port, and Envoys as its clients."""
+    """A discovery service on its own port, with Envoys as clients."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -75,7 +75,7 @@ class Service:
 
     @asynccontextmanager
     async def envoy(self) -> AsyncIterator[Callable[[], Call]]:
-        # Every Envoy has a connection of its own, so this channel must not share one.
+        # Every Envoy has its own connection, so this channel must not share a connection.
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
             method = channel.stream_stream(
@@ -102,8 +102,8 @@ async def service() -> AsyncIterator[Service]:
         yield started
 
 
-class TestServing:
-    async def test_discovery_before_first_publish_answers_nothing(self, service: Service) -> None:
+class TestEndpointDiscovery:
+    async def test_discovery_before_first_publish_sends_no_response(self, service: Service) -> None:
         async with service.envoy() as opened:
             call = opened()
             await call.write(request(QWEN))
@@ -128,8 +128,8 @@ class TestServing:
                 assert hosts(await receive(call)) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
             assert service.counts.pushed == 6
 
-    async def test_discovery_slow_envoy_delays_none_and_gets_the_latest(self, service: Service) -> None:
-        """Its flow-control window fills with responses that it does not take."""
+    async def test_discovery_slow_envoy_gets_latest_and_delays_no_other(self, service: Service) -> None:
+        """The slow Envoy's flow-control window fills with responses that it does not read."""
         big = pool(count=0)
         members = tuple(Member(id=f"m-{n}", address=f"10.1.{n // 250}.{n % 250}", port=8000) for n in range(2000))
         async with service.envoy() as slow, service.envoy() as quick:
@@ -141,7 +141,7 @@ class TestServing:
                 last = 2000 - round_number
                 service.discovery.publish([replace(big, members=members[:last])])
                 assert len(hosts(await receive(call))[QWEN]) == last
-            # The slow Envoy skips versions in between, and ends with the last.
+            # The slow Envoy receives no intermediate versions, but the last version.
             seen: list[int] = []
             while not seen or seen[-1] != last:
                 seen.append(len(hosts(await receive(stuck))[QWEN]))
@@ -185,7 +185,7 @@ class TestServing:
             await call.write(request(QWEN))
             response = await receive(call)
             await call.write(request(QWEN, nonce=response.nonce, version="before", error="malformed"))
-            # Its next response is the next change; the rejected one is not sent again.
+            # Envoy's next response is the next change; the service does not repeat the rejected response.
             await call.write(request(QWEN, nonce=response.nonce, version="before"))
             await until(lambda: service.counts.rejected == 1)
             service.discovery.publish([pool(count=2)])
@@ -221,8 +221,8 @@ class TestServing:
             assert len(hosts(await receive(good))[QWEN]) == 3
 
 
-class TestEverything:
-    """Clusters, endpoints and routes on one stream, requested by an Envoy without any pool."""
+class TestAggregatedDiscovery:
+    """Tests of clusters, endpoints and routes on one stream, for an Envoy without configured pools."""
 
     @pytest.fixture
     async def ads(self, service: Service) -> AsyncIterator[Call]:
@@ -251,7 +251,7 @@ class TestEverything:
         assert clusters(await receive(ads)) == set()
         assert service.counts.pushed == 3
 
-    async def test_ads_routes_without_pick_name_the_only_pool(self, service: Service, ads: Call) -> None:
+    async def test_ads_routes_without_pick_use_the_only_pool(self, service: Service, ads: Call) -> None:
         await ads.write(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
         for pools, named in ([pool("qwen")], True), ([pool("qwen"), pool("llama")], False), ([pool("qwen")], True):
             service.discovery.publish(pools)
@@ -261,7 +261,7 @@ class TestEverything:
             assert (QWEN.encode() in resource.value) == named
             await ads.write(answer_to(response, ROUTES))
 
-    async def test_ads_warns_once_of_each_pool_with_too_long_max_wait(
+    async def test_ads_warns_once_per_pool_with_too_long_max_wait(
         self, service: Service, ads: Call, caplog: pytest.LogCaptureFixture
     ) -> None:
         patient = pool("llama", routing=Routing(queue=Queue(max_wait_s=31.0)))
@@ -281,7 +281,7 @@ class TestEverything:
 
 
 def clusters(response: discovery_pb2.DiscoveryResponse) -> set[str]:
-    """The names of a response's clusters."""
+    """Return the names of the clusters in a response."""
     assert {each.type_url for each in response.resources} <= {CLUSTER_TYPE}
     assert response.type_url == CLUSTER_TYPE
     return {discovery_pb2.Cluster.FromString(each.value).name for each in response.resources}

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap: what each setting changes, and that the real Envoy accepts it."""
+"""Tests of Envoy's generated bootstrap: the effect of each setting, and validation by the real Envoy."""
 
 import itertools
 import warnings
@@ -14,7 +14,7 @@ from dualmap_extproc.pools.file import load_pool_files
 from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 @pytest.mark.parametrize(
     ("mode", "tls", "endpoints"), list(itertools.product(Mode, ["off", "on"], ["eds", "--static-endpoints"]))
 )
-def test_real_envoy_accepts_every_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
+def test_real_envoy_accepts_every_option_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
     pools = ["--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other")]
     arguments = [*pools, "--mode", mode, "--tls", tls]
     arguments += ["--router", "127.0.0.1:9002,[::1]:9002,router.example:9002", "--als", "127.0.0.1:9004"]
@@ -45,13 +45,13 @@ def test_bootstrap_ipv6_wildcard_accepts_ipv4_clients(tmp_path: Path) -> None:
     assert listener["address"]["socket_address"] == address
 
 
-def test_bootstrap_defaults_match_the_routers(tmp_path: Path) -> None:
+def test_bootstrap_defaults_match_the_router_defaults(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     assert hosts(clusters(document)["dualmap-routers"]) == ["127.0.0.1 9002"]
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9002"]
 
 
-def test_bootstrap_routers_share_a_cluster_with_a_sink_each(tmp_path: Path) -> None:
+def test_bootstrap_has_a_router_cluster_and_a_log_sink_per_router(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--router", "10.1.0.1:9002, 10.1.0.2:9002,10.1.0.1:9002")
     found = clusters(document)
     assert hosts(found["dualmap-routers"]) == ["10.1.0.1 9002", "10.1.0.2 9002"]
@@ -60,13 +60,13 @@ def test_bootstrap_routers_share_a_cluster_with_a_sink_each(tmp_path: Path) -> N
     assert [hosts(found[name]) for name in named] == [["10.1.0.1 9002"], ["10.1.0.2 9002"]]
 
 
-def test_bootstrap_router_by_name_is_resolved_by_dns(tmp_path: Path) -> None:
+def test_bootstrap_resolves_router_host_name_by_dns(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--router", "dualmap-router.llm.svc:9002", "--als", "localhost:9")
     assert clusters(document)["dualmap-routers"]["cluster_type"]["name"] == "envoy.cluster.dns"
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
 
 
-def test_bootstrap_names_are_resolved_every_second(tmp_path: Path) -> None:
+def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
     routers = "router-0.routers.llm:9004,router-1.routers.llm:9004"
     found = clusters(config("--pool", pool_file(tmp_path), "--router", routers))
     for name in ("dualmap-routers", "dualmap-access-log-0", "dualmap-access-log-1"):
@@ -76,7 +76,7 @@ def test_bootstrap_names_are_resolved_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
-def test_routes_lead_to_the_named_cluster_or_the_first_pool(tmp_path: Path) -> None:
+def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
     *named, default = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
@@ -98,7 +98,7 @@ def test_routes_retry_an_unanswered_request_once(tmp_path: Path) -> None:
     assert (policy["retriable_status_codes"], policy["num_retries"]) == ([503], 1)
 
 
-def test_bootstrap_hung_router_is_detected_and_keeps_its_log(tmp_path: Path) -> None:
+def test_bootstrap_detects_hung_router_and_keeps_its_access_log(tmp_path: Path) -> None:
     found = clusters(config("--pool", pool_file(tmp_path)))
     (check,) = found["dualmap-routers"]["health_checks"]
     assert "grpc_health_check" in check
@@ -112,7 +112,7 @@ def http2_options(cluster: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_filters_ask_the_router_only_with_a_route(tmp_path: Path) -> None:
+def test_filters_call_the_router_only_for_matched_routes(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     first = manager(document)["http_filters"][0]
     (host,) = manager(document)["route_config"]["virtual_hosts"]
@@ -120,7 +120,7 @@ def test_filters_ask_the_router_only_with_a_route(tmp_path: Path) -> None:
     assert list(host["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
 
 
-def test_routes_have_no_timeout_for_long_answers(tmp_path: Path) -> None:
+def test_routes_have_no_timeout_for_long_responses(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     assert {route["route"]["timeout"] for route in routes(document)} == {"0s"}
 
@@ -131,7 +131,7 @@ def test_bootstrap_endpoints_come_from_eds_unless_static(tmp_path: Path) -> None
     assert "load_assignment" not in cluster
     source = cluster["eds_cluster_config"]["eds_config"]["api_config_source"]
     assert source["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
-    # By the cluster's own name.
+    # The option uses the cluster's own name.
     assert "service_name" not in cluster["eds_cluster_config"]
 
 
@@ -143,7 +143,7 @@ def test_static_endpoints_mark_draining_members(tmp_path: Path) -> None:
     assert [host.get("health_status") for host in listed] == [None, "DRAINING", None]
 
 
-def test_pool_cluster_uses_named_hosts_and_reports_the_server(tmp_path: Path) -> None:
+def test_pool_cluster_uses_picked_hosts_and_reports_the_endpoint(tmp_path: Path) -> None:
     cluster = clusters(config("--pool", pool_file(tmp_path)))["llm/qwen"]
     (policy,) = cluster["load_balancing_policy"]["policies"]
     typed = policy["typed_extension_config"]["typed_config"]
@@ -160,7 +160,7 @@ def test_pool_cluster_uses_named_hosts_and_reports_the_server(tmp_path: Path) ->
         ("buffered", "BUFFERED", "SKIP", False),
     ],
 )
-def test_filters_mode_sets_the_processing_mode(
+def test_filters_mode_option_sets_the_processing_mode(
     tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool
 ) -> None:
     ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--mode", mode), "ext_proc")
@@ -172,7 +172,7 @@ def test_filters_mode_sets_the_processing_mode(
     assert ext_proc["failure_mode_allow"] is True
 
 
-def test_filters_pass_metadata_of_both_sides(tmp_path: Path) -> None:
+def test_filters_pass_request_and_response_metadata(tmp_path: Path) -> None:
     options = http_filter(config("--pool", pool_file(tmp_path)), "ext_proc")["metadata_options"]
     assert options["receiving_namespaces"]["untyped"] == ["envoy.lb", "dualmap"]
     assert options["forwarding_namespaces"]["untyped"] == ["envoy.lb", "envoy.lb.subset_hint"]
@@ -191,17 +191,17 @@ def test_listener_removes_reserved_headers_first(tmp_path: Path) -> None:
         assert any(header.startswith(prefix) for prefix in removed), header
 
 
-def test_listener_keeps_http1_trailers_off(tmp_path: Path) -> None:
+def test_listener_disables_http1_trailers(tmp_path: Path) -> None:
     assert "enable_trailers" not in manager(config("--pool", pool_file(tmp_path)))["http_protocol_options"]
 
 
-def test_access_log_tags_are_those_the_router_reads(tmp_path: Path) -> None:
+def test_access_log_tags_equal_the_tags_the_router_reads(tmp_path: Path) -> None:
     (log,) = manager(config("--pool", pool_file(tmp_path)))["access_log"]
     tags = {tag["tag"] for tag in log["typed_config"]["common_config"]["custom_tags"]}
     assert tags == {value for name, value in vars(names).items() if name.startswith("TAG_")}
 
 
-def test_usage_filter_writes_what_the_access_log_reads(tmp_path: Path) -> None:
+def test_usage_filter_writes_the_metadata_the_access_log_reads(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     script = http_filter(document, "lua")["default_source_code"]["inline_string"]
     (log,) = manager(document)["access_log"]
@@ -216,7 +216,7 @@ def test_usage_filter_writes_what_the_access_log_reads(tmp_path: Path) -> None:
         assert tags[tag] == f"%DYNAMIC_METADATA({names.USAGE_NAMESPACE}:{tag})%"
 
 
-def test_usage_script_is_written_line_by_line(tmp_path: Path) -> None:
+def test_usage_script_is_written_as_a_multi_line_string(tmp_path: Path) -> None:
     result = run("--pool", pool_file(tmp_path))
     (script,) = [line for line in result.stdout.splitlines() if "inline_string" in line and line.endswith(" |")]
     lines = [line.strip() for line in result.stdout.splitlines()]
@@ -224,7 +224,7 @@ def test_usage_script_is_written_line_by_line(tmp_path: Path) -> None:
 
 
 def test_filters_neither_buffer_nor_parse_responses(tmp_path: Path) -> None:
-    """The filters neither crash on a response nor buffer it to its end (docs/adr/0006)."""
+    """The filters must not crash on a response, and must not buffer a whole response (docs/adr/0006)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
     script = filters[1]["typed_config"]["default_source_code"]["inline_string"]

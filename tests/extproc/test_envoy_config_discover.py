@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap with --discover: routes and clusters come from the routers."""
+"""Tests of Envoy's generated bootstrap with --discover: Envoy receives routes and clusters from the routers."""
 
 import itertools
 import warnings
@@ -11,7 +11,7 @@ from dualmap_extproc.envoy.config.settings import Mode
 from extproc.envoy_configs import clusters, config, http_filter, manager, run, validate
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
     from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
@@ -29,7 +29,7 @@ def test_real_envoy_accepts_a_bootstrap_without_pools(tmp_path: Path, mode: Mode
     validate(tmp_path, result.stdout)
 
 
-def test_discover_gets_routes_and_clusters_on_one_stream() -> None:
+def test_discover_option_gets_routes_and_clusters_on_one_stream() -> None:
     document = config("--discover", "--router", "127.0.0.1:1", "--als", "127.0.0.1:2")
     assert set(clusters(document)) == {"dualmap-routers", "dualmap-access-log-0"}
     dynamic = document["dynamic_resources"]
@@ -42,7 +42,7 @@ def test_discover_gets_routes_and_clusters_on_one_stream() -> None:
         assert source["initial_fetch_timeout"] == "5s", "Envoy opens its listener without routers too"
 
 
-def test_longest_wait_sets_envoys_timeout_and_node_metadata() -> None:
+def test_longest_wait_option_sets_envoy_timeout_and_node_metadata() -> None:
     for options, wait_s in ([], 30), (["--longest-wait", "2m"], 120):
         document = config("--discover", *options)
         assert http_filter(document, "ext_proc")["message_timeout"] == f"{wait_s + 15}s"
@@ -53,21 +53,21 @@ def test_longest_wait_sets_envoys_timeout_and_node_metadata() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "no pools; give --pool FILE, once or more, or --discover"),
+        ([], "no pools; give one or more --pool FILE, or --discover"),
         (["--discover", "--pool", "pool.yaml"], "--pool and --discover exclude each other"),
         (["--discover", "--static-endpoints"], "--static-endpoints and --discover exclude each other"),
         (["--pool", "pool.yaml", "--longest-wait", "30s"], "--longest-wait requires --discover"),
         (["--discover", "--longest-wait", "soon"], "'soon' is not accepted"),
     ],
 )
-def test_discover_with_conflicting_options_is_a_usage_error(options: list[str], reason: str) -> None:
+def test_discover_option_with_conflicts_is_a_usage_error(options: list[str], reason: str) -> None:
     result = run(*options)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert reason in result.stderr
 
 
-def test_discovered_resources_equal_the_generators() -> None:
+def test_discovered_resources_equal_the_generated_config() -> None:
     written = Written()
     found = written.clusters(["llm/qwen", "llm/llama"])
     assert list(found) == ["llm/qwen", "llm/llama"]

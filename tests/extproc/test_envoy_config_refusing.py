@@ -1,4 +1,4 @@
-"""Addresses, choices and settings that Envoy cannot use are rejected."""
+"""Tests of rejected addresses, choices and settings that Envoy cannot use."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from extproc.envoy_configs import pool_file, run
         ("--als", "127.0.0.1:\u0661"),
     ],
 )
-def test_envoy_config_invalid_address_names_option_and_value(tmp_path: Path, flag: str, value: str) -> None:
+def test_envoy_config_invalid_address_error_has_option_and_value(tmp_path: Path, flag: str, value: str) -> None:
     result = run("--pool", pool_file(tmp_path), flag, value)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -73,7 +73,7 @@ def test_envoy_config_invalid_pool_file_is_an_input_error(tmp_path: Path) -> Non
     assert run().exit_code == 2
 
 
-def test_envoy_settings_reject_what_envoy_cannot_use(tmp_path: Path) -> None:
+def test_envoy_settings_reject_values_envoy_cannot_use(tmp_path: Path) -> None:
     somewhere = Address(host="127.0.0.1", port=1)
     pools = load_pool_files([pool_file(tmp_path)])
     with pytest.raises(EnvoySettingsError, match="pools"):

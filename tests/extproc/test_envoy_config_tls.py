@@ -1,4 +1,4 @@
-"""TLS in Envoy's generated bootstrap: its connections, its files, and that the real Envoy accepts them."""
+"""Tests of TLS in Envoy's generated bootstrap: connections, files, and validation by the real Envoy."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from extproc.envoy_configs import clusters, config, pool_file, run, validate
 
 
 def tls_files(directory: Path) -> dict[str, str]:
-    """Create the files that Envoy's TLS options name."""
+    """Create the files of Envoy's TLS options."""
     authority = Authority()
     folder = write_pair(directory / "certificates", authority.pair())
     (folder / "ca.crt").write_bytes(authority.pem)
@@ -29,7 +29,7 @@ def tls_context(cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tls", ["off", "on"])
-def test_tls_applies_only_to_routers_and_access_log(tmp_path: Path, tls: str) -> None:
+def test_tls_applies_only_to_router_and_access_log_clusters(tmp_path: Path, tls: str) -> None:
     found = clusters(config("--pool", pool_file(tmp_path), "--tls", tls))
     encrypted = {name for name, cluster in found.items() if "transport_socket" in cluster}
     assert encrypted == ({"dualmap-routers", "dualmap-access-log-0"} if tls == "on" else set())
@@ -56,7 +56,7 @@ def test_real_envoy_accepts_tls_files(tmp_path: Path, secrets: list[str], sds: b
 
 
 def test_tls_files_are_named_in_the_bootstrap(tmp_path: Path) -> None:
-    """Envoy reads such files once; nothing but their names stands in it, above all no key."""
+    """Envoy reads these files itself, so the bootstrap contains only their names, and no key."""
     options = {"--tls-cert": "/e/tls.crt", "--tls-key": "/e/tls.key", "--tls-ca": "/e/ca.crt"}
     found = clusters(config("--pool", pool_file(tmp_path), "--tls", "on", *flat(options)))
     for name in ("dualmap-routers", "dualmap-access-log-0"):
@@ -69,7 +69,7 @@ def test_tls_files_are_named_in_the_bootstrap(tmp_path: Path) -> None:
         }
 
 
-def test_tls_sds_writes_discovery_files_named_in_the_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_sds_option_writes_files_named_in_the_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = {"--tls-cert": "/e/tls.crt", "--tls-key": "/e/tls.key", "--tls-ca": "/ca/ca.crt", "--tls-sds": "."}
     found = clusters(config("--pool", pool_file(tmp_path), "--tls", "on", *flat(options)))
@@ -103,7 +103,7 @@ def test_tls_sds_writes_discovery_files_named_in_the_bootstrap(tmp_path: Path, m
         (["--tls-ca", "ca.crt", "--tls-sds", "/nonexistent"], "'--tls-sds': Directory '/nonexistent' does not exist"),
     ],
 )
-def test_tls_incomplete_options_are_a_usage_error(tmp_path: Path, options: list[str], reason: str) -> None:
+def test_incomplete_tls_options_are_a_usage_error(tmp_path: Path, options: list[str], reason: str) -> None:
     result = run("--pool", pool_file(tmp_path), "--tls", "on", *options)
     assert result.exit_code == 2
     assert result.stdout == ""

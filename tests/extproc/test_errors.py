@@ -1,4 +1,4 @@
-"""Error answers as clients see them."""
+"""Tests of the error responses to clients."""
 
 import json
 from math import inf
@@ -18,7 +18,7 @@ from dualmap_extproc.wire import answers
 from extproc.envoy_messages import headers_set
 
 
-def test_refused_body_is_an_openai_error():
+def test_rejected_request_body_is_an_openai_error():
     refusals = [invalid_body("why", param="model"), model_not_found("x"), body_too_large(7), no_endpoint("llm/p")]
 
     bodies = [json.loads(refused.body())["error"] for refused in refusals]
@@ -31,12 +31,12 @@ def test_refused_body_is_an_openai_error():
     assert bodies[3]["type"] == "service_unavailable_error"
 
 
-def test_model_not_found_truncates_a_long_name():
+def test_model_not_found_error_truncates_a_long_name():
     assert len(model_not_found("m" * 100_000).body()) < 1000
 
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (3, "3")])
-def test_refusal_sends_retry_after_if_set(retry_after_s, header):
+def test_rejection_sends_retry_after_if_set(retry_after_s, header):
     refused = Refused(status=429, code="queue_full", message="Too many", retry_after_s=retry_after_s)
 
     answer = answers.refusal(
@@ -60,14 +60,14 @@ def test_queue_rejection_sets_retry_after_in_whole_seconds(reason, retry_after_s
     assert isinstance(refused.retry_after_s, int)
 
 
-def test_no_endpoint_without_time_sets_no_retry_after():
+def test_no_endpoint_error_without_time_sets_no_retry_after():
     refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT))
 
     assert refused == no_endpoint("llm/p")
     assert refused.retry_after_s is None
 
 
-def test_no_endpoint_with_time_sets_retry_after():
+def test_no_endpoint_error_with_time_sets_retry_after():
     refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
 
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_endpoint", 3)

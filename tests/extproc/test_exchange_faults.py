@@ -1,4 +1,4 @@
-"""The exchange between a router and the store recovers from every fault of the store or Redis."""
+"""Tests that a router's exchange with the store recovers from every fault of the store or Redis."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from waiting import until
 
 
 class AwayStore(MemoryStore):
-    """A store that can be unreachable."""
+    """A store that a test can make unreachable."""
 
     away = False
 
@@ -33,7 +33,7 @@ class AwayStore(MemoryStore):
         return await super().read(peer, questions)
 
 
-class TestWhileTheStoreIsAway:
+class TestStoreUnavailable:
     @pytest.fixture
     def clock(self) -> Clock:
         return Clock()
@@ -42,7 +42,7 @@ class TestWhileTheStoreIsAway:
     def store(self, clock: Clock) -> AwayStore:
         return AwayStore(clock)
 
-    async def test_exchange_resends_unsent_updates_with_their_age(self, store, clock):
+    async def test_exchange_sends_unsent_updates_later_with_their_age(self, store, clock):
         one, other = Joined("one", store, clock), Joined("other", store, clock)
         store.away = True
         one.replica.tell_requests(3)
@@ -61,7 +61,7 @@ class TestWhileTheStoreIsAway:
         assert [each.moved_ago_s for each in update.bindings] == [7.0]
         assert one.replica.hosts == ["m-9"]
 
-    async def test_exchange_drops_old_counts_and_oldest_excess(self, store, clock):
+    async def test_exchange_drops_old_counts_and_oldest_excess_updates(self, store, clock):
         one, other = Joined("one", store, clock), Joined("other", store, clock)
         store.away = True
         hashes = tuple(range(PLACEMENT_HASHES_MAX // 4))
@@ -94,7 +94,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextlib.asynccontextmanager
 async def exchanging(name: str, server: RedisServer, url: str = "") -> AsyncIterator[Joined]:
-    """A replica that exchanges with a server all the time."""
+    """A replica that constantly exchanges updates through a server."""
     joined = Joined(name, RedisStore(target_of(RedisSettings(url=url or server.url, password=server.password))))
     task = asyncio.create_task(joined.exchange.run())
     try:
@@ -107,14 +107,14 @@ async def exchanging(name: str, server: RedisServer, url: str = "") -> AsyncIter
 
 
 async def reaches(one: Joined, other: Joined) -> None:
-    """Return when an update of one has reached the other."""
+    """Wait until each replica has received an update of the other replica."""
     before = other.replica.requests
     one.replica.tell_requests(1)
     await until(lambda: other.replica.requests > before)
 
 
 def said(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    """What the exchange of a replica logged."""
+    """Return the log messages of a replica's exchange."""
     return [record.message for record in caplog.records if getattr(record, "details", {}).get("store") == name]
 
 
@@ -123,12 +123,12 @@ BACK = "Shared state recovered"
 
 
 async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Joined) -> None:
-    """Return when each has logged it: one line for each loss, however many tries failed, and one for each return."""
+    """Wait until each replica has logged one line for each loss of the store, and one line for each return."""
     for replica in replicas:
         await until(lambda replica=replica: said(caplog, replica.name)[-1:] == [BACK])
         lines = said(caplog, replica.name)
         assert lines == [LOST, BACK] * (len(lines) // 2)
-        # On a busy machine there may be a loss more than the one that the test made.
+        # On a busy machine there may be an additional loss.
         assert len(lines) // 2 <= len(replica.observed.failures) - 2
 
 
@@ -149,14 +149,16 @@ def put_an_entry(admin: redis.Redis, streams: tuple[str, str], session: str) -> 
     admin.set(session, b"\xff 1 2 3")
 
 
-class TestFaultsOfRedis:
-    """Each ends with news going both ways again, and with one line for the loss and one for the return."""
+class TestRedisFaults:
+    """After each fault, updates flow in both directions, and the log has one line for the loss and one line for the
+    return.
+    """
 
     @pytest.fixture(autouse=True)
     def _logged(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
 
-    async def test_redis_absent_at_start_recovers(self, tmp_path, caplog):
+    async def test_exchange_recovers_if_redis_is_absent_at_start(self, tmp_path, caplog):
         server = RedisServer(tmp_path / "redis")
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await until(lambda: len(one.observed.failures) >= 3 and len(other.observed.failures) >= 3)
@@ -169,7 +171,7 @@ class TestFaultsOfRedis:
                 server.kill()
         assert Failure.CONNECTION in one.observed.failures
 
-    async def test_redis_killed_and_restarted_empty_recovers(self, server, caplog):
+    async def test_exchange_recovers_after_redis_restarts_empty(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
             server.kill()
@@ -179,7 +181,7 @@ class TestFaultsOfRedis:
             await reaches(other, one)
             await was_lost_and_is_back(caplog, one, other)
 
-    async def test_redis_paused_recovers_without_counting_twice(self, server, caplog):
+    async def test_exchange_after_redis_pause_counts_no_update_twice(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
             server.pause()
@@ -192,7 +194,7 @@ class TestFaultsOfRedis:
             await was_lost_and_is_back(caplog, one, other)
         assert Failure.TIMEOUT in one.observed.failures
 
-    async def test_redis_full_is_counted_and_recovers(self, server, caplog):
+    async def test_exchange_counts_errors_of_full_redis_and_recovers(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
             with server.admin as admin:
@@ -207,7 +209,7 @@ class TestFaultsOfRedis:
             await was_lost_and_is_back(caplog, one, other)
         assert Failure.FULL in one.observed.failures
 
-    async def test_redis_read_only_is_counted_and_recovers(self, server, tmp_path, caplog):
+    async def test_exchange_counts_errors_of_read_only_redis_and_recovers(self, server, tmp_path, caplog):
         with redis_server(tmp_path / "primary") as primary, server.admin as admin:
             async with exchanging("one", server) as one, exchanging("other", server) as other:
                 await reaches(one, other)
@@ -220,7 +222,7 @@ class TestFaultsOfRedis:
         assert Failure.READ_ONLY in one.observed.failures
 
     @pytest.mark.parametrize("spoil", [put_strings, put_lists, put_an_entry], ids=lambda spoil: spoil.__name__)
-    async def test_redis_junk_in_keys_is_counted_and_replaced(self, server, spoil):
+    async def test_exchange_counts_and_replaces_invalid_redis_data(self, server, spoil):
         streams, session = (updates_key(POOL.id), loads_key(POOL.id)), session_key(POOL.id, 1)
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
@@ -233,10 +235,10 @@ class TestFaultsOfRedis:
                 await until(lambda: [admin.type(stream) for stream in streams] == [b"stream"] * 2)
             other.replica.tell(wanted=(1,))
             await until(lambda: other.replica.hosts == ["m-0"])
-        # All of these faults are repaired on the way. Only a busy machine makes failures of other kinds.
+        # The exchange repairs all of these faults itself. Failures of other kinds occur only on a busy machine.
         assert set(one.observed.failures + other.observed.failures) <= {Failure.TIMEOUT, Failure.CONNECTION}
 
-    async def test_redis_changed_password_is_counted_and_recovers(self, tmp_path, caplog):
+    async def test_exchange_counts_wrong_password_errors_and_recovers(self, tmp_path, caplog):
         with redis_server(tmp_path / "redis", password="hidden-word") as server:
             async with exchanging("one", server) as one, exchanging("other", server) as other:
                 await reaches(one, other)
@@ -251,9 +253,9 @@ class TestFaultsOfRedis:
         assert Failure.DENIED in one.observed.failures
         assert all("hidden-word" not in str(vars(record)) for record in caplog.records)
 
-    async def test_exchange_leave_does_not_wait_for_a_hung_redis(self, server, caplog):
+    async def test_exchange_stop_does_not_wait_for_a_hung_redis(self, server, caplog):
         async with exchanging("one", server) as one:
             await until(lambda: one.observed.exchanges > 0)
             server.pause()
         server.resume()
-        assert said(caplog, "one")[-1] in (LOST, "Could not tell the other routers that this router ends")
+        assert said(caplog, "one")[-1] in (LOST, "Announcing shutdown to the other routers failed")

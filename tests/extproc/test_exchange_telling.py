@@ -1,4 +1,6 @@
-"""The exchange between a router and the store: what is sent and when, and what a joining replica reads."""
+"""Tests of a router's exchange with the store: the contents and times of updates, and the updates that a joining
+replica reads.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ NO_LOADS = replace(QUIET, loads={})
 
 
 class Refusing(MemoryStore):
-    """Sends what it has and receives nothing."""
+    """A replica that sends its updates and receives no updates."""
 
     refuses = True
 
@@ -28,8 +30,8 @@ class Refusing(MemoryStore):
         await super().publish(peer, posts)
 
 
-class TestWhatIsTold:
-    """In memory and by a clock of the test's own."""
+class TestExchangedUpdates:
+    """The store is in memory and uses the test's clock."""
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -40,7 +42,7 @@ class TestWhatIsTold:
         store = MemoryStore(clock)
         return Joined("one", store, clock), Joined("other", store, clock)
 
-    async def test_report_is_sent_once_and_shows_the_replica(self, pair, clock):
+    async def test_demand_report_is_sent_once_and_shows_the_replica(self, pair, clock):
         one, other = pair
         one.replica.due[POOL.id] = REPORT
         for _ in range(3):
@@ -53,7 +55,7 @@ class TestWhatIsTold:
         assert {(pool, peer) for pool, peer, _ in other.replica.peers} == {(POOL.id, "one")}
         assert one.replica.exchanges == 3
 
-    async def test_report_that_failed_is_due_again(self, clock):
+    async def test_failed_demand_report_is_sent_again(self, clock):
         store = Refusing(clock)
         one = Joined("one", store, clock)
         one.replica.due[POOL.id] = REPORT
@@ -65,7 +67,7 @@ class TestWhatIsTold:
         assert one.replica.due == {}
         assert one.replica.exchanges == 1
 
-    async def test_update_reaches_only_the_other_replica(self, pair):
+    async def test_replication_update_reaches_only_the_other_replica(self, pair):
         one, other = pair
         one.replica.tell(placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2)),), loads=LOADS)
         one.replica.tell_requests(3)
@@ -73,7 +75,7 @@ class TestWhatIsTold:
         assert await other.exchange.exchange()
         assert await one.exchange.exchange()
         assert [(pool, peer, age_s) for pool, peer, _, age_s in other.replica.heard] == [(POOL.id, "one", 0.0)] * 2
-        # First what it said of its loads, and then its news, which is its word on both.
+        # First the update with the loads arrives, then the update with hotness and placements, which has no loads.
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None]
         assert other.replica.heard[0][2] == replace(QUIET, loads=LOADS)
         update = other.replica.heard[1][2]
@@ -92,14 +94,14 @@ class TestWhatIsTold:
         heard = [(update.placements, update.loads, age_s) for _, _, update, age_s in other.replica.heard]
         assert heard[0] == ((), LOADS, 2.0)
         told = [(placements[0].hashes[0], loads, age_s) for placements, loads, age_s in heard[1:]]
-        # Oldest first; old news says nothing of loads.
+        # The oldest update is first; old updates contain no loads.
         assert told == [(3, None, 242.0), (4, None, 162.0), (5, None, 82.0), (6, None, 2.0)]
         late = Joined("late", one.store, clock)
         clock.now += PEER_TTL_S - 2.0
         await late.exchange.exchange()
         assert all(not update.loads for _, _, update, _ in late.replica.heard)
 
-    async def test_joining_replica_reads_a_longer_hotness_window_whole(self, clock):
+    async def test_joining_replica_reads_the_complete_hotness_window(self, clock):
         routing = replace(POOL.routing, prefix=replace(POOL.routing.prefix, window_s=2 * SHORTEST_HISTORY_S))
         pool = replace(POOL, routing=routing)
         store = MemoryStore(clock)
@@ -124,7 +126,7 @@ class TestWhatIsTold:
             clock.now += HEARTBEAT_S / 8
         assert len(other.replica.heard) == 3
 
-    async def test_loads_are_sent_on_change_and_as_heartbeats(self, pair, clock):
+    async def test_replica_loads_are_sent_on_change_and_as_heartbeats(self, pair, clock):
         one, other = pair
         for loads in (LOADS, LOADS, {}, {}, LOADS):
             one.replica.tell(loads=loads)
@@ -133,7 +135,7 @@ class TestWhatIsTold:
             clock.now += LOADS_INTERVAL_S
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}, LOADS]
 
-    async def test_loads_are_sent_at_most_four_times_a_second(self, pair, clock):
+    async def test_replica_loads_are_sent_at_most_four_times_a_second(self, pair, clock):
         one, other = pair
         told_s: list[float] = []
         for tick in range(64):
@@ -144,11 +146,11 @@ class TestWhatIsTold:
             told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
             clock.now += 1 / 16
         assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]
-        # Updates are sent every time.
+        # Every exchange sends updates.
         await other.exchange.exchange()
         assert other.replica.requests == 64
 
-    async def test_update_between_loads_keeps_the_loads(self, pair, clock):
+    async def test_replication_update_without_loads_keeps_the_last_loads(self, pair, clock):
         one, other = pair
         one.replica.tell(loads=LOADS)
         for _ in range(3):
@@ -158,7 +160,7 @@ class TestWhatIsTold:
             clock.now += LOADS_INTERVAL_S / 4
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None, None, None]
 
-    async def test_binding_that_wins_is_sent_and_a_lost_one_replaced(self, pair):
+    async def test_session_binding_that_loses_a_conflict_is_replaced(self, pair):
         one, other = pair
         one.replica.tell(bindings=(binding("m-0"),))
         other.replica.tell(bindings=(binding("m-1"), binding("m-1", session=2)))
@@ -171,7 +173,7 @@ class TestWhatIsTold:
         assert told == [(2, "m-1")]
         assert [each.host for _, _, update, _ in other.replica.heard for each in update.bindings] == ["m-0"]
 
-    async def test_binding_moved_twice_claims_the_last_move(self, pair):
+    async def test_session_binding_moved_twice_sends_the_last_move(self, pair):
         one, other = pair
         one.replica.tell(bindings=(binding("m-0"), binding("m-2", version=1)))
         await one.exchange.exchange()
@@ -179,7 +181,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert other.replica.hosts == ["m-2"]
 
-    async def test_wanted_sessions_are_answered_once(self, pair):
+    async def test_requested_sessions_are_answered_once(self, pair):
         one, other = pair
         one.replica.tell(bindings=(binding("m-0"),))
         await one.exchange.exchange()
@@ -188,7 +190,7 @@ class TestWhatIsTold:
             await other.exchange.exchange()
         assert other.replica.hosts == ["m-0"]
 
-    async def test_exchange_follows_added_and_removed_pools(self, clock):
+    async def test_exchange_includes_added_and_excludes_removed_pools(self, clock):
         store = MemoryStore(clock)
         a, b = replace(POOL, name="a"), replace(POOL, name="b")
         one, other = Joined("one", store, clock, a, b), Joined("other", store, clock, b)
@@ -211,7 +213,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}]
 
-    async def test_long_history_is_applied_between_requests(self, pair):
+    async def test_long_update_history_is_applied_between_requests(self, pair):
         one, other = pair
         turns = 0
 
@@ -230,7 +232,7 @@ class TestWhatIsTold:
         assert other.replica.requests == 200
         assert turns >= 200 // 4
 
-    async def test_history_of_many_pages_is_read_in_one_exchange(self, pair):
+    async def test_update_history_of_many_pages_is_read_in_one_exchange(self, pair):
         one, other = pair
         for _ in range(3 * PAGE_ENTRIES + 1):
             one.replica.tell_requests(1)
@@ -238,7 +240,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert other.replica.requests == 3 * PAGE_ENTRIES + 1
 
-    async def test_router_reading_a_long_history_sends_its_own_updates(self, pair, clock):
+    async def test_router_sends_updates_while_reading_a_long_history(self, pair, clock):
         one, other = pair
         for _ in range(3 * PAGE_ENTRIES):
             one.replica.tell_requests(1)

@@ -52,7 +52,7 @@ def test_explain_json_has_all_receipt_fields(pool_file: str) -> None:
     assert receipt["candidates"][0].keys() == {"id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s"}
 
 
-def test_explain_text_names_choice_reason_and_pair(pool_file: str, tmp_path: Path) -> None:
+def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: Path) -> None:
     body = tmp_path / "request.json"
     body.write_text(BODY)
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", str(body)])
@@ -80,7 +80,7 @@ def test_explain_body_above_the_limit_is_rejected(pool_file: str) -> None:
     assert "413" in result.stderr
 
 
-def test_explain_empty_pool_fails(tmp_path: Path) -> None:
+def test_explain_with_an_empty_pool_fails(tmp_path: Path) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(POOL.split("status:")[0])
     result = CliRunner().invoke(explain, ["--pool", str(path), "--request", "-"], input=BODY)
@@ -96,7 +96,7 @@ def test_explain_invalid_pool_file_is_an_input_error(tmp_path: Path) -> None:
         assert part in result.stderr
 
 
-def test_policies_lists_each_policy_with_its_source() -> None:
+def test_policies_command_lists_each_policy_with_its_source() -> None:
     lines = CliRunner().invoke(policies).stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(POLICIES)
     rows = json.loads(CliRunner().invoke(policies, ["--json"]).stdout)
@@ -119,7 +119,7 @@ def test_explain_text_shows_milliseconds_below_a_second(pool_file: str) -> None:
     assert re.search(r"predicted TTFT \d+\.\d{3} s$", words(pool_file, prompt="x" * 200_000), re.MULTILINE)
 
 
-def test_explain_text_names_a_missing_prompt(pool_file: str) -> None:
+def test_explain_text_reports_a_missing_prompt(pool_file: str) -> None:
     said = words(pool_file)
     assert "Key: no prompt, so the request's own id (" in said
     assert "tokens of the prompt" not in said
@@ -154,9 +154,9 @@ class TestWithRedis:
             admin.flushall()
         asyncio.run(publish())
 
-    def test_explain_redis_loads_of_other_routers_are_used(self, pool_file: str, server: RedisServer) -> None:
+    def test_explain_with_redis_uses_loads_of_other_routers(self, pool_file: str, server: RedisServer) -> None:
         alone = json.loads(self.explained(pool_file).stdout)
-        # So much load that a router would queue the request for a while; its member is shown all the same.
+        # With this load a router would queue the request; the explanation still shows the chosen member.
         busy = SharedLoad(pending_prefill_tokens=5000, backlog_s=60.0, in_flight=3)
         loads = {f"qwen-{number}": busy for number in range(3)}
         self.tell(server, ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))
@@ -169,7 +169,7 @@ class TestWithRedis:
         assert [each["in_flight"] for each in receipt["candidates"]] == [3, 3, 3]
         assert [each["pending_tokens"] for each in receipt["candidates"]] == [5000, 5000, 5000]
 
-    def test_explain_redis_session_binding_is_looked_up(self, tmp_path: Path, server: RedisServer) -> None:
+    def test_explain_with_redis_uses_the_session_binding(self, tmp_path: Path, server: RedisServer) -> None:
         path = tmp_path / "pool.yaml"
         session = "routing: {session: {header: x-chat, migration: {enabled: true}}}"
         path.write_text(POOL.replace("aliases: [qwen]}}", f"aliases: [qwen]}}, {session}}}"))
@@ -186,7 +186,7 @@ class TestWithRedis:
             chosen.add(another["chosen"])
         assert len(chosen) == 1
 
-    def test_explain_redis_unreachable_fails(self, pool_file: str, tmp_path: Path) -> None:
+    def test_explain_with_unreachable_redis_fails(self, pool_file: str, tmp_path: Path) -> None:
         gone = RedisServer(tmp_path / "redis")
         result = self.explained(pool_file, "--redis", gone.url.replace("redis://", "redis://:hidden-word@"))
         assert result.exit_code == 1
@@ -195,14 +195,14 @@ class TestWithRedis:
         assert "hidden-word" not in result.stderr
         assert not result.stdout
 
-    def test_explain_redis_that_hangs_fails_soon(self, pool_file: str, tmp_path: Path) -> None:
+    def test_explain_with_hung_redis_fails_soon(self, pool_file: str, tmp_path: Path) -> None:
         with redis_server(tmp_path / "redis") as server:
             server.pause()
             result = self.explained(pool_file, "--redis", server.url)
             server.resume()
         assert (result.exit_code, result.stdout) == (1, "")
 
-    def test_explain_redis_wrong_password_fails_without_quoting_it(self, pool_file: str, server: RedisServer) -> None:
+    def test_explain_with_wrong_redis_password_hides_the_password(self, pool_file: str, server: RedisServer) -> None:
         result = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-ward")
         assert result.exit_code == 1
         assert "hidden" not in result.stderr
@@ -210,14 +210,17 @@ class TestWithRedis:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--redis", "http://cache"), "--redis: the URL is not accepted: its scheme is unknown; give redis://"),
+            (("--redis", "http://cache"), "--redis: the URL is not accepted: the scheme is unknown; give redis://"),
             (("--header", "no-value"), "'no-value' is not accepted; give NAME=VALUE"),
             (("--header", "=no-name"), "'=no-name' is not accepted; give NAME=VALUE"),
             (("--redis-ca", "ca.crt"), "--redis-ca requires --redis"),
-            (("--redis", "redis://c", "--redis-password", "x"), "every user of this machine can read a password"),
+            (
+                ("--redis", "redis://c", "--redis-password", "x"),
+                "other users of this machine can read a password on the command line",
+            ),
         ],
     )
-    def test_explain_redis_invalid_options_are_usage_errors(
+    def test_explain_with_invalid_redis_options_is_a_usage_error(
         self, pool_file: str, options: tuple[str, ...], said: str
     ) -> None:
         result = self.explained(pool_file, *options)

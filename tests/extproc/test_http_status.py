@@ -23,7 +23,7 @@ from waiting import until
 
 
 class Held(Metrics):
-    """Metrics whose page is not ready until the test allows it."""
+    """Metrics with a page that blocks until the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(version="1", replica_id="router-0")
@@ -136,17 +136,17 @@ async def test_pool_page_of_unknown_pool_is_a_json_404(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/pools/llm", "/pools/llm/qwen/m-0"])
-async def test_status_other_paths_are_not_found(path: str) -> None:
+async def test_status_server_returns_404_for_unknown_paths(path: str) -> None:
     async with serving(PoolRouter(builders.pool(1))) as session, session.get(path) as response:
         assert response.status == 404
 
 
-async def test_status_rejects_writing_methods() -> None:
+async def test_status_server_rejects_writing_methods() -> None:
     async with serving(PoolRouter(builders.pool(1))) as session, session.post("/pools/llm/qwen") as response:
         assert response.status == 405
 
 
-async def test_status_invalid_http_is_rejected_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_status_server_rejects_invalid_http_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as session:
         url = session._base_url
         assert url is not None
@@ -157,7 +157,7 @@ async def test_status_invalid_http_is_rejected_without_a_log(caplog: pytest.LogC
     assert caplog.records == []
 
 
-async def test_status_connections_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_server_closes_connections_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 3)
     async with serving(PoolRouter(builders.pool(1))) as session:
         url = session._base_url
@@ -185,7 +185,7 @@ WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: r", WHOLE, WHOLE + b"GET / HT"])
-async def test_status_incomplete_request_is_disconnected(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+async def test_status_server_closes_an_incomplete_request(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 1)
     async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.05) as session:
         url = session._base_url
@@ -200,7 +200,7 @@ async def test_status_incomplete_request_is_disconnected(monkeypatch: pytest.Mon
             assert response.status == 200
 
 
-async def test_status_parts_of_a_request_do_not_extend_its_time() -> None:
+async def test_status_server_slow_request_does_not_extend_its_timeout() -> None:
     async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.2) as session:
         url = session._base_url
         assert url is not None
@@ -217,7 +217,7 @@ async def test_status_parts_of_a_request_do_not_extend_its_time() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
-async def test_status_client_that_reads_nothing_is_disconnected() -> None:
+async def test_status_server_disconnects_client_that_reads_nothing() -> None:
     server = StatusServer(
         router="router-0",
         statuses=tuple,
@@ -242,7 +242,7 @@ async def test_status_client_that_reads_nothing_is_disconnected() -> None:
     await server.close()
 
 
-async def test_metrics_page_that_takes_long_delays_no_other() -> None:
+async def test_slow_metrics_page_delays_no_other_request() -> None:
     metrics = Held()
     async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
         page = asyncio.create_task(session.get("/metrics"))
@@ -271,7 +271,7 @@ async def test_metrics_pages_are_written_one_at_a_time() -> None:
     assert metrics.pages == 5
 
 
-async def test_status_port_in_use_raises_an_error() -> None:
+async def test_status_server_with_port_in_use_raises_an_error() -> None:
     first, second = (StatusServer(router="r", statuses=tuple, signals=lambda _: {}, metrics=fresh()) for _ in range(2))
     port = await first.start("127.0.0.1", 0)
     try:

@@ -1,4 +1,4 @@
-"""docs/limits.md states the limits of the code, and names an existing test for each."""
+"""Tests that docs/limits.md has the limits of the code, and an existing test for each limit."""
 
 import re
 from importlib import import_module
@@ -14,13 +14,13 @@ ROWS = re.findall(
 )
 
 
-def test_limits_page_rows_are_all_read() -> None:
+def test_limits_page_rows_are_all_checked() -> None:
     lines = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| ")]
     assert len(ROWS) == len(lines) - 1
 
 
 @pytest.mark.parametrize(("what", "limit", "beyond", "set_by", "test"), ROWS, ids=[row[0][:30] for row in ROWS])
-def test_limits_page_row_matches_code_and_names_a_test(
+def test_limits_page_row_matches_code_and_refers_to_a_test(
     what: str, limit: str, beyond: str, set_by: str, test: str
 ) -> None:
     file, _, name = test.partition("::")

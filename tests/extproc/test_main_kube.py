@@ -1,4 +1,6 @@
-"""``dualmap router`` as a process with pools of a Kubernetes API: it waits for them, and can be stopped meanwhile."""
+"""Tests ``dualmap router`` as a process with pools of a Kubernetes API: the router waits for pools, and a signal can
+stop it.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,7 @@ async def on_kubernetes(api: KubeApi, *options: str) -> AsyncIterator[asyncio.su
 
 
 async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
-    """Return the next line on stderr that has these words."""
+    """Return the next line on stderr that contains this text."""
     assert process.stderr is not None
     async with asyncio.timeout(WAIT_S):
         while line := (await process.stderr.readline()).decode().rstrip():
@@ -38,7 +40,7 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     raise AssertionError(f"it ended without saying {words!r}")
 
 
-async def test_router_kube_is_ready_once_pools_are_listed(tmp_path):
+async def test_router_with_kubernetes_is_ready_after_pools_are_listed(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.put(pool_body("qwen", version=3, model="m"))
         api.hold_lists()
@@ -58,7 +60,7 @@ async def test_router_kube_is_ready_once_pools_are_listed(tmp_path):
             assert await served.exited() == 0
 
 
-async def test_router_kube_waiting_for_api_server_can_be_stopped(tmp_path):
+async def test_router_waiting_for_the_api_server_stops_on_signal(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.stop()
         async with on_kubernetes(api, "--drain-timeout", "1s") as process:

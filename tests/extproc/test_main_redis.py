@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process with Redis: absent, late or hanging, and shared by two routers."""
+"""Tests ``dualmap router`` as a process: with an absent, late or hanging Redis, and with a shared Redis."""
 
 import asyncio
 import json
@@ -26,11 +26,11 @@ async def test_router_without_redis_exports_no_store_metrics(tmp_path):
         assert b"dualmap_store" not in await served.get("/metrics")
 
 
-async def test_router_redis_may_start_later_and_hides_the_password(tmp_path):
+async def test_router_starts_before_redis_and_hides_its_password(tmp_path):
     redis = RedisServer(tmp_path / "redis", password="hidden-word")
     password = tmp_path / "password"
     password.write_text("hidden-word\n")
-    # The URL's password is a different one, and is not used.
+    # The URL has a different password, which the router must not use.
     url = redis.url.replace("redis://", "redis://:hidden-too@")
     options = ("--redis", url, "--redis-password-file", str(password), "--log-format", "json", "--log-level", "debug")
     async with running(write_pool(tmp_path / "pool.yaml"), options=options) as served:
@@ -58,11 +58,11 @@ async def test_router_redis_may_start_later_and_hides_the_password(tmp_path):
         "Shared state recovered",
     ]
     assert lines[0]["store"] == redis.url
-    # Its last update reports no load.
+    # The stopped router's last update reports no load.
     assert decode_update(last[b"n"]).loads == {}
 
 
-async def test_two_routers_share_loads(tmp_path):
+async def test_two_routers_share_loads_through_redis(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     with redis_server(tmp_path / "redis") as redis:
         options = ("--redis", redis.url)
@@ -75,7 +75,7 @@ async def test_two_routers_share_loads(tmp_path):
                 await until(knows)
 
 
-async def test_queued_request_activates_the_pool_at_the_other_router(tmp_path):
+async def test_queued_request_makes_the_pool_active_at_the_other_router(tmp_path):
     document = pool_document(members=0)
     document["spec"] |= {"routing": {"queue": {"holdWhenEmpty": True}}}
     file = tmp_path / "pool.yaml"
@@ -108,7 +108,7 @@ async def test_queued_request_activates_the_pool_at_the_other_router(tmp_path):
             assert destination(await asyncio.wait_for(call.read(), WAIT_S)) == "10.0.0.0:8000"
 
 
-async def test_redis_that_hangs_does_not_delay_the_routers_end(tmp_path):
+async def test_hung_redis_does_not_delay_the_router_shutdown(tmp_path):
     with redis_server(tmp_path / "redis") as redis:
         async with running(write_pool(tmp_path / "pool.yaml"), options=("--redis", redis.unix_url)) as served:
             await until(lambda: store_is_up(served))

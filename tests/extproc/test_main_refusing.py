@@ -1,4 +1,4 @@
-"""``dualmap router`` with invalid settings: its exit status, and an error that names what is accepted."""
+"""Tests ``dualmap router`` with invalid settings: the exit status, and the accepted values in the error message."""
 
 import asyncio
 import socket
@@ -28,15 +28,25 @@ from extproc.router_processes import WAIT_S, launch, write_pool
             "'1 KB' is not accepted; give at least 1MB, such as 512MiB",
         ),
         (None, ("--replica-id", ""), 2, "Invalid value for '--replica-id': '' is not accepted; give 1 to 253 ASCII"),
-        (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters, no spaces"),
-        (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters, no spaces"),
-        (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters, no spaces"),
+        (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters without spaces"),
+        (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters without spaces"),
+        (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters without spaces"),
         (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
-        (None, ("--redis", "redis://cache:port"), 2, "--redis: the URL is not accepted: it is not a URL, or its port"),
+        (
+            None,
+            ("--redis", "redis://cache:port"),
+            2,
+            "--redis: the URL is not accepted: the text is not a URL, or the port",
+        ),
         (None, ("--redis", "rediss://c", "--redis-ca", "/nonexistent"), 2, "--redis-ca: /nonexistent: No such file"),
         (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
         (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file requires --redis"),
-        (None, ("--redis", "redis://c", "--redis-password", "x"), 2, "give --redis-password-file FILE, or DUALMAP_"),
+        (
+            None,
+            ("--redis", "redis://c", "--redis-password", "x"),
+            2,
+            "give --redis-password-file FILE or the environment variable DUALMAP_",
+        ),
         (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: requires TLS"),
         (None, ("--log-prompts",), 2, "--log-prompts requires --log-level debug"),
         (None, ("--grpc-port", "70000"), 2, "70000"),
@@ -45,7 +55,7 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--host", "192.0.2.1"), 1, "cannot listen on 192.0.2.1:0"),
     ],
 )
-def test_router_invalid_settings_exit_with_status_and_reason(tmp_path, content, options, status, said):
+def test_router_with_invalid_settings_exits_with_status_and_reason(tmp_path, content, options, status, said):
     file = write_pool(tmp_path / "pool.yaml")
     if content is not None:
         file.write_text(content)
@@ -60,8 +70,8 @@ def test_router_invalid_settings_exit_with_status_and_reason(tmp_path, content, 
 
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
-async def test_router_port_in_use_exits_naming_the_option(tmp_path, monkeypatch, option):
-    # As at a user's: gRPC may say what it wants.
+async def test_router_with_port_in_use_exits_and_names_the_option(tmp_path, monkeypatch, option):
+    # The environment is like a user's, in which gRPC may also write to stderr.
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -92,7 +102,7 @@ async def test_router_port_in_use_exits_naming_the_option(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "no pools; give --pool FILE, once or more, or --kube"),
+        ((), "no pools; give one or more --pool FILE, or --kube"),
         (("--kube", "--pool", "pool.yaml"), "--pool and --kube exclude each other"),
         (("--kube", "--namespace", "a", "--all-namespaces"), "--namespace and --all-namespaces exclude each other"),
         (("--pool", "pool.yaml", "--namespace", "a"), "--namespace requires --kube"),
@@ -100,14 +110,14 @@ async def test_router_port_in_use_exits_naming_the_option(tmp_path, monkeypatch,
         (("--kube", "--namespace", "A/b"), "'A/b' is not accepted; give a DNS label of at most 63 characters"),
     ],
 )
-def test_router_pool_options_that_conflict_are_usage_errors(options, said):
+def test_router_conflicting_pool_options_are_usage_errors(options, said):
     result = CliRunner().invoke(router, options)
 
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-async def test_router_invalid_kubeconfig_exits_with_status_and_reason(tmp_path):
+async def test_router_with_invalid_kubeconfig_exits_with_a_reason(tmp_path):
     process = await launch("--kube", KUBECONFIG=str(tmp_path / "none"))
     _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
 

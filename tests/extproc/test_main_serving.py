@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
+"""Tests ``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def test_router_with_two_pools_serves_all_ports_and_stops(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_discovery_stream_gets_a_changed_file_and_delays_no_stop(tmp_path):
+async def test_discovery_stream_gets_file_change_and_delays_no_shutdown(tmp_path):
     file = write_pool(tmp_path / "pool.yaml", members=2)
     async with (
         running(file, options=("--drain-timeout", "600s")) as served,
@@ -52,7 +52,7 @@ async def test_discovery_stream_gets_a_changed_file_and_delays_no_stop(tmp_path)
         assert json.loads(await served.get("/pools/llm/qwen"))["ring_version"] == 5
 
         served.stop()
-        # Far below the drain timeout: discovery is no work to wait for.
+        # The limit is far below the drain timeout, because a drain does not wait for discovery streams.
         assert await served.exited() == 0
 
 
@@ -61,7 +61,7 @@ def hosts(response: discovery_pb2.DiscoveryResponse) -> int:
     return sum(len(locality.lb_endpoints) for locality in assignment.endpoints)
 
 
-async def test_router_half_read_request_gets_its_pick_after_sigterm(tmp_path):
+async def test_router_finishes_a_half_read_request_after_sigterm(tmp_path):
     async with (
         running(write_pool(tmp_path / "pool.yaml")) as served,
         grpc.aio.insecure_channel(served.grpc) as channel,
@@ -106,7 +106,7 @@ async def test_router_bounds_its_stored_bodies_and_reads_large_ones(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_router_invalid_change_is_counted_and_last_pools_kept(tmp_path):
+async def test_router_counts_invalid_pool_change_and_keeps_last_pools(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     async with (
         running(file) as served,
@@ -117,15 +117,15 @@ async def test_router_invalid_change_is_counted_and_last_pools_kept(tmp_path):
         (tmp_path / "new.yaml").write_text("replicas: !!bool maybe")
         (tmp_path / "new.yaml").rename(file)
         assert served.process.stderr is not None
-        assert b"Keeping last valid pool file" in await served.process.stderr.readline()
+        assert b"Rejected pool file, keeping the last valid version" in await served.process.stderr.readline()
         page = await served.get("/metrics")
         assert b"dualmap_pool_refusals_total 1.0" in page
         assert b"dualmap_pool_file_refused 1.0" in page
         assert await picked(channel, chat())
 
 
-async def test_router_keeps_deadlines_while_it_serves(tmp_path, monkeypatch):
-    """Else requests of which nothing is heard would stay in the books for ever."""
+async def test_router_applies_queue_deadlines_while_serving(tmp_path, monkeypatch):
+    """The load of requests without a report must expire."""
     kept: asyncio.Queue[object] = asyncio.Queue()
 
     async def keep(picker: object) -> None:
@@ -156,7 +156,7 @@ async def test_router_drain_timeout_ends_an_open_stream(tmp_path):
         await call.read()
 
         served.stop()
-        # Below the default, which is 25 s.
+        # This value is below the default of 25 s.
         assert await asyncio.wait_for(served.exited(), 20.0) == 0
 
 
@@ -171,7 +171,7 @@ async def test_router_self_signed_tls_covers_only_the_grpc_port(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_router_stop_logs_open_requests_and_the_end(tmp_path):
+async def test_router_stop_logs_open_requests_and_completion(tmp_path):
     options = ("--drain-timeout", "600ms", "--log-format", "json")
     async with (
         running(write_pool(tmp_path / "pool.yaml"), options=options) as served,

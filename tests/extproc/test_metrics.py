@@ -1,4 +1,4 @@
-"""The router's counters: what increments them, and when their series are removed."""
+"""Tests of the router's counters: the events that increment them, and the removal of their series."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +32,7 @@ from extproc.metrics_pages import (
 
 
 class TestCounting:
-    def test_metrics_implements_the_data_paths_observers(self) -> None:
+    def test_metrics_implement_the_observers_of_the_data_path(self) -> None:
         made = metrics().metrics
         ports: tuple[DiscoveryObserver, AccessLogObserver] = (made, made)
         for port in (DiscoveryObserver, AccessLogObserver):
@@ -50,7 +50,7 @@ class TestCounting:
         assert kinds == set(get_args(Observation)) - {Enqueued}
 
     @pytest.mark.parametrize("queued_s", [None, 3.0])
-    def test_metrics_queue_time_counts_only_queued_requests(self, queued_s: float | None) -> None:
+    def test_metrics_measure_queue_time_only_of_queued_requests(self, queued_s: float | None) -> None:
         made = metrics()
         made.routed(POOL, decision(), queued_s=queued_s)
         made.refused(no_endpoint(POOL), queued_s=queued_s)
@@ -59,7 +59,7 @@ class TestCounting:
         assert got[f"dualmap_held_seconds_count{{pool={POOL}}}"] == count
         assert got[f"dualmap_held_seconds_sum{{pool={POOL}}}"] == 3.0 * count
 
-    def test_metrics_each_event_increments_its_counter(self) -> None:
+    def test_metrics_count_each_event_in_its_counter(self) -> None:
         made = metrics()
         before = samples(made)
         everything(made)
@@ -100,7 +100,7 @@ class TestCounting:
         assert changed[f"dualmap_held_seconds_bucket{{le=2.0,pool={POOL}}}"] == 1
         assert changed["dualmap_decision_seconds_sum{}"] == pytest.approx(0.0003)
 
-    def test_metrics_first_tokens_within_and_beyond_the_slo_are_counted(self) -> None:
+    def test_metrics_count_first_tokens_within_and_beyond_the_slo(self) -> None:
         made = metrics()
         made.first_token(POOL, first_token("m-1", within_slo=True))
         made.first_token(POOL, first_token("m-1", within_slo=False, ttft_s=7))
@@ -110,14 +110,14 @@ class TestCounting:
         assert got[f"dualmap_first_tokens_total{{endpoint=m-1,pool={POOL},slo=missed}}"] == 2
         assert got[f"dualmap_ttft_seconds_bucket{{le=5.0,pool={POOL}}}"] == 1
 
-    def test_metrics_completion_without_usage_measures_nothing(self) -> None:
+    def test_metrics_observe_no_tokens_of_completion_without_usage(self) -> None:
         made = metrics()
         before = samples(made)
         made.measured(POOL, completion(measured=None))
         assert samples(made) == before
 
-    def test_metrics_endpoint_series_exist_before_its_first_request(self) -> None:
-        """So that a rate over the first request is not lost."""
+    def test_metrics_endpoint_series_exist_before_the_first_request(self) -> None:
+        """The series starts at 0, so that Prometheus' rate includes the first request."""
         got = samples(metrics())
         assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 0
         assert got[f"dualmap_completions_total{{endpoint=m-1,outcome=aborted,pool={POOL}}}"] == 0
@@ -127,25 +127,25 @@ class TestCounting:
         everything(one)
         assert samples(other) == samples(metrics())
 
-    def test_metrics_page_names_the_router_and_no_creation_times(self) -> None:
+    def test_metrics_page_has_router_name_but_no_creation_times(self) -> None:
         got = samples(metrics())
         assert got["dualmap_build_info{replica=router-0,version=1.2.3}"] == 1
         assert not [name for name in got if "_created" in name]
 
     @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
-    def test_metrics_rejections_are_counted_by_reason(self, reason: Reason) -> None:
+    def test_metrics_count_rejections_by_reason(self, reason: Reason) -> None:
         made = metrics()
         made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
         assert made.traffic(POOL).refused == 1
 
-    def test_metrics_pool_without_queue_shows_zero(self) -> None:
-        """A gauge that is absent cannot be told from a router that is."""
+    def test_metrics_of_pool_without_queue_show_zero_queued(self) -> None:
+        """An absent gauge would look like an absent router."""
         assert (
             samples(metrics(), PoolRouter(builders.pool(2)).status())[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 0
         )
 
-    def test_metrics_traffic_totals_are_sums(self) -> None:
+    def test_metrics_traffic_totals_equal_the_sums_of_series(self) -> None:
         made = metrics()
         everything(made)
         made.first_token(POOL, first_token(within_slo=False))
@@ -161,7 +161,7 @@ class TestCounting:
         assert made.traffic("llm/unknown") == Traffic()
 
 
-def test_metrics_slo_follows_the_pool() -> None:
+def test_metrics_slo_gauge_updates_with_the_pool() -> None:
     pool = builders.pool(2)
     made = metrics(pool)
     made.set_pools([replace(pool, slo=replace(pool.slo, ttft_s=2.5, attainment=0.95))])
@@ -170,7 +170,7 @@ def test_metrics_slo_follows_the_pool() -> None:
     assert got[f"dualmap_pool_slo_goal{{pool={POOL}}}"] == 0.95
 
 
-class TestVanishing:
+class TestRemovedSeries:
     def test_metrics_removed_member_loses_its_series(self) -> None:
         whole = builders.pool(2)
         made = metrics(whole)
@@ -183,7 +183,7 @@ class TestVanishing:
         assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 1
         assert made.traffic(POOL).requests == 2
 
-    def test_metrics_late_event_does_not_restore_removed_series(self) -> None:
+    def test_metrics_late_event_does_not_recreate_removed_series(self) -> None:
         whole = builders.pool(2)
         made = metrics(whole)
         made.set_pools([replace(whole, members=whole.members[1:])])
@@ -207,7 +207,7 @@ class TestVanishing:
         assert samples(made)[f"dualmap_requests_total{{endpoint=m-0,pool={POOL}}}"] == 0
         assert made.traffic(POOL) == Traffic()
 
-    def test_metrics_same_pools_again_change_nothing(self) -> None:
+    def test_metrics_are_unchanged_after_an_update_with_equal_pools(self) -> None:
         made = metrics()
         everything(made)
         before = samples(made)

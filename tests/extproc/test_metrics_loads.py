@@ -1,4 +1,4 @@
-"""The gauges of load and the signals for autoscalers at a scrape."""
+"""Tests of the load gauges and the autoscaling signals at a scrape."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from extproc.metrics_pages import POOL, Counting, decision, everything, first_to
 
 
 class TestLoads:
-    def test_load_gauges_show_the_present_statuses(self) -> None:
+    def test_load_gauges_show_the_current_statuses(self) -> None:
         made = metrics()
         got = samples(made, status(MemberState.ACTIVE, MemberState.DRAINING))
         at = f"endpoint=m-1,pool={POOL}"
@@ -42,18 +42,18 @@ class TestLoads:
 
 
 class TestSignals:
-    """What reaches the rule, whose own tests are tests/core/test_scaling.py."""
+    """Tests of the input of the rule for desired replicas; tests/core/test_scaling.py tests the rule."""
 
     def told(self) -> tuple[Counting, list[float]]:
-        """Metrics, and a list that holds their time."""
+        """Return metrics, and a list with the metrics' current time."""
         clock = [1000.0]
         return Counting(clock=lambda: clock[0]), clock
 
     def shown(self, made: Counting, name: str, *states: MemberState) -> float:
-        # Nothing is queued: requests queued before are arrivals, too.
+        # No request is queued, because earlier queued requests also count as arrivals.
         return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
 
-    def test_signals_count_the_uncached_part_of_routed_prompts(self) -> None:
+    def test_scaling_signals_count_uncached_tokens_of_routed_prompts(self) -> None:
         made, clock = self.told()
         for _ in range(100):
             clock[0] += 1
@@ -62,7 +62,7 @@ class TestSignals:
         clock[0] += 60
         assert self.shown(made, "arriving_uncached_tokens_per_second") == 0
 
-    def test_signals_need_one_member_for_requests_without_any(self) -> None:
+    def test_scaling_signals_are_positive_after_a_no_endpoint_rejection(self) -> None:
         made, _ = self.told()
         idle, name = replace(status(), held=0), f"dualmap_pool_desired_replicas{{pool={POOL}}}"
         made.refused(replace(model_not_found("m"), pool=POOL))
@@ -71,7 +71,7 @@ class TestSignals:
         assert 0 < samples(made, idle)[name] < 1
 
     @pytest.mark.parametrize("reason", list(Reason))
-    def test_signals_count_rejected_requests_too(self, reason: Reason) -> None:
+    def test_scaling_signals_count_rejected_requests(self, reason: Reason) -> None:
         made, clock = self.told()
         for _ in range(100):
             clock[0] += 1
@@ -79,7 +79,7 @@ class TestSignals:
             made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(80, rel=0.02)
 
-    def test_signals_attainment_covers_one_minute(self) -> None:
+    def test_scaling_signals_attainment_covers_one_minute(self) -> None:
         made, clock = self.told()
         name = f"dualmap_pool_slo_attainment{{pool={POOL}}}"
         assert name not in samples(made, status())
@@ -89,20 +89,20 @@ class TestSignals:
         clock[0] += 60
         assert name not in samples(made, status())
 
-    def test_signals_show_queued_work_of_remaining_members(self) -> None:
+    def test_scaling_signals_show_queued_work_of_remaining_members(self) -> None:
         made, _ = self.told()
         active = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.ACTIVE)
         assert active == (1000 + 2000 + 700) / 2
         draining = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.DRAINING)
         assert draining == 1000
 
-    def test_signals_of_an_unknown_pool_are_absent(self) -> None:
+    def test_scaling_signals_of_an_unknown_pool_are_absent(self) -> None:
         made, _ = self.told()
         made.set_pools([])
         everything(made)
         assert not made.signals([status()])
 
-    def test_signals_survive_a_change_of_the_pool(self) -> None:
+    def test_scaling_signals_are_kept_after_a_pool_change(self) -> None:
         made, clock = self.told()
         for _ in range(100):
             clock[0] += 1

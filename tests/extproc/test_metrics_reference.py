@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the metrics that a router exports."""
+"""Tests that docs/metrics.md lists exactly the metrics that a router exports."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ class TestReference:
     def test_metrics_reference_lists_exactly_the_exported_metrics(self) -> None:
         assert self.documented() == self.exported()
 
-    def test_metrics_reference_has_the_guaranteed_names(self) -> None:
+    def test_metrics_reference_has_all_guaranteed_metric_names(self) -> None:
         assert self.exported().keys() >= {
             "dualmap_endpoint_pending_prefill_tokens",
             "dualmap_endpoint_in_flight_requests",

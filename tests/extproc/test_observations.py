@@ -1,4 +1,6 @@
-"""The fan-out of observations: subscribers get the types they ask for, and none can disturb the others."""
+"""Tests of the fan-out of observations: subscribers receive the types that they request, and a faulty subscriber does
+not affect others.
+"""
 
 import logging
 
@@ -10,7 +12,7 @@ QUEUED = Enqueued(now=1.0, pool="llm/qwen")
 BODILESS = RoutedBodiless(now=2.0, pool="llm/qwen")
 
 
-def test_fan_out_passes_an_observation_to_each_subscriber_of_its_type():
+def test_fan_out_sends_observation_to_every_subscriber_of_its_type():
     fan_out = FanOut()
     first: list[Observation] = []
     second: list[Observation] = []
@@ -24,7 +26,7 @@ def test_fan_out_passes_an_observation_to_each_subscriber_of_its_type():
     assert (first, second) == ([QUEUED], [QUEUED, BODILESS])
 
 
-def test_fan_out_logs_a_failing_handler_once_and_serves_the_others(caplog):
+def test_fan_out_logs_failing_handler_once_and_calls_all_others(caplog):
     def broken(_: Observation) -> None:
         raise ValueError("a secret")
 
@@ -46,7 +48,7 @@ def test_fan_out_logs_a_failing_handler_once_and_serves_the_others(caplog):
     assert "secret" not in str(record.details)
 
 
-def test_every_observation_bears_the_time_and_pool_of_its_event():
+def test_every_observation_has_the_time_and_pool_of_its_event():
     desk = Desk(pool(), pool("other", model="o"))
     picked = desk.pick(chat(model="o"), now=10.0)
     desk.picker.first_token(11.0, picked.request_id)

@@ -1,4 +1,4 @@
-"""The end of a request at the picker: each ends once, and its usage is measured once."""
+"""Tests of a request's end at the picker: each request ends once, and the picker measures its usage once."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool
 
 
-def test_picker_first_token_is_reported_once():
+def test_picker_reports_the_first_token_once():
     desk = Desk()
     picked = desk.pick()
 
@@ -21,7 +21,7 @@ def test_picker_first_token_is_reported_once():
 
 
 @pytest.mark.parametrize("end", ["finished", "rejected", "aborted", "failed"])
-def test_picker_request_ends_once(end):
+def test_picker_ends_a_request_only_once(end):
     desk = Desk()
     picked = desk.pick()
     getattr(desk.picker, end)(12.0, picked.request_id, *([None] if end == "finished" else []))
@@ -37,7 +37,7 @@ def entry(picked: Picked, **fields) -> AccessLogEntry:
     return AccessLogEntry(request_id=picked.request_id, **({"status": 200} | fields))
 
 
-def test_picker_access_log_ends_a_request_with_its_usage():
+def test_picker_ends_request_with_usage_from_the_access_log():
     desk = Desk()
     picked = desk.pick()
 
@@ -48,7 +48,7 @@ def test_picker_access_log_ends_a_request_with_its_usage():
     assert desk.in_flight == 0
 
 
-def test_picker_usage_after_the_end_is_measured_once():
+def test_picker_counts_usage_after_the_request_end_once():
     desk = Desk()
     picked = desk.pick()
     desk.picker.finished(12.0, picked.request_id, None)
@@ -61,7 +61,7 @@ def test_picker_usage_after_the_end_is_measured_once():
     assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
-def test_picker_remembers_a_bounded_number_of_ended_requests():
+def test_picker_stores_a_bounded_number_of_ended_requests():
     desk = Desk(limits=Limits(ended_requests=2))
     picks = [desk.pick() for _ in range(3)]
     for picked in picks:
@@ -86,7 +86,7 @@ def test_picker_remembers_a_bounded_number_of_ended_requests():
         ({"status": 200, "flags": ("upstream_connection_termination",)}, "failed"),
     ],
 )
-def test_picker_access_log_tells_which_side_aborted(fields, end):
+def test_picker_reads_the_aborting_side_from_the_access_log(fields, end):
     desk = Desk()
     picked = desk.pick()
 
@@ -97,7 +97,7 @@ def test_picker_access_log_tells_which_side_aborted(fields, end):
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_picker_engine_rejection_is_no_abort_and_removes_the_prefix(status):
+def test_picker_engine_rejection_is_no_abort_and_drops_the_prefix(status):
     desk = Desk()
     text = "a long shared prefix " * 200
     picked = desk.pick(chat(text))
@@ -109,7 +109,7 @@ def test_picker_engine_rejection_is_no_abort_and_removes_the_prefix(status):
     assert "matched=0" in (desk.pick(chat(text)).receipt or "")
 
 
-def test_picker_usage_counts_despite_early_client_close():
+def test_picker_counts_usage_despite_early_client_close():
     desk = Desk()
     picked = desk.pick()
     desk.picker.finished(12.0, picked.request_id, None)
@@ -121,7 +121,7 @@ def test_picker_usage_counts_despite_early_client_close():
     assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
-def test_picker_access_log_reports_another_server_than_chosen():
+def test_picker_moves_request_to_the_server_in_the_access_log():
     desk = Desk()
     picked = desk.pick()
     other = picked.destination.split(",")[1]
@@ -131,7 +131,7 @@ def test_picker_access_log_reports_another_server_than_chosen():
     assert desk.observer.names() == ["routed", "served_elsewhere", "finished"]
 
 
-def test_picker_ignores_other_routers_entries():
+def test_picker_ignores_access_log_entries_of_other_routers():
     desk = Desk()
     desk.pick()
 
@@ -141,7 +141,7 @@ def test_picker_ignores_other_routers_entries():
     assert desk.in_flight == 1
 
 
-def test_picker_silent_requests_expire():
+def test_picker_expires_requests_without_events():
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     assert desk.picker.next_deadline() is None
     desk.pick(chat(model="b"), now=20.0)

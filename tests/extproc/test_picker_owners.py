@@ -1,4 +1,4 @@
-"""The picker finds a request's router by its id, and forgets the id when the request ends."""
+"""Tests that the picker finds a request's router by the request ID, and removes the ID when the request ends."""
 
 import pytest
 
@@ -37,14 +37,14 @@ def test_picker_event_reaches_only_the_router_of_its_request(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["finished", "rejected", "aborted", "failed"])
-def test_picker_forgets_a_request_that_ended(name):
+def test_picker_removes_a_request_that_ended(name):
     desk = Desk()
     picked = desk.pick()
     getattr(desk.picker, name)(12.0, picked.request_id, *([None] if name == "finished" else []))
     assert not desk.picker._owners
 
 
-def test_picker_forgets_a_request_that_expired():
+def test_picker_removes_a_request_that_expired():
     desk = Desk()
     desk.pick()
     deadline_s = desk.picker.next_deadline()
@@ -54,7 +54,7 @@ def test_picker_forgets_a_request_that_expired():
     assert not desk.picker._owners
 
 
-def test_picker_forgets_rejected_and_abandoned_requests():
+def test_picker_removes_rejected_and_aborted_requests():
     desk = Desk(pool("empty", model="e", members=0), crowded_pool())
     desk.refused(chat(model="e"))
     first = desk.pick(chat("long " * 10_000))
@@ -64,7 +64,7 @@ def test_picker_forgets_rejected_and_abandoned_requests():
     assert set(desk.picker._owners) == {first.request_id}
 
 
-def test_picker_forgets_the_requests_of_a_removed_pool():
+def test_picker_removes_the_requests_of_a_removed_pool():
     desk = Desk(pool(), pool("other", model="o"))
     gone, stays = desk.pick(chat(model="o")), desk.pick()
     desk.picker.set_pools(12.0, (pool(),))

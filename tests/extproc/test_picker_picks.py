@@ -1,4 +1,4 @@
-"""The picker's choices: destinations for bodies, pools for models, names of sessions, and rejections."""
+"""Tests of the picker's choices: destinations for bodies, pools for models, session names, and rejections."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_pick_ids_are_never_repeated():
     assert len({desk.pick().request_id for _ in range(50)}) == 50
 
 
-def test_pick_names_and_aliases_lead_to_their_pool():
+def test_pick_by_model_name_or_alias_selects_its_pool():
     desk = Desk(pool("a", model="big", aliases=["b1", "b2"]), pool("c", model="small"))
 
     clusters = [desk.pick(chat(model=name)).cluster for name in ("big", "b1", "b2", "small")]
@@ -48,7 +48,7 @@ def test_pick_names_and_aliases_lead_to_their_pool():
     assert desk.refused(chat(model="llm/a")) == 404
 
 
-def test_pick_alias_shares_the_models_prefixes():
+def test_pick_by_alias_shares_the_prefixes_of_the_model():
     desk = Desk(pool(aliases=["alias"]))
     text = "a long shared prefix " * 200
     desk.pick(chat(text))
@@ -66,7 +66,7 @@ def test_pick_prompt_counts_at_most_max_model_len(engine):
     assert sum(each.pending_prefill_tokens for each in desk.picker.statuses()[0].endpoints) == engine.max_model_len
 
 
-def test_pick_adapter_leads_to_its_pool_and_shares_no_prefix():
+def test_pick_by_adapter_selects_its_pool_and_shares_no_prefix():
     desk = Desk(pool("a", adapters=["sql", "law"]), pool("b", model="other"))
     text = "a long shared prefix " * 200
     desk.pick(chat(text))
@@ -77,7 +77,7 @@ def test_pick_adapter_leads_to_its_pool_and_shares_no_prefix():
     assert ["matched=0" in (each.receipt or "") for each in picked] == [True, True, False, False]
 
 
-def test_pick_adapter_in_model_precedes_the_one_in_lora_path():
+def test_pick_prefers_adapter_in_model_to_adapter_in_lora_path():
     desk = Desk(pool(adapters=["sql"]))
     text = "a long shared prefix " * 200
     desk.pick(chat(text, model="sql"))
@@ -85,7 +85,7 @@ def test_pick_adapter_in_model_precedes_the_one_in_lora_path():
     assert "matched=0" not in (desk.pick(chat(text, model="sql", lora_path="law")).receipt or "")
 
 
-def test_pick_cache_salts_share_no_prefix():
+def test_pick_with_different_cache_salts_shares_no_prefix():
     desk = Desk()
     text = "a long shared prefix " * 200
     desk.pick(chat(text, cache_salt="one"))
@@ -94,7 +94,7 @@ def test_pick_cache_salts_share_no_prefix():
     assert "matched=0" not in (desk.pick(chat(text, cache_salt="one")).receipt or "")
 
 
-def test_pick_lora_adapters_share_no_prefix():
+def test_pick_with_different_lora_adapters_shares_no_prefix():
     desk = Desk()
     text = "a long shared prefix " * 200
     desk.pick(chat(text, lora_path="one"))
@@ -104,7 +104,7 @@ def test_pick_lora_adapters_share_no_prefix():
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_pick_tells_the_router_whether_a_first_token_will_be_seen(monkeypatch, streamed):
+def test_pick_reports_if_a_first_token_will_be_observed(monkeypatch, streamed):
     asked = []
     real = PoolRouter.on_request
     monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: asked.append(each) or real(self, now, each))
@@ -122,7 +122,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_body_prefix_may_continue_and_the_whole_may_not(body):
+def test_incomplete_body_can_continue_but_complete_body_cannot(body):
     whole = body.encode()
 
     assert [cut for cut in range(len(whole)) if not may_go_on(whole[:cut])] == []
@@ -146,18 +146,18 @@ def test_body_prefix_may_continue_and_the_whole_may_not(body):
         b"\xef\xbb\xbf{",
     ],
 )
-def test_body_that_no_bytes_complete_may_not_continue(body):
+def test_invalid_start_of_a_body_cannot_continue(body):
     assert not may_go_on(body)
 
 
-def test_pools_naming_one_model_leave_it_to_the_first():
+def test_model_name_in_two_pools_belongs_to_the_first():
     desk = Desk(pool("a", model="m"), pool("b", model="m", aliases=["other"]))
 
     assert desk.pick(chat(model="m")).cluster == "llm/a"
     assert desk.pick(chat(model="other")).cluster == "llm/b"
 
 
-def test_pools_changed_keep_accounts_and_removed_lose_them():
+def test_changed_pools_keep_accounts_and_removed_pools_lose_them():
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     kept, lost = desk.pick(chat(model="a")), desk.pick(chat(model="b"))
     assert desk.in_flight == 2
@@ -172,7 +172,7 @@ def test_pools_changed_keep_accounts_and_removed_lose_them():
     assert desk.in_flight == 0
 
 
-def test_pick_get_goes_to_the_first_pool_with_a_member():
+def test_pick_for_get_request_uses_first_pool_with_a_member():
     desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
 
     picked = desk.picker.pick_bodiless(1.0, None)
@@ -182,7 +182,7 @@ def test_pick_get_goes_to_the_first_pool_with_a_member():
     assert desk.observer.events == [RoutedBodiless(now=1.0, pool="llm/full")]
 
 
-def test_pick_rejections_are_reported_with_their_pool():
+def test_pick_reports_rejections_with_their_pool():
     desk = Desk(pool(members=0))
 
     desk.refused(chat())
@@ -196,14 +196,14 @@ def test_pick_rejections_are_reported_with_their_pool():
     ]
 
 
-def test_pick_400_names_the_field():
+def test_pick_400_error_contains_the_field_name():
     refused = Desk().ask(b'{"model": 1}')
 
     assert isinstance(refused, Refused)
     assert refused.param == "model"
 
 
-def test_pick_receipt_is_in_the_debug_log(capsys):
+def test_pick_writes_the_receipt_to_the_debug_log(capsys):
     with logging_as_it_was():
         logs.configure(level="info", log_format="json")
         Desk().pick()
@@ -225,7 +225,7 @@ def sessions(monkeypatch, desk: Desk, *asked) -> list[int | None]:
     return [each.session for each in seen]
 
 
-def test_session_header_precedes_the_body(monkeypatch):
+def test_session_header_takes_precedence_over_the_body(monkeypatch):
     desk = Desk(pool(session=Session(header="X-My-Session")))
     named = {"x-my-session": "one"}
 
@@ -247,7 +247,7 @@ def test_session_header_precedes_the_body(monkeypatch):
     assert none is None
 
 
-def test_session_is_never_shared_by_tenants_or_models(monkeypatch):
+def test_sessions_are_separate_for_tenants_and_models(monkeypatch):
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     bodies = [chat(model="a"), chat(model="b"), chat(model="a", cache_salt="x"), chat(model="a", lora_path="y")]
 
@@ -270,12 +270,12 @@ def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, whe
     [
         (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
         (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
-        # The parser accepts this, but it is too deep to be serialised again.
+        # The parser accepts this body, but its nesting is too deep for the serializer.
         (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
     ],
     ids=["unclosed", "parser", "spelling"],
 )
-def test_body_nested_too_deeply_is_a_bad_request(body, why):
+def test_too_deeply_nested_body_is_a_bad_request(body, why):
     refused = Desk().ask(body)
 
     assert isinstance(refused, Refused)
@@ -283,7 +283,7 @@ def test_body_nested_too_deeply_is_a_bad_request(body, why):
     assert refused.message.startswith(why)
 
 
-def test_model_name_that_is_too_long_is_truncated():
+def test_too_long_model_name_is_truncated():
     refused = Desk().ask(chat(model="m" * 1_000_000))
 
     assert isinstance(refused, Refused)

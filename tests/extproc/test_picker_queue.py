@@ -1,4 +1,4 @@
-"""Queued requests at the picker: what resumes them, in which order, and how they are rejected."""
+"""Tests of queued requests at the picker: the events that release requests, the order, and rejections."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 
 SHORT = chat()
-# Two minutes of prefill for the engine of a crowded pool.
+# A prompt with two minutes of prefill on the slow engine.
 LONG = chat("long " * 10_000)
 
 
 class Queue(Desk):
-    """A desk whose only engine is busy; new requests wait."""
+    """A desk with a single busy engine, so that new requests queue."""
 
     def __init__(self, *pools, **queue) -> None:
         super().__init__(*(pools or (crowded_pool(**queue),)))
@@ -60,7 +60,7 @@ class Queue(Desk):
         "pools",
     ],
 )
-def test_picker_any_event_that_makes_room_resumes_once(event):
+def test_picker_resumes_request_once_after_any_event_that_frees_room(event):
     desk = Queue(max_wait_s=10_000.0)
     waiting = desk.hold()
     assert desk.resumed == []
@@ -74,8 +74,8 @@ def test_picker_any_event_that_makes_room_resumes_once(event):
     assert desk.observer.names().count("waited") == 1
 
 
-def test_picker_request_moved_by_another_is_not_lost():
-    """Room that comes by time alone is first seen when somebody else asks."""
+def test_picker_resumes_queued_request_during_a_later_pick():
+    """If a dispatch window opens with time, the next pick dispatches the queued request."""
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold()
 
@@ -94,8 +94,8 @@ def test_picker_resumes_queued_requests_in_order():
     assert desk.ids_resumed() == waiting
 
 
-def test_picker_resumed_request_may_call_the_picker():
-    """The next one in turn is given up from within the resumption of the one before: it is never resumed."""
+def test_picker_can_be_called_by_a_resumed_request():
+    """The release of a queued request aborts the next queued request, which must then not be released."""
     desk = Queue(dispatch_window_s=1.0)
     asked_again = []
     others: list[str] = []
@@ -118,8 +118,10 @@ def test_picker_resumed_request_may_call_the_picker():
     assert desk.in_flight == 3
 
 
-def test_picker_request_released_during_its_pick_is_answered():
-    """Its arrival releases another request, whose stream ends as it is resumed and so makes room for this one."""
+def test_picker_answers_a_request_released_during_its_pick():
+    """The new request's arrival releases another request. The other request's stream ends at its release, so the new
+    request gets the member.
+    """
     desk = Queue(dispatch_window_s=1.0)
     ended: list[str] = []
 
@@ -137,7 +139,7 @@ def test_picker_request_released_during_its_pick_is_answered():
     assert desk.held == 0
 
 
-def test_picker_queued_request_that_releases_another_waits():
+def test_picker_queued_request_waits_after_releasing_another():
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold(LONG)
 
@@ -148,7 +150,7 @@ def test_picker_queued_request_that_releases_another_waits():
     assert desk.held == 1
 
 
-def test_picker_aborted_queued_request_is_never_resumed():
+def test_picker_never_resumes_an_aborted_queued_request():
     desk = Queue()
     waiting = desk.hold()
 
@@ -161,7 +163,7 @@ def test_picker_aborted_queued_request_is_never_resumed():
     assert [(each.pool, each.queued_s) for each in desk.observer.of(Abandoned)] == [("llm/qwen", 1.0)]
 
 
-def test_picker_queued_request_of_a_removed_pool_is_rejected():
+def test_picker_rejects_queued_requests_of_a_removed_pool():
     desk = Queue(crowded_pool(), pool("other", model="o"))
     desk.hold()
 
@@ -174,7 +176,7 @@ def test_picker_queued_request_of_a_removed_pool_is_rejected():
     assert desk.picker.next_deadline() is None
 
 
-def test_picker_queued_too_long_is_rejected_with_retry_after():
+def test_picker_rejects_request_queued_too_long_with_retry_after():
     desk = Queue(max_wait_s=30.0)
     desk.hold(now=10.0)
 
@@ -189,7 +191,7 @@ def test_picker_queued_too_long_is_rejected_with_retry_after():
     assert refused.retry_after_s >= 1
 
 
-def test_picker_first_member_gets_the_waiting_requests():
+def test_picker_dispatches_queued_requests_to_the_first_member():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     outcome = desk.ask()
     assert isinstance(outcome, AnswerLater)
@@ -201,7 +203,7 @@ def test_picker_first_member_gets_the_waiting_requests():
     assert picked.request_id == outcome.request_id
 
 
-def test_picker_stopped_queueing_queues_nothing_again():
+def test_picker_queues_no_request_after_queueing_is_stopped():
     desk = Queue(crowded_pool(hold_when_empty=True), crowded_pool("empty", members=0, hold_when_empty=True))
     desk.picker.stop_queueing(11.0)
 
@@ -214,7 +216,7 @@ def test_picker_stopped_queueing_queues_nothing_again():
     assert isinstance(desk.ask(), Picked)
 
 
-def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
+def test_picker_rejects_requests_of_empty_pool_at_shutdown():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     assert isinstance(desk.ask(), AnswerLater)
 
@@ -225,7 +227,7 @@ def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
     assert refused.status == 503
 
 
-def test_picker_first_queued_request_announces_its_deadline():
+def test_picker_reports_deadline_of_the_first_queued_request():
     desk = Queue(max_wait_s=50.0)
     announced: list[float | None] = []
     desk.picker.on_first_queued(lambda: announced.append(desk.picker.next_deadline()))
@@ -243,7 +245,7 @@ def test_picker_first_queued_request_announces_its_deadline():
 
 
 @pytest.mark.parametrize("status", [None, 200, 400, 503])
-def test_picker_access_log_of_a_queued_request_is_ignored(status):
+def test_picker_ignores_access_log_entry_of_a_queued_request(status):
     desk = Queue()
     waiting = desk.hold()
 
@@ -254,14 +256,14 @@ def test_picker_access_log_of_a_queued_request_is_ignored(status):
     assert desk.ids_resumed() == [waiting]
 
 
-def test_picker_update_reaches_its_pool_and_may_make_room():
+def test_picker_replication_update_can_release_queued_requests():
     desk = Queue(crowded_pool(), pool("other", model="o"))
     teller = Desk(crowded_pool(), pool("other", model="o"))
     waiting = desk.hold()
     told = dict(teller.picker.take_update(11.0))
     assert told.keys() == {"llm/qwen", "llm/other"}
 
-    # Two minutes later the pending prefill should have ended; the next update shows it.
+    # The estimated end of the pending prefill is two minutes later; the next update has no pending prefill.
     desk.picker.on_update(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_update(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_bindings(10_000.0, "llm/other", ())

@@ -1,4 +1,4 @@
-"""The log lines of a reload of pools."""
+"""Tests of the log lines of a pool reload."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, obj
     return [(each.levelname, each.getMessage(), each.__dict__["details"]) for each in caplog.records]
 
 
-def test_log_changes_names_added_removed_and_changed_members(caplog):
+def test_log_changes_lists_added_removed_and_changed_members(caplog):
     before = pool(members=3)
     moved = replace(before.members[1], address="10.9.9.9")
     new = Member(id="qwen-9", address="10.0.0.9", port=8000)
@@ -31,7 +31,7 @@ def test_log_changes_names_added_removed_and_changed_members(caplog):
     assert said(caplog) == [("INFO", "Reloaded pool", details | {"changed": ["qwen-1"], "settings": []})]
 
 
-def test_log_changes_names_changed_settings_of_changed_pools(caplog):
+def test_log_changes_lists_changed_settings_of_changed_pools(caplog):
     before = pool("a"), pool("b")
 
     log_changes(before, (before[0], replace(before[1], slo=Slo(ttft_s=1.0))))
@@ -41,12 +41,15 @@ def test_log_changes_names_changed_settings_of_changed_pools(caplog):
     assert details["settings"] == ["slo"]
 
 
-def test_log_changes_added_and_removed_pools_need_envoy_config(caplog):
+def test_log_changes_asks_for_new_envoy_config_if_pools_change(caplog):
     log_changes((pool("old"),), (pool("new", members=1),))
 
     lines = said(caplog)
     assert [(level, details["pool"]) for level, _, details in lines] == [("WARNING", "llm/new"), ("WARNING", "llm/old")]
-    assert all("run envoy-config again for Envoys" in sentence for _, sentence, _ in lines)
+    assert all(
+        "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again" in sentence
+        for _, sentence, _ in lines
+    )
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
@@ -60,7 +63,7 @@ def test_log_changes_warns_of_a_decreased_ring_version(caplog, version, warnings
     assert all("Ring version decreased" in sentence and details["before"] == 5 for sentence, details in warned)
 
 
-def test_log_changes_shortens_a_long_list(caplog):
+def test_log_changes_shortens_a_long_member_list(caplog):
     log_changes((pool(members=0),), (pool(members=50),))
 
     ((_, _, details),) = said(caplog)
@@ -71,7 +74,7 @@ def test_log_changes_shortens_a_long_list(caplog):
 
 
 @pytest.mark.parametrize(("max_wait_s", "warnings"), [(31.0, 1), (30.0, 0), (1.0, 0)])
-def test_log_changes_longer_max_wait_needs_envoy_config(caplog, max_wait_s, warnings):
+def test_log_changes_asks_for_new_envoy_config_if_max_wait_grows(caplog, max_wait_s, warnings):
     before = pool()
     queue = replace(before.routing.queue, max_wait_s=max_wait_s)
 
@@ -80,6 +83,7 @@ def test_log_changes_longer_max_wait_needs_envoy_config(caplog, max_wait_s, warn
     warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
     assert all(
-        "maxWait" in sentence and "run envoy-config again for Envoys that it configured with --pool" in sentence
+        "maxWait" in sentence
+        and "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again" in sentence
         for sentence in warned
     )

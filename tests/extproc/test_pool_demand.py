@@ -1,4 +1,6 @@
-"""A pool's demand over several routers: pickers, their exchanges and one store in memory, with a simulated clock."""
+"""Tests of a pool's demand at several routers: pickers, their exchanges and one store in memory, with a simulated
+clock.
+"""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ class Clock:
 
 
 class Shelf(MemoryStore):
-    """The store between the routers; ``down`` makes it unreachable, ``full`` makes all writes fail."""
+    """The routers' shared store; ``down`` makes the store unreachable, ``full`` makes all writes fail."""
 
     down = False
     full = False
@@ -94,7 +96,7 @@ class Router:
 
     @property
     def wish(self) -> float:
-        """Its own value, as in a scrape."""
+        """Return the router's own demand, as in a scrape."""
         (status,) = self.picker.statuses(None)
         return self.traffic.signals((status,))[self.pool.id].desired_replicas
 
@@ -114,7 +116,7 @@ def store(clock: Clock) -> Shelf:
 
 
 async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[Router, int] | None = None) -> None:
-    """Advance the time while the routers exchange updates; with ``load`` each gets this number of requests a second."""
+    """Advance the time while the routers exchange updates; each router receives ``load`` requests per second."""
     for _ in range(round(seconds / INTERVAL_S)):
         clock.now += INTERVAL_S
         for router, requests in (load or {}).items():
@@ -128,8 +130,8 @@ async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[R
             await router.exchange.exchange()
 
 
-class TestOneNumber:
-    async def test_demand_of_three_routers_is_their_sum_at_each(self, clock, store):
+class TestDemandSum:
+    async def test_demand_of_three_routers_is_the_same_sum_at_every_router(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "abc"]
         for router, requests in zip(routers, (1, 2, 3), strict=True):
             for _ in range(requests):
@@ -141,7 +143,7 @@ class TestOneNumber:
         assert totals[0].in_flight == 6
         assert totals[0].pending_prefill_tokens == 6000
 
-    async def test_demand_sum_equals_that_of_one_router_with_all_traffic(self, clock, store):
+    async def test_demand_sum_equals_demand_of_a_router_with_all_traffic(self, clock, store):
         alone = Router("alone", clock, None, POOL)
         pair = [Router(name, clock, store, POOL) for name in "ab"]
         await pass_time(clock, 70.0, *pair, load={alone: 40, pair[0]: 10, pair[1]: 30})
@@ -159,7 +161,7 @@ class TestOneNumber:
         await pass_time(clock, 1.5, one, other)
         assert one.demand.total(POOL.id).slo_attainment == other.demand.total(POOL.id).slo_attainment == 0.75
 
-    async def test_demand_few_first_tokens_per_router_still_show_a_missed_slo(self, clock, store):
+    async def test_demand_shows_missed_slo_with_few_first_tokens_per_router(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "ab"]
         late: list[tuple[float, Router, str]] = []
         for second in range(150):
@@ -170,7 +172,7 @@ class TestOneNumber:
                 router.picker.first_token(clock(), request_id)
                 router.picker.finished(clock(), request_id, None)
             await pass_time(clock, 1.0, *routers)
-        # Twelve a minute through each: alone neither would say that four instances are too few.
+        # Each router has twelve requests per minute, too few for a router alone to add instances.
         assert all(router.desired > len(POOL.members) for router in routers)
 
     async def test_demand_is_reported_once_a_second(self, clock, store):
@@ -192,19 +194,24 @@ class TestOneNumber:
         assert not router.demand.knows(POOL.id)
 
 
-class TestWhileTheStoreIsAway:
-    """Two routers miss the SLO with four instances; neither takes the other's part of the fleet upon itself."""
+class TestStoreUnavailable:
+    """Tests of two routers that miss the SLO with four instances. A router without the store must not add the other
+    router's demand to its own.
+    """
 
     async def late(
         self, clock: Clock, store: Shelf, names: str, *, away_s: float, trouble: str = "down", from_s: float = 120.0
     ) -> list[float]:
-        """Return the sum of their own desired replicas once a second; the store fails at ``from_s``, for ``away_s``."""
+        """Return the sum of the routers' own desired replicas every second; the store fails at ``from_s`` for
+        ``away_s``.
+        """
         routers = [Router(name, clock, store, POOL) for name in names]
         asked: list[tuple[float, Router, str]] = []
         wishes = []
         for second in range(200):
             setattr(store, trouble, from_s <= second < from_s + away_s)
-            # One of eight is late, just too many, so that little is added each minute.
+            # One of eight first tokens is late. This is slightly more than the SLO allows, so autoscaling adds only a
+            # few instances per minute.
             answered_s = clock() + (POOL.slo.ttft_s + 1.0 if second % 8 == 0 else 0.0)
             asked += [(answered_s, router, router.ask().request_id) for router in routers]
             for each in [each for each in asked if each[0] <= clock()]:
@@ -218,7 +225,7 @@ class TestWhileTheStoreIsAway:
 
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
-    async def test_demand_lost_store_adds_nothing(self, clock, store, away_s, trouble):
+    async def test_demand_does_not_grow_while_the_store_is_unavailable(self, clock, store, away_s, trouble):
         calm = Clock()
         undisturbed = await self.late(calm, Shelf(calm), "ab", away_s=0.0)
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
@@ -226,23 +233,23 @@ class TestWhileTheStoreIsAway:
         # The learnt speed still changes the wish a little.
         assert max(wishes[120:]) <= max(undisturbed[120:]) * 1.02
 
-    async def test_demand_lost_store_adds_nothing_for_new_routers(self, clock, store):
+    async def test_demand_of_new_router_adds_nothing_without_the_store(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
         assert max(wishes) < 3.0
 
-    async def test_demand_single_router_without_peers_answers_alone(self, clock, store):
+    async def test_demand_of_single_router_grows_despite_unavailable_store(self, clock, store):
         assert (await self.late(clock, store, "a", away_s=80.0))[-1] > len(POOL.members)
 
 
-class TestWhatCannotBeKnown:
-    async def test_demand_without_store_is_known_at_once(self, clock):
+class TestUnknownDemand:
+    async def test_demand_without_configured_store_is_known_at_once(self, clock):
         router = Router("a", clock, None, POOL)
         assert (router.desired, router.active) == (0.0, False)
         router.ask()
         assert router.desired > 0.0
         assert router.active
 
-    async def test_demand_of_a_started_router_is_unknown_until_an_exchange(self, clock, store):
+    async def test_demand_of_a_new_router_is_unknown_until_an_exchange(self, clock, store):
         busy, late = Router("busy", clock, store, POOL), Router("late", clock, store, POOL)
         busy.ask()
         await pass_time(clock, 0.1, busy)
@@ -266,7 +273,7 @@ class TestWhatCannotBeKnown:
         await pass_time(clock, 0.1, router)
         assert router.desired == 0.0
 
-    async def test_demand_unknown_still_shows_own_activity(self, clock, store):
+    async def test_unknown_demand_still_shows_own_activity(self, clock, store):
         store.down = True
         router = Router("a", clock, store, EMPTY)
         router.ask()
@@ -283,10 +290,12 @@ class TestWhatCannotBeKnown:
         assert router.desired == 0.0
 
 
-class TestARouterThatGoes:
-    """Two or three routers under load, of which one is killed; its requests go to the others or to its restart."""
+class TestStoppedRouter:
+    """Tests of two or three routers under load after a kill of one router; its requests move to the other routers or to
+    its restart.
+    """
 
-    async def test_demand_does_not_dip_when_one_of_three_dies(self, clock, store):
+    async def test_demand_does_not_drop_if_one_of_three_routers_stops(self, clock, store):
         a, b, c = (Router(name, clock, store, POOL) for name in "abc")
         await pass_time(clock, 70.0, a, b, c, load={a: 10, b: 10, c: 10})
         before = a.desired
@@ -295,7 +304,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= a.desired <= before * 1.15
             assert b.desired == pytest.approx(a.desired, rel=0.05)
 
-    async def test_demand_does_not_dip_when_the_only_router_is_replaced(self, clock, store):
+    async def test_demand_does_not_drop_if_the_only_router_is_replaced(self, clock, store):
         old = Router("old", clock, store, POOL)
         await pass_time(clock, 70.0, old, load={old: 20})
         before = old.desired
@@ -306,7 +315,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= new.desired <= before * 1.15
             await pass_time(clock, 1.0, new, load={new: 20})
 
-    async def test_demand_does_not_dip_when_routers_are_replaced_in_turn(self, clock, store):
+    async def test_demand_does_not_drop_in_a_rolling_router_update(self, clock, store):
         running = [Router(name, clock, store, POOL) for name in ("a0", "b0", "c0")]
         await pass_time(clock, 70.0, *running, load=dict.fromkeys(running, 10))
         before = running[0].desired
@@ -322,8 +331,8 @@ class TestARouterThatGoes:
         assert running[0].desired == pytest.approx(before, rel=0.1)
 
 
-class TestWaking:
-    async def test_demand_queued_request_is_reported_at_once(self, clock, store):
+class TestActivation:
+    async def test_demand_reports_a_queued_request_at_once(self, clock, store):
         one, other = (Router(name, clock, store, EMPTY) for name in "ab")
         await pass_time(clock, 5.0, one, other)
         assert not one.active
@@ -340,7 +349,7 @@ class TestWaking:
         assert other.changed == [EMPTY.id]
         assert other.active
 
-    async def test_demand_rejected_or_abandoned_request_activates_the_pool(self, clock):
+    async def test_demand_rejected_or_aborted_request_activates_the_pool(self, clock):
         for pool in (crowded_pool("qwen", members=0), crowded_pool("qwen", members=0, hold_when_empty=True)):
             router = Router("a", clock, None, pool)
             assert not router.active
@@ -355,13 +364,13 @@ class TestWaking:
             clock.now += 6.0
             assert not router.active
 
-    async def test_demand_request_without_prompt_activates_nothing(self, clock):
-        """They are health checks and lists of models, which somebody asks for all day."""
+    async def test_demand_request_without_prompt_activates_no_pool(self, clock):
+        """The requests are health checks and model lists, which clients send constantly."""
         router = Router("a", clock, None, EMPTY)
         router.picker.pick_bodiless(clock(), None)
         assert (router.changed, router.active) == ([], False)
 
-    async def test_demand_long_answer_keeps_the_pool_active(self, clock):
+    async def test_demand_long_response_keeps_the_pool_active(self, clock):
         router = Router("a", clock, None, POOL)
         picked = router.ask()
         router.picker.first_token(clock(), picked.request_id)

@@ -1,4 +1,4 @@
-"""Reading pool files: accepted forms, and the errors of invalid files, YAML bombs included."""
+"""Tests of reading pool files: accepted forms, and the errors of invalid files, including YAML bombs."""
 
 import json
 import os
@@ -12,29 +12,29 @@ from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 from extproc.pool_files import API, document, write
 
 
-class TestLoading:
-    def test_load_one_object(self, tmp_path: Path) -> None:
+class TestLoadPoolFiles:
+    def test_load_file_with_one_object_returns_its_pool(self, tmp_path: Path) -> None:
         (pool,) = load_pool_files([write(tmp_path / "p.yaml", document(members=3))])
         assert pool.id == "llm/qwen"
         assert [member.id for member in pool.members] == ["qwen-0", "qwen-1", "qwen-2"]
 
-    def test_load_several_documents_and_files_in_order(self, tmp_path: Path) -> None:
+    def test_load_keeps_order_of_documents_and_files(self, tmp_path: Path) -> None:
         one = tmp_path / "one.yaml"
         one.write_text("---\n" + yaml.safe_dump(document("b")) + "---\n" + yaml.safe_dump(document("a")) + "---\n")
         two = write(tmp_path / "two.yaml", document("c"))
         assert [pool.id for pool in load_pool_files([one, two])] == ["llm/b", "llm/a", "llm/c"]
 
     @pytest.mark.parametrize("kind", ["List", "InferencePoolList"])
-    def test_load_kubectl_list(self, tmp_path: Path, kind: str) -> None:
+    def test_load_accepts_the_list_output_of_kubectl(self, tmp_path: Path, kind: str) -> None:
         listed = {"apiVersion": "v1", "kind": kind, "items": [document("a"), document("b")], "metadata": {}}
         assert [pool.id for pool in load_pool_files([write(tmp_path / "p.yaml", listed)])] == ["llm/a", "llm/b"]
 
-    def test_load_json(self, tmp_path: Path) -> None:
+    def test_load_accepts_json(self, tmp_path: Path) -> None:
         path = tmp_path / "p.json"
         path.write_text(json.dumps(document()))
         assert len(load_pool_files([path])) == 1
 
-    def test_load_yaml_anchors(self, tmp_path: Path) -> None:
+    def test_load_resolves_yaml_anchors(self, tmp_path: Path) -> None:
         path = tmp_path / "p.yaml"
         path.write_text(
             f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: a, namespace: n}}\n"
@@ -45,7 +45,7 @@ class TestLoading:
         )
         assert load_pool_files([path])[1].members[0].port == 81
 
-    def test_load_pipe_is_read_once(self) -> None:
+    def test_load_reads_a_pipe_once(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, yaml.safe_dump(document()).encode())
         os.close(writer)
@@ -54,7 +54,7 @@ class TestLoading:
         finally:
             os.close(reader)
 
-    def test_load_without_libyaml(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_load_without_libyaml_gives_the_same_pools(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pool_file, "_Loader", yaml.SafeLoader)
         path = write(tmp_path / "p.yaml", document())
         assert len(load_pool_files([path])) == 1
@@ -63,7 +63,7 @@ class TestLoading:
             load_pool_files([path])
 
 
-class TestRefusing:
+class TestRejectedFiles:
     @pytest.mark.parametrize(
         ("content", "field"),
         [
@@ -89,7 +89,7 @@ class TestRefusing:
             ("\x00", "document"),
         ],
     )
-    def test_load_invalid_pool_names_file_field_and_accepted(
+    def test_load_invalid_pool_error_has_file_field_and_accepted_form(
         self, tmp_path: Path, content: str, field: str | None
     ) -> None:
         path = tmp_path / "p.yaml"
@@ -115,7 +115,7 @@ class TestRefusing:
             ("x: " + "[" * 100, "more than 64 levels; give a flatter file"),
         ],
     )
-    def test_load_invalid_file_describes_the_fault(self, tmp_path: Path, content: str | None, said: str) -> None:
+    def test_load_invalid_file_error_describes_the_fault(self, tmp_path: Path, content: str | None, said: str) -> None:
         path = tmp_path / "p.yaml"
         if content is not None:
             path.write_text(content)
@@ -124,13 +124,13 @@ class TestRefusing:
         assert str(refused.value).startswith(f"{path}: {said}")
         assert "is not accepted" not in str(refused.value)
 
-    def test_load_binary_file_is_rejected(self, tmp_path: Path) -> None:
+    def test_load_rejects_a_binary_file(self, tmp_path: Path) -> None:
         path = tmp_path / "p.yaml"
         path.write_bytes(b"\xff\x00\xfe\x80kind")
         with pytest.raises(PoolFileError):
             load_pool_files([path])
 
-    def test_load_invalid_field_names_path_and_document(self, tmp_path: Path) -> None:
+    def test_load_invalid_field_error_has_path_and_document_number(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document("a"), document("b", engine={"port": 99999}))
         with pytest.raises(PoolFileError) as refused:
             load_pool_files([path])
@@ -138,19 +138,19 @@ class TestRefusing:
         assert refused.value.value == 99999
 
     @pytest.mark.parametrize("name", ["absent.yaml", ""])
-    def test_load_unreadable_file_is_rejected(self, tmp_path: Path, name: str) -> None:
+    def test_load_rejects_an_unreadable_file(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(PoolFileError) as refused:
             load_pool_files([tmp_path / name])
         assert refused.value.field == "file"
 
-    def test_load_same_pool_in_two_files_names_the_second(self, tmp_path: Path) -> None:
+    def test_load_error_for_pool_in_two_files_names_the_second_file(self, tmp_path: Path) -> None:
         paths = [write(tmp_path / f"{n}.yaml", document("a")) for n in (1, 2)]
         with pytest.raises(PoolFileError) as refused:
             load_pool_files(paths)
         assert refused.value.file == paths[1]
         assert refused.value.value == "llm/a"
 
-    def test_load_same_model_in_two_files_is_rejected(self, tmp_path: Path) -> None:
+    def test_load_rejects_the_same_model_in_two_files(self, tmp_path: Path) -> None:
         paths = [write(tmp_path / f"{name}.yaml", document(name, model="same")) for name in ("a", "b")]
         with pytest.raises(PoolFileError, match="same"):
             load_pool_files(paths)
@@ -173,13 +173,13 @@ class TestRefusing:
         ],
         ids=["flow", "block", "mapping", "key", "circle", "inner circle", "aliases", "merges", "many", "long"],
     )
-    def test_load_yaml_bomb_is_rejected_in_one_line(self, tmp_path: Path, bomb: bytes) -> None:
+    def test_load_rejects_a_yaml_bomb_in_one_line(self, tmp_path: Path, bomb: bytes) -> None:
         path = tmp_path / "p.yaml"
         path.write_bytes(bomb)
         with pytest.raises(PoolFileError) as refused:
             load_pool_files([path])
         assert len(str(refused.value)) < 1000
 
-    def test_load_endless_file_is_not_read_to_its_end(self) -> None:
+    def test_load_stops_reading_an_endless_file(self) -> None:
         with pytest.raises(PoolFileError, match="more than"):
             load_pool_files([Path("/dev/zero")])

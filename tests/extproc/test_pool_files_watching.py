@@ -1,4 +1,4 @@
-"""Watching pool files: stable changes are applied, errors are reported once, and nothing ends the watch."""
+"""Tests of watching pool files: the watcher applies stable changes, reports errors once, and never ends."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ from extproc.pool_files import document, write, write_text
 
 
 class Watched:
-    """A running watcher and what it reported, to be waited for."""
+    """A running watcher and its reports, for which a test can wait."""
 
     def __init__(self) -> None:
         self.applied: asyncio.Queue[tuple[Pool, ...]] = asyncio.Queue()
         self.refused: asyncio.Queue[PoolFileError] = asyncio.Queue()
 
     async def pools(self) -> dict[str, int]:
-        """The next pools applied, as members per pool."""
+        """Wait for the next applied pools; return the number of members per pool."""
         pools = await asyncio.wait_for(self.applied.get(), 20)
         return {pool.id: len(pool.members) for pool in pools}
 
@@ -48,12 +48,12 @@ async def watching(*paths: Path) -> AsyncIterator[Watched]:
             await task
 
 
-class TestWatching:
-    def test_watcher_load_rejects_like_load_pool_files(self, tmp_path: Path) -> None:
+class TestFileChanges:
+    def test_watcher_load_rejects_the_same_files_as_load_pool_files(self, tmp_path: Path) -> None:
         with pytest.raises(PoolError):
             PoolFileWatcher([tmp_path / "absent.yaml"]).load()
 
-    async def test_watcher_applies_a_rename_and_a_write_in_place(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_replaced_and_overwritten_files(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write(path, document(members=3))
@@ -61,7 +61,7 @@ class TestWatching:
             path.write_text(yaml.safe_dump(document(members=4)))
             assert await watched.pools() == {"llm/qwen": 4}
 
-    async def test_watcher_applies_a_change_of_same_size_and_time(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_change_with_equal_size_and_time(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document("aaaa"))
         stat = path.stat()
         async with watching(path) as watched:
@@ -70,8 +70,8 @@ class TestWatching:
             assert path.stat().st_size == stat.st_size
             assert await watched.pools() == {"llm/bbbb": 2}
 
-    async def test_watcher_applies_a_swapped_link(self, tmp_path: Path) -> None:
-        """How a mounted ConfigMap changes."""
+    async def test_watcher_applies_a_replaced_symbolic_link(self, tmp_path: Path) -> None:
+        """The test changes the file like an update of a mounted ConfigMap."""
         for version, members in (("v1", 1), ("v2", 2)):
             (tmp_path / version).mkdir()
             write(tmp_path / version / "p.yaml", document(members=members))
@@ -83,7 +83,7 @@ class TestWatching:
             assert await watched.pools() == {"llm/qwen": 2}
 
     @pytest.mark.parametrize("broken", ["", "kind: [", "kind: Deployment"])
-    async def test_watcher_invalid_change_is_reported_once_and_not_applied(
+    async def test_watcher_reports_invalid_change_once_without_applying(
         self, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -92,7 +92,7 @@ class TestWatching:
             write_text(path, broken)
             refusal = await watched.refusal()
             assert refusal.file == path
-            # The other file's change still applies, beside the last good pools of the broken one.
+            # The watcher applies the other file's change, and keeps the last valid pools of the broken file.
             write(other, document("other", members=5))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 5}
             write(path, document(members=3))
@@ -101,7 +101,7 @@ class TestWatching:
         (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
         assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
 
-    async def test_watcher_missing_file_is_reported_once_and_may_return(self, tmp_path: Path) -> None:
+    async def test_watcher_reports_missing_file_once_and_reads_restored_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         other = write(tmp_path / "other.yaml", document("other", members=1))
         async with watching(path, other) as watched:
@@ -109,7 +109,7 @@ class TestWatching:
             assert (await watched.refusal()).field == "file"
             write(other, document("other", members=2))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 2}
-            # Back as it was is no change; back with another member is.
+            # The original content is not a change; the original content with another member is a change.
             write(path, document(members=2))
             write(other, document("other", members=3))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 3}
@@ -118,7 +118,7 @@ class TestWatching:
             assert watched.refused.empty()
 
     @pytest.mark.parametrize("scalar", ["!!bool maybe", '!!int ""', '!!float ""', "!!timestamp x"])
-    async def test_watcher_survives_scalars_that_yaml_cannot_convert(self, tmp_path: Path, scalar: str) -> None:
+    async def test_watcher_continues_after_scalars_yaml_cannot_convert(self, tmp_path: Path, scalar: str) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write_text(path, f"replicas: {scalar}\n")
@@ -126,7 +126,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_folder_in_place_of_the_file_is_rejected(self, tmp_path: Path) -> None:
+    async def test_watcher_rejects_a_folder_in_place_of_the_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             path.unlink()
@@ -139,7 +139,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_inaccessible_path_is_rejected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_watcher_rejects_an_inaccessible_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         denied = True
 
@@ -152,7 +152,7 @@ class TestWatching:
             return method
 
         async with watching(path) as watched:
-            # Used instead of a folder without permissions, since root may read any folder.
+            # These functions replace a folder without permissions, because root can read any folder.
             for name in ("stat", "open", "exists", "is_file"):
                 monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
             assert (await watched.refusal()).value == "Permission denied"
@@ -160,7 +160,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_survives_an_unexpected_error(
+    async def test_watcher_continues_after_an_unexpected_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -190,7 +190,7 @@ class TestWatching:
             second = await watched.refusal()
             assert first.value != second.value
 
-    async def test_watcher_pool_may_move_to_another_file(self, tmp_path: Path) -> None:
+    async def test_watcher_accepts_a_pool_moved_to_another_file(self, tmp_path: Path) -> None:
         one = write(tmp_path / "1.yaml", document("a"), document("b"))
         two = write(tmp_path / "2.yaml", document("c"))
         async with watching(one, two) as watched:
@@ -201,11 +201,11 @@ class TestWatching:
             assert await watched.pools() == {"llm/a": 2, "llm/c": 2, "llm/b": 7}
 
 
-class TestStanding:
+class TestRepeatedErrors:
     """A rejected file stays rejected until it is corrected, and each new reason is reported once."""
 
     def settle(self, watcher: PoolFileWatcher) -> list[str]:
-        """Check until nothing is new; return the reasons reported."""
+        """Check until there is no change; return the reported reasons."""
         return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
 
     def test_watcher_reports_each_new_reason_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -243,15 +243,16 @@ class TestStanding:
         assert not watcher.refused
 
 
-class TestSettling:
+class TestUnsettledChanges:
     """The test calls the checks itself, so that the changes between two of them are exact."""
 
-    def test_watcher_half_written_file_is_never_applied(self, tmp_path: Path) -> None:
+    def test_watcher_never_applies_a_half_written_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=8))
         watcher = PoolFileWatcher([path])
         watcher.load()
         text = yaml.safe_dump(document(members=9))
-        # The truncated text is a valid pool of fewer members: only its instability tells.
+        # The truncated text is a valid pool with fewer members, so only the following change shows that it is
+        # incomplete.
         path.write_text(text[: text.index("10.0.0.4")] + "10.0.0.4")
         look = watcher._look()
         assert (look.pools, look.unsettled) == (None, True)
@@ -264,7 +265,7 @@ class TestSettling:
         assert (look.unsettled, look.refusals) == (False, ())
         assert watcher._look().pools is None
 
-    def test_watcher_reverted_change_is_not_applied(self, tmp_path: Path) -> None:
+    def test_watcher_does_not_apply_a_reverted_change(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -276,7 +277,7 @@ class TestSettling:
         assert watcher._look().unsettled
         assert len(watcher._look().refusals) == 1
 
-    def test_watcher_change_before_the_first_poll_is_applied(self, tmp_path: Path) -> None:
+    def test_watcher_applies_a_change_before_the_first_poll(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -286,7 +287,7 @@ class TestSettling:
         assert pools is not None
         assert len(pools[0].members) == 3
 
-    def test_watcher_changed_comment_changes_nothing(self, tmp_path: Path) -> None:
+    def test_watcher_ignores_a_changed_comment(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document())
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -294,11 +295,11 @@ class TestSettling:
         assert watcher._look().unsettled
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
-    def test_watcher_interval_is_as_documented(self) -> None:
-        """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
+    def test_watcher_interval_equals_the_documented_interval(self) -> None:
+        """A reload takes at most 2 s: a poll, a second check for stability, and up to a second for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 
-    def test_watcher_pipe_is_not_read_again(self) -> None:
+    def test_watcher_does_not_read_a_pipe_again(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, yaml.safe_dump(document()).encode())
         os.close(writer)

@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves for any state of the objects."""
+"""Tests of pools from a Kubernetes API: the served pools for each state of the objects."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from waiting import until
 
 
 class TestPools:
-    async def test_kube_pools_are_added_changed_and_removed(self, api: KubeApi) -> None:
+    async def test_kube_watch_adds_changes_and_removes_pools(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/qwen"]
@@ -28,7 +28,7 @@ class TestPools:
             await api.delete(pool_body("qwen"))
             await watched.until(lambda: list(watched.pools) == ["other/llama"])
 
-    async def test_kube_namespace_limits_the_pools(self, api: KubeApi) -> None:
+    async def test_kube_namespace_option_limits_the_pools(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pool_body("llama", namespace="other"))
         async with watching(api, "other") as watched:
@@ -36,7 +36,7 @@ class TestPools:
             assert api.lists[0].endswith("/namespaces/other/inferencepools")
             assert not any("/namespaces/llm/" in path for path in api.lists + api.watches)
 
-    async def test_kube_without_pools_reports_none(self, api: KubeApi) -> None:
+    async def test_kube_without_pools_reports_an_empty_list(self, api: KubeApi) -> None:
         async with watching(api) as watched:
             assert watched.told == [()]
 
@@ -47,7 +47,7 @@ class TestPools:
             assert len(watched.pools) == 251
         assert len(api.lists) == 2
 
-    async def test_kube_irrelevant_change_is_not_reported(self, api: KubeApi) -> None:
+    async def test_kube_change_of_irrelevant_fields_is_not_reported(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         async with watching(api) as watched:
@@ -56,7 +56,7 @@ class TestPools:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 5)
             assert len(watched.told) == 2
 
-    async def test_kube_pool_created_again_is_a_new_one(self, api: KubeApi) -> None:
+    async def test_kube_pool_created_again_is_a_new_pool(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", version=9))
         async with watching(api) as watched:
             await api.delete(pool_body("qwen"))
@@ -66,7 +66,7 @@ class TestPools:
 
 
 class TestRefusals:
-    async def test_kube_invalid_pool_keeps_its_last_version_only(
+    async def test_kube_invalid_pool_keeps_its_last_valid_version(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", created=1))
@@ -76,7 +76,7 @@ class TestRefusals:
             await api.put(pool_body("llama", version=2))
             await watched.until(lambda: watched.pools["llm/llama"].ring_version == 2)
             assert watched.pools["llm/qwen"].ring_version == 1
-            (refusal,) = said(caplog, "Keeping last valid pool")
+            (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
             assert (refusal["pool"], refusal["field"], refusal["value"]) == ("llm/qwen", "spec.slo.ttft", "'soon'")
             assert watched.sample("dualmap_kube_pools_refused") == 1
             await api.put(pool_body("qwen", created=1, version=3))
@@ -91,12 +91,12 @@ class TestRefusals:
             await api.put(bad)
             await api.put(pool_body("llama"))
             await watched.until(lambda: "llm/llama" in watched.pools)
-        assert len(said(caplog, "Keeping last valid pool")) == 1
+        assert len(said(caplog, "Rejected pool, keeping the last valid version")) == 1
 
     async def test_kube_invalid_pool_created_again_has_no_old_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
-            # As after a list, where the deletion was not seen.
+            # This is the state after a list that shows the deletion without a watch event.
             await api.put(pool_body("qwen", uid="another", spec={"slo": {"ttft": "soon"}}))
             await watched.until(lambda: not watched.pools)
 
@@ -108,16 +108,16 @@ class TestRefusals:
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/llama"]
 
-    async def test_kube_model_claimed_twice_belongs_to_the_older_pool(
+    async def test_kube_model_in_two_pools_belongs_to_the_older_pool(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("a", created=2, model="shared"))
         await api.put(pool_body("b", created=1, model="shared"))
         await api.put(pool_body("c", created=0, model="other"))
         async with watching(api) as watched:
-            # The picker gives a name to the first that has it.
+            # The picker gives a model name to the first pool with this name.
             assert list(watched.pools) == ["llm/c", "llm/b", "llm/a"]
-            (refusal,) = said(caplog, "Keeping last valid pool")
+            (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
             assert (refusal["pool"], refusal["value"]) == ("llm/a", "'shared'")
             assert "llm/b" in refusal["accepted"]
             await api.put(pool_body("a", version=2, created=2, model="shared"))
@@ -126,7 +126,7 @@ class TestRefusals:
             await watched.until(lambda: "llm/b" not in watched.pools)
             assert watched.sample("dualmap_kube_pools_refused") == 0
 
-    async def test_kube_model_claimed_at_one_time_is_decided_by_name(self, api: KubeApi) -> None:
+    async def test_kube_model_of_pools_of_equal_age_is_assigned_by_name(self, api: KubeApi) -> None:
         await api.put(pool_body("b", model="shared"))
         await api.put(pool_body("a", model="shared"))
         async with watching(api) as watched:
@@ -142,11 +142,11 @@ class TestRefusals:
             await until(lambda: watched.fail_with is None)
             await api.put(pool_body("qwen", version=3))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
-        assert "no room" in said(caplog, "Keeping last valid pools, applying a change failed")[0]["reason"]
+        assert "no room" in said(caplog, "Applying a pool change failed, keeping the last valid pools")[0]["reason"]
 
 
 class TestPods:
-    async def test_pod_that_stops_serving_is_excluded_until_it_returns(
+    async def test_unready_pod_is_excluded_until_ready_again(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", version=4))
@@ -164,7 +164,7 @@ class TestPods:
         assert left_out == [["qwen-1"], []]
 
     @pytest.mark.parametrize("how", ["terminating", "deleted", "moved"])
-    async def test_pod_that_terminates_is_excluded(self, api: KubeApi, how: str) -> None:
+    async def test_terminating_pod_is_excluded(self, api: KubeApi, how: str) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -177,13 +177,13 @@ class TestPods:
                 await api.put(pod_body("qwen-0", uid="another", address="10.244.0.99"))
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_pod_unknown_leaves_the_member_unchanged(self, api: KubeApi) -> None:
+    async def test_member_without_known_pod_stays_unchanged(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         async with watching(api) as watched:
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_pod_deleted_during_a_lost_watch_is_excluded(self, api: KubeApi) -> None:
+    async def test_pod_deleted_during_a_broken_watch_is_excluded(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -194,7 +194,7 @@ class TestPods:
             await api.start()
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_pods_may_all_be_unready(self, api: KubeApi) -> None:
+    async def test_pool_with_all_pods_unready_has_no_active_member(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         await api.put(pod_body("qwen-1", ready=False))
@@ -202,24 +202,25 @@ class TestPods:
             await watched.until(lambda: set(watched.states().values()) == {"Draining"})
             assert not any(member.takes_new_keys for member in watched.members().values())
 
-    async def test_pod_state_yields_to_a_newer_pool_version(self, api: KubeApi) -> None:
+    async def test_pod_state_is_replaced_by_a_newer_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
             await pods_are_watched(api)
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
-            # The operator follows, then admits it again: it has seen the pod serve, whether the router has or not.
+            # The operator also drains the member, then admits it again, because the operator has observed a serving
+            # pod. The router may not have this observation.
             await api.put(pool_body("qwen", version=2, members={"qwen-0": {"state": "Draining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             await api.put(pool_body("qwen", version=3, members={"qwen-0": {"state": "Joining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
             assert watched.states()["qwen-0"] == "Joining"
-            # After that its pod's state counts again.
+            # After this, the router uses the pod's state again.
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_pod_state_outlives_an_equal_pool_version(self, api: KubeApi) -> None:
+    async def test_pod_state_is_kept_with_an_equal_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -231,7 +232,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.states() == {"qwen-0": "Draining", "qwen-1": "Active", "qwen-2": "Active"}
 
-    async def test_pod_restarted_in_place_is_a_new_incarnation(self, api: KubeApi) -> None:
+    async def test_restarted_pod_has_a_new_incarnation(self, api: KubeApi) -> None:
         lives = {"qwen-0": {"incarnation": "qwen-0-u-0"}, "qwen-1": {}}
         await api.put(pool_body("qwen", members=lives))
         await api.put(pod_body("qwen-0"))
@@ -247,7 +248,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.members()["qwen-0"].incarnation == "qwen-0-u-2"
 
-    async def test_pods_are_found_by_the_pools_selector(self, api: KubeApi) -> None:
+    async def test_pods_are_found_by_the_selector_of_the_pool(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         await api.put(pod_body("qwen-0", ready=False))
@@ -260,7 +261,7 @@ class TestPods:
             pods = "/api/v1/namespaces/llm/pods?serving.dualmap.dev/pool"
             await until(lambda: {each for each in api.lists if "/pods?" in each} == {f"{pods}=qwen", f"{pods}=none"})
 
-    async def test_kube_removed_pool_leaves_no_watch(self, api: KubeApi) -> None:
+    async def test_kube_removed_pool_ends_its_pod_watch(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await until(lambda: api.open_watches == 2)

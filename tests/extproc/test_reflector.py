@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves during faults of the API server."""
+"""Tests of pools from a Kubernetes API: the served pools during faults of the API server."""
 
 import asyncio
 
@@ -16,8 +16,10 @@ from kube_api import KubeApi, pool_body
 from waiting import WAIT_S, until
 
 
-class TestTheApiServer:
-    async def test_api_server_absent_at_start_is_retried(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+class TestApiServerFaults:
+    async def test_reflector_retries_if_the_api_server_is_absent_at_start(
+        self, api: KubeApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
         await api.put(pool_body("qwen"))
         await api.stop()
         async with watching(api, listed=False) as watched:
@@ -26,11 +28,13 @@ class TestTheApiServer:
             await api.start()
             await asyncio.wait_for(watched.source.listed(), WAIT_S)
             assert list(watched.pools) == ["llm/qwen"]
-        # Logged when it is new, not at every attempt.
+        # The router logs a new error once, and not at every attempt.
         assert len(said(caplog, "Kubernetes list or watch failed")) == 1
         assert said(caplog, "Listing pools from the Kubernetes API")[0]["scope"] == "all namespaces"
 
-    async def test_api_server_lost_keeps_the_last_pools(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_reflector_keeps_last_pools_without_the_api_server(
+        self, api: KubeApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await pods_are_watched(api)
@@ -45,7 +49,7 @@ class TestTheApiServer:
         assert {each["kind"] for each in said(caplog, "Kubernetes watch recovered")} >= {POOLS}
 
     @pytest.mark.parametrize("status", [403, 404, 500, 503])
-    async def test_api_server_error_removes_nothing(self, api: KubeApi, status: int) -> None:
+    async def test_reflector_removes_no_pool_after_an_api_server_error(self, api: KubeApi, status: int) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await until(lambda: api.open_watches == 2)
@@ -57,7 +61,7 @@ class TestTheApiServer:
             await api.put(pool_body("qwen", version=2))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
 
-    async def test_expired_version_is_listed_again(self, api: KubeApi) -> None:
+    async def test_reflector_lists_again_after_expired_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pool_body("llama"))
         async with watching(api) as watched:
@@ -65,13 +69,13 @@ class TestTheApiServer:
             api.refuse_watches_with = 410
             api.cut_watches()
             await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="expired") >= 1)
-            # Only its absence shows the deletion.
+            # Only the pool's absence from the list shows the deletion.
             await api.delete(pool_body("qwen"))
             await api.forget()
             api.refuse_watches_with = None
             await watched.until(lambda: list(watched.pools) == ["llm/llama"])
 
-    async def test_expired_version_in_the_watch_is_listed_again(self, api: KubeApi) -> None:
+    async def test_reflector_lists_again_after_expired_version_in_watch(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
         api.hold_lists()
         async with watching(api, listed=False) as watched:
@@ -86,7 +90,7 @@ class TestTheApiServer:
             api.cut_watches()
             await watched.until(lambda: not watched.pools)
 
-    async def test_silent_watch_is_detected(self, api: KubeApi) -> None:
+    async def test_reflector_detects_a_silent_watch(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
         policy = WatchPolicy(timeout_s=30.0, inactivity_s=0.2, first_pause_s=0.01, longest_pause_s=0.02)
         async with watching(api, policy=policy) as watched:
@@ -96,7 +100,7 @@ class TestTheApiServer:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 1
 
-    async def test_ended_watch_continues_at_its_version(self, api: KubeApi) -> None:
+    async def test_reflector_continues_an_ended_watch_at_its_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
         policy = WatchPolicy(timeout_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
         async with watching(api, policy=policy) as watched:
@@ -106,7 +110,7 @@ class TestTheApiServer:
             assert len(api.lists) == 1
             assert watched.sample("dualmap_kube_lists_total", resource=POOLS) == 1
 
-    async def test_bookmarks_advance_the_watch_version(self, api: KubeApi) -> None:
+    async def test_reflector_advances_the_version_at_bookmarks(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
         policy = WatchPolicy(timeout_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
         async with watching(api, policy=policy) as watched:
@@ -117,7 +121,7 @@ class TestTheApiServer:
 
 
 class TestAges:
-    async def test_watch_age_is_exported(self, api: KubeApi) -> None:
+    async def test_reflector_watch_age_is_exported_as_metric(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await pods_are_watched(api)

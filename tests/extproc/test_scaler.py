@@ -1,4 +1,4 @@
-"""The KEDA scaler over gRPC, with the metadata of a ScaledObject."""
+"""Tests of the KEDA scaler over gRPC, with the metadata of a ScaledObject."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def reference(pool: str = "qwen", *, namespace: str = "llm", **metadata: str) ->
 
 @dataclass
 class Running:
-    """A router's scaler, on a free port, and a client of it."""
+    """A router's scaler on a free port, with a client."""
 
     channel: grpc.aio.Channel
     servers: GrpcServers
@@ -112,7 +112,7 @@ async def router() -> AsyncIterator[Running]:
 
 
 async def next_word(stream: Any) -> bool | None:
-    """Return a stream's next message; None where it ends."""
+    """Return a stream's next message, or None at its end."""
     async with asyncio.timeout(ANSWER_S):
         word = await stream.read()
     return None if word is grpc.aio.EOF else word.result
@@ -125,10 +125,10 @@ async def error(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 class TestMetadata:
-    def test_metadata_pool_alone_has_defaults(self):
+    def test_metadata_with_only_the_pool_has_defaults(self):
         assert read_trigger(reference()) == Trigger(pool="llm/qwen", metric="desired_replicas", target=1.0)
 
-    def test_metadata_may_set_every_field(self):
+    def test_metadata_can_set_every_field(self):
         asked = reference("other/qwen", metric="in_flight_requests", target="12.5", scalerAddress="dualmap-router:9002")
         assert read_trigger(asked) == Trigger(pool="other/qwen", metric="in_flight_requests", target=12.5)
 
@@ -153,7 +153,7 @@ class TestMetadata:
             ("a" * 1000 + "/", {}, "a...' is not accepted"),
         ],
     )
-    def test_metadata_invalid_value_is_named(self, pool, metadata, said):
+    def test_metadata_invalid_value_is_named_in_the_error(self, pool, metadata, said):
         with pytest.raises(MetadataError, match="metadata") as caught:
             read_trigger(reference(pool, **metadata))
         assert said in str(caught.value)
@@ -167,11 +167,11 @@ class TestCalls:
         assert await router.value(reference()) == 0.0
         assert not await router.is_active(reference())
 
-    async def test_scaler_target_may_be_any_number(self, router):
+    async def test_scaler_target_can_be_any_number(self, router):
         spec = await router.spec(reference(metric="pending_prefill_tokens", target="1500.5"))
         assert (spec.target_size, spec.target_size_float) == (1501, 1500.5)
 
-    async def test_scaler_each_metric_has_its_value(self, router):
+    async def test_scaler_returns_the_value_of_each_metric(self, router):
         asked = [router.ask(POOL, builders.text_of(1000, f"prompt {n}")) for n in range(3)]
         assert await router.value(reference(metric="in_flight_requests")) == 3.0
         assert await router.value(reference(metric="pending_prefill_tokens")) == 3000.0
@@ -184,7 +184,7 @@ class TestCalls:
         assert await router.value(reference("empty", metric="held_requests")) == 1.0
 
     @pytest.mark.parametrize("method", ["is_active", "spec", "value", "stream"])
-    async def test_scaler_unknown_pool_or_bad_metadata_is_an_error(self, router, method):
+    async def test_scaler_unknown_pool_or_invalid_metadata_is_an_error(self, router, method):
         def call(asked: wire.ScaledObjectRef) -> Any:
             return router.stream(asked).read() if method == "stream" else getattr(router, method)(asked)
 
@@ -200,7 +200,7 @@ class TestCalls:
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details == "metadata target: is missing; give how much held_requests one instance shall have"
 
-    async def test_scaler_unknown_demand_is_unavailable(self):
+    async def test_scaler_with_unknown_demand_returns_unavailable(self):
         async with running(POOL, shares=True) as router:
             for call in (router.value, router.is_active):
                 code, details = await error(call(reference()))
@@ -211,7 +211,7 @@ class TestCalls:
 
 
 class TestStream:
-    async def test_stream_sends_its_state_and_every_change(self, router):
+    async def test_scaler_stream_sends_the_state_and_every_change(self, router):
         stream = router.stream(reference())
         assert await next_word(stream) is False
         picked = router.ask(POOL)
@@ -220,14 +220,14 @@ class TestStream:
         router.now[0] += 60.0
         assert await next_word(stream) is False
 
-    async def test_stream_repeats_activity(self):
+    async def test_scaler_stream_repeats_the_active_state(self):
         async with running(POOL, repeat_s=0.05) as router:
             stream = router.stream(reference())
             assert await next_word(stream) is False
             router.ask(POOL)
             assert [await next_word(stream) for _ in range(3)] == [True] * 3
 
-    async def test_stream_first_request_of_an_empty_pool_activates_it(self, router):
+    async def test_scaler_stream_first_request_activates_an_empty_pool(self, router):
         stream = router.stream(reference("empty"))
         assert await next_word(stream) is False
 
@@ -243,7 +243,7 @@ class TestStream:
         (answer,) = router.answers
         assert isinstance(answer, Picked)
 
-    async def test_stream_rejected_request_activates_the_pool(self):
+    async def test_scaler_stream_rejected_request_activates_the_pool(self):
         cold = crowded_pool("cold", members=0)
         async with running(cold) as router:
             stream = router.stream(reference("cold"))
@@ -253,7 +253,7 @@ class TestStream:
             assert (refused.status, refused.retry_after_s) == (503, 600)
             assert await next_word(stream) is True
 
-    async def test_stream_of_another_pool_gets_nothing(self, router):
+    async def test_scaler_stream_of_another_pool_gets_no_message(self, router):
         quiet = router.stream(reference())
         assert await next_word(quiet) is False
         waking = router.stream(reference("empty"))
@@ -263,22 +263,22 @@ class TestStream:
         router.ask(POOL)
         assert await next_word(quiet) is True
 
-    async def test_stream_sends_nothing_while_demand_is_unknown(self):
-        """Older KEDAs than 2.20 take "inactive" for a reason to scale to zero."""
+    async def test_scaler_stream_sends_nothing_while_demand_is_unknown(self):
+        """KEDA before 2.20 scales to zero on "inactive"."""
         async with running(POOL, shares=True) as router:
             stream = router.stream(reference())
             await until(lambda: router.scaler.streams == 1)
             router.ask(POOL)
             assert await next_word(stream) is True
 
-    async def test_stream_sends_the_state_once_known(self):
+    async def test_scaler_stream_sends_the_state_after_demand_is_known(self):
         async with running(POOL, shares=True) as router:
             stream = router.stream(reference())
             await until(lambda: router.scaler.streams == 1)
             router.demand.exchanged()
             assert await next_word(stream) is False
 
-    async def test_stream_ends_when_the_router_drains(self, router):
+    async def test_scaler_stream_ends_when_the_router_drains(self, router):
         stream = router.stream(reference())
         assert await next_word(stream) is False
         router.scaler.end_streams()
@@ -287,14 +287,14 @@ class TestStream:
         late = router.stream(reference())
         assert [await next_word(late), await next_word(late)] == [False, None]
 
-    async def test_stream_ends_when_the_pool_is_removed(self, router):
+    async def test_scaler_stream_ends_when_the_pool_is_removed(self, router):
         stream = router.stream(reference("empty"))
         assert await next_word(stream) is False
         router.picker.set_pools(router.now[0], (POOL,))
         code, _ = await error(stream.read())
         assert code is grpc.StatusCode.NOT_FOUND
 
-    async def test_stream_of_a_gone_client_leaves_nothing(self, router):
+    async def test_scaler_stream_of_disconnected_client_is_removed(self, router):
         stream = router.stream(reference())
         assert await next_word(stream) is False
         assert router.scaler.streams == 1

@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: queued requests, and the task that keeps their deadlines."""
+"""Tests of the gRPC server with a real client: queued requests, and the task for their deadlines."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ from waiting import until
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
-async def test_server_queued_requests_are_answered_in_turn(config):
+async def test_server_answers_queued_requests_in_order(config):
     async with crowded() as (router, busy):
         calls = [await held(router, config, already=number) for number in range(3)]
         for call in calls:
@@ -41,27 +41,27 @@ async def test_server_queued_requests_are_answered_in_turn(config):
         assert router.in_flight == 4
 
 
-async def test_server_request_queued_too_long_gets_a_rejection():
+async def test_server_rejects_a_request_queued_too_long():
     async with crowded(max_wait_s=0.2) as (router, _):
         task = asyncio.create_task(keep_deadlines(router.picker))
         call = await held(router)
 
         assert refused_with(await answers(call, 1)) == 429
         assert router.held == 0
-        # As Envoy does after it has answered the client.
+        # Envoy also ends the stream after it has answered the client.
         call.cancel()
         task.cancel()
 
 
-async def test_server_queued_request_goes_at_the_dispatch_deadline():
-    """No event comes: the window opens with time, and the deadline timer releases the request."""
+async def test_server_dispatches_queued_request_at_its_dispatch_deadline():
+    """Without an event, the dispatch window opens with time, and the deadline timer releases the request."""
     async with running() as router:
         router.picker.set_pools(0.0, (crowded_pool(),))
         task = asyncio.create_task(keep_deadlines(router.picker))
         busy = router.stream()
         await busy.write(request_headers(NO_WAIT))
-        # Not streamed, so that its prefill is not seen to end, and of three seconds, so that the next request meets it
-        # on a busy machine too.
+        # The request has no streaming, so the router does not observe the end of its prefill. The prefill takes three
+        # seconds, so that the next request arrives before its end, also on a busy machine.
         await busy.write(request_body(chat("some " * 240)))
         await answers(busy, 2)
         call = await held(router)
@@ -72,7 +72,7 @@ async def test_server_queued_request_goes_at_the_dispatch_deadline():
         task.cancel()
 
 
-async def test_server_cancelled_requests_leave_the_queue():
+async def test_server_removes_cancelled_requests_from_the_queue():
     async with crowded() as (router, busy):
         calls = [await held(router, already=number) for number in range(4)]
         calls[0].cancel()
@@ -89,7 +89,7 @@ async def test_server_cancelled_requests_leave_the_queue():
         assert router.held == 0
 
 
-async def test_server_body_while_queued_is_answered_after_the_pick():
+async def test_server_answers_body_of_queued_request_after_the_pick():
     async with crowded() as (router, busy):
         call = await held(router)
         await call.write(request_body(b""))
@@ -102,7 +102,7 @@ async def test_server_body_while_queued_is_answered_after_the_pick():
 
 
 class Clockwork:
-    """Stands for a picker with deadlines only; the first is far off."""
+    """A fake picker that has only deadlines; the first deadline is far in the future."""
 
     def __init__(self) -> None:
         self.deadline_s: float | None = asyncio.get_running_loop().time() + 3600.0
@@ -129,7 +129,7 @@ class Clockwork:
         self.kept.set()
 
 
-async def test_deadlines_past_deadline_calls_the_picker():
+async def test_deadline_task_calls_the_picker_after_a_deadline():
     clockwork = Clockwork()
     clockwork.deadline_s = 0.0
 
@@ -138,7 +138,7 @@ async def test_deadlines_past_deadline_calls_the_picker():
     task.cancel()
 
 
-async def test_deadlines_first_queued_request_wakes_the_task(monkeypatch):
+async def test_deadline_task_wakes_at_the_first_queued_request(monkeypatch):
     monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     task = asyncio.create_task(keep_deadlines(clockwork))
@@ -150,7 +150,7 @@ async def test_deadlines_first_queued_request_wakes_the_task(monkeypatch):
     task.cancel()
 
 
-async def test_deadlines_new_while_queued_are_noticed_by_polling(monkeypatch):
+async def test_deadline_task_finds_new_deadlines_by_polling(monkeypatch):
     monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     clockwork.has_queued = True
@@ -163,7 +163,7 @@ async def test_deadlines_new_while_queued_are_noticed_by_polling(monkeypatch):
     task.cancel()
 
 
-async def test_deadlines_stuck_deadline_does_not_block_the_loop(monkeypatch):
+async def test_deadline_task_is_not_blocked_by_a_stuck_deadline(monkeypatch):
     monkeypatch.setattr(deadlines, "_PAUSE_S", 3600.0)
     monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()

@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: streams from their headers to any kind of end, and its ports."""
+"""Tests of the gRPC server with a real client: streams from their headers to each kind of end, and the ports."""
 
 import asyncio
 import random
@@ -29,11 +29,11 @@ from extproc.envoy_messages import (
 )
 from extproc.grpc_routers import answers, running
 
-# The fixture, which pytest looks for by its name here.
+# This imports a fixture, which pytest finds by its name in this module.
 router = grpc_routers.router
 
 
-async def test_server_request_is_served_to_its_first_chunk(router):
+async def test_server_serves_a_request_up_to_its_first_response_chunk(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT))
     await call.write(request_body(chat()))
@@ -51,7 +51,7 @@ async def test_server_request_is_served_to_its_first_chunk(router):
     assert router.observer.of(Decided)[0].seconds > 0
 
 
-async def test_server_burst_above_grpcs_default_is_all_answered(router):
+async def test_server_answers_a_burst_above_the_grpc_stream_default(router):
     calls = [router.stream() for _ in range(2000)]
     for call in calls:
         await call.write(request_headers(NO_WAIT))
@@ -63,7 +63,7 @@ async def test_server_burst_above_grpcs_default_is_all_answered(router):
 
 
 @pytest.mark.parametrize(("size", "status"), [(12_000_000, None), (17_000_000, 413), (40_000_000, 413)])
-async def test_server_body_above_the_limit_is_refused_by_the_router(router, size, status):
+async def test_server_rejects_a_body_above_the_limit(router, size, status):
     call = router.stream()
     await call.write(request_headers(BUFFERED))
     await call.write(request_body(chat("x" * size)))
@@ -72,7 +72,7 @@ async def test_server_body_above_the_limit_is_refused_by_the_router(router, size
     assert destination(answer) if status is None else refused_with([answer]) == status
 
 
-async def test_server_cancelled_stream_leaves_no_request_open(router):
+async def test_server_ends_the_request_of_a_cancelled_stream(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT))
     await call.write(request_body(chat()))
@@ -109,10 +109,10 @@ async def test_server_invalid_protobuf_ends_only_its_stream(router, caplog):
 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Unexpected" not in caplog.text
-    await test_server_request_is_served_to_its_first_chunk(router)
+    await test_server_serves_a_request_up_to_its_first_response_chunk(router)
 
 
-async def test_server_complete_body_is_routed_after_silence(router):
+async def test_server_routes_a_complete_body_after_silence(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT, content_length=str(len(chat()))))
     await call.write(request_body(chat(), end=False))
@@ -124,17 +124,17 @@ async def test_server_complete_body_is_routed_after_silence(router):
     assert kinds([late]) == ["request_body"]
 
 
-async def test_server_invalid_body_is_refused_after_a_pause():
+async def test_server_rejects_an_invalid_body_after_a_pause():
     async with running(limits=Limits(pause_s=0.2)) as router:
         call = router.stream()
         await call.write(request_headers(NO_WAIT))
-        # So that the headers' deadline passes when the body has moved it back.
+        # The pause lets the headers' deadline pass after the body has postponed it.
         await asyncio.sleep(0.05)
         await call.write(request_body(b"[1,", end=False))
         assert refused_with(await answers(call, 1)) == 400
 
 
-async def test_server_stalled_body_is_refused():
+async def test_server_rejects_a_stalled_body():
     waits = pool().routing.queue.max_wait_s
     async with running(limits=Limits(pause_s=0.1, stalled_s=0.3 - waits)) as router:
         call = router.stream()
@@ -143,7 +143,7 @@ async def test_server_stalled_body_is_refused():
         assert refused_with(await answers(call, 1)) == 400
 
 
-async def test_server_streams_cut_anywhere_leave_no_request_open(router, caplog):
+async def test_server_ends_requests_of_streams_cut_at_any_point(router, caplog):
     chance = random.Random(1)
     messages = [request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body(end=True)]
 
@@ -163,7 +163,7 @@ async def test_server_streams_cut_anywhere_leave_no_request_open(router, caplog)
     assert "Unexpected" not in caplog.text
 
 
-async def test_server_hundreds_of_open_streams_are_answered(router):
+async def test_server_answers_hundreds_of_open_streams(router):
     calls = [router.stream() for _ in range(300)]
     for call in calls:
         await call.write(request_headers(NO_WAIT))
@@ -178,7 +178,7 @@ async def test_server_hundreds_of_open_streams_are_answered(router):
     await router.processor.idle()
 
 
-async def test_server_port_in_use_raises_an_error_naming_it(router):
+async def test_server_with_port_in_use_raises_an_error_with_the_port(router):
     other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits())
 
     with pytest.raises(AddressError, match=f"127.0.0.1:{router.ports.grpc}"):

@@ -1,4 +1,4 @@
-"""The interface of every store, tested in memory and with a real Redis server over TCP and a socket."""
+"""Tests of the interface of every store: in memory, and with a real Redis server over TCP and a socket."""
 
 import math
 import time
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "tcp", "socket"])
 async def join(request: pytest.FixtureRequest, server: RedisServer) -> AsyncIterator[Callable[[], Store]]:
-    """A function that gives one more replica its way to the same store."""
+    """A function that connects another replica to the same store."""
     memory = MemoryStore(time.monotonic)
     stores: list[Store] = []
     with server.admin as admin:
@@ -94,7 +94,7 @@ async def read(store: Store, peer: str, cursor: str | None = None, *, wanted: tu
 
 
 async def hear_all(store: Store, peer: str, cursor: str | None = None) -> tuple[list[Entry], str]:
-    """Page by page; also return the cursor behind it."""
+    """Read all pages; return the entries and the cursor after the last entry."""
     entries: list[Entry] = []
     while True:
         answer = await read(store, peer, cursor)
@@ -123,14 +123,14 @@ async def resolve(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) -
     return held
 
 
-class TestNews:
+class TestUpdates:
     async def test_update_arrives_with_its_replica_and_age(self, join):
         began = time.monotonic()
         one, other = join(), join()
         await publish(one, "one", NEWS)
         (entry,) = (await read(other, "other")).entries
         assert (entry.peer, entry.update) == ("one", NEWS)
-        # Redis counts whole milliseconds.
+        # Redis has a resolution of one millisecond.
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
 
     async def test_update_is_read_once_and_in_order(self, join):
@@ -142,14 +142,14 @@ class TestNews:
         third = await read(other, "other", second.cursor)
         assert [numbers(each) for each in (first, second, third)] == [[1, 2], [3], []]
 
-    async def test_update_of_the_reader_is_left_out(self, join):
+    async def test_update_of_the_reading_replica_is_excluded(self, join):
         one, other = join(), join()
         await publish(one, "one-1", told(1))
         await publish(other, "other-1", told(2))
         assert numbers(await read(one, "one-1")) == [2]
         assert numbers(await read(one, "one-2")) == [1, 2]
 
-    async def test_update_after_an_empty_answer_arrives(self, join):
+    async def test_update_after_an_empty_response_arrives(self, join):
         one, other = join(), join()
         nothing = await read(other, "other")
         assert nothing.entries == ()
@@ -157,7 +157,7 @@ class TestNews:
         answer = await read(other, "other", nothing.cursor)
         assert [entry.update for entry in answer.entries] == [QUIET]
 
-    async def test_update_stays_in_its_pool(self, join):
+    async def test_update_is_read_only_in_its_pool(self, join):
         one, other = join(), join()
         update = {"llm/a": told(1), "llm/b": told(2)}
         await one.publish("one", [Post(pool=pool, keep_s=60, update=each) for pool, each in update.items()])
@@ -178,7 +178,7 @@ class TestNews:
         (later,) = await other.read("other", [Question(pool=POOL, window_s=0.05, cursor=answer.cursor)])
         assert numbers(later) == []
 
-    async def test_update_wanted_sessions_are_not_sent(self, join):
+    async def test_update_excludes_the_requested_sessions(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), wanted=(1, 2)))
         (entry,) = (await read(other, "other")).entries
@@ -193,7 +193,7 @@ class TestNews:
         assert numbers(await read(one, "other", cursor)) == [1000]
 
     @pytest.mark.parametrize("count", [PAGE_ENTRIES - 1, PAGE_ENTRIES, 300])
-    async def test_update_history_reaches_a_replica_that_lagged(self, join, count):
+    async def test_update_history_reaches_a_replica_that_fell_behind(self, join, count):
         one, other = join(), join()
         cursor = (await read(other, "other")).cursor
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
@@ -222,7 +222,7 @@ class TestLoads:
         assert (await read(other, "other", answer.cursor)).loads == ()
         assert (await read(one, "one")).loads == ()
 
-    async def test_loads_of_a_replica_are_its_last_ones(self, join):
+    async def test_loads_of_a_replica_are_its_latest_loads(self, join):
         one, other = join(), join()
         cursor = (await read(other, "other")).cursor
         for loads in (LOADS, {}):
@@ -232,13 +232,13 @@ class TestLoads:
             heard = {entry.peer: entry.loads for entry in (await read(other, "other", since)).loads}
             assert heard == {"one": {}, "two": LOADS}
 
-    async def test_loads_are_not_part_of_updates(self, join):
+    async def test_loads_are_stored_separately_from_updates(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), loads=LOADS))
         answer = await read(other, "other")
         assert (answer.loads, answer.entries[0].update.loads) == ((), None)
 
-    async def test_loads_arrive_at_once_beside_a_long_history(self, join):
+    async def test_loads_arrive_at_once_despite_a_long_update_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await say(one, "one", LOADS)
@@ -247,7 +247,7 @@ class TestLoads:
         assert [entry.loads for entry in first.loads] == [LOADS]
         assert (await read(other, "other", first.cursor)).loads == ()
 
-    async def test_loads_stay_in_their_pool(self, join):
+    async def test_loads_are_read_only_in_their_pool(self, join):
         one, other = join(), join()
         await say(one, "one", LOADS)
         (answer,) = await other.read("other", [Question(pool="llm/other", window_s=60)])
@@ -266,7 +266,7 @@ class TestReports:
         assert (await read(other, "other", answer.cursor)).reports == ()
         assert (await read(one, "one")).reports == ()
 
-    async def test_report_of_a_replica_is_its_last_one(self, join):
+    async def test_report_of_a_replica_is_its_latest_report(self, join):
         one, other = join(), join()
         cursor = (await read(other, "other")).cursor
         for each in (REPORT, NOTHING):
@@ -276,14 +276,14 @@ class TestReports:
             heard = {entry.peer: entry.report for entry in (await read(other, "other", since)).reports}
             assert heard == {"one": NOTHING, "two": REPORT}
 
-    async def test_report_stays_in_its_pool(self, join):
+    async def test_report_is_read_only_in_its_pool(self, join):
         one, other = join(), join()
         await report(one, "one", REPORT)
         (answer,) = await other.read("other", [Question(pool="llm/other", window_s=60)])
         assert answer.reports == ()
 
     async def test_report_expires_after_a_minute(self):
-        """Of the store in memory; test_store_redis has Redis's."""
+        """This is a test of the store in memory; test_store_redis.py has the test with Redis."""
         now = 1000.0
         store = MemoryStore(lambda: now)
         await report(store, "one", REPORT)
@@ -294,7 +294,7 @@ class TestReports:
 
 
 class TestHistory:
-    """Of the store in memory, whose clock can be the test's own; test_store_redis has Redis's."""
+    """This is a test of the store in memory, with the test's clock; test_store_redis.py has the test with Redis."""
 
     async def test_history_has_minutes_of_updates_and_seconds_of_loads(self):
         now = 1000.0
@@ -318,38 +318,38 @@ class TestHistory:
 
 
 class TestBindings:
-    async def test_binding_first_of_a_version_wins(self, join):
+    async def test_binding_written_first_is_kept_at_equal_version(self, join):
         one, other = join(), join()
         assert [each.host for each in await resolve(one, bound("m-0"))] == ["m-0"]
         (held,) = await resolve(other, bound("m-1", tokens=99))
         assert (held.host, held.version, held.tokens) == ("m-0", 1, 10)
 
-    async def test_binding_of_a_higher_version_wins(self, join):
+    async def test_binding_of_a_higher_version_replaces_the_old_binding(self, join):
         one, other = join(), join()
         await resolve(one, bound("m-0", version=9))
         (held,) = await resolve(other, bound("m-1", version=10))
         assert (held.host, held.version) == ("m-1", 10)
 
-    async def test_binding_of_a_lower_version_loses_for_the_same_host(self, join):
+    async def test_binding_of_a_lower_version_is_rejected_for_the_same_host(self, join):
         one, other = join(), join()
         await resolve(one, bound("m-0", version=3, tokens=500))
         (held,) = await resolve(other, bound("m-0", version=2))
         assert (held.version, held.tokens) == (3, 500)
 
-    async def test_binding_claimed_again_renews_tokens_not_the_move(self, join):
+    async def test_binding_written_again_updates_tokens_but_not_move_time(self, join):
         one, other = join(), join()
         await resolve(one, bound(ago=100.0))
         (held,) = await resolve(other, bound(tokens=77, ago=0.0))
         assert held.tokens == 77
         assert held.moved_ago_s >= 100.0
 
-    async def test_bindings_are_settled_separately(self, join):
+    async def test_bindings_of_several_sessions_are_decided_separately(self, join):
         one, other = join(), join()
         await resolve(one, *(bound("m-0", session=session) for session in (1, 3)))
         held = await resolve(other, *(bound("m-1", session=session) for session in (1, 2, 3)))
         assert [(each.session, each.host) for each in held] == [(1, "m-0"), (2, "m-1"), (3, "m-0")]
 
-    async def test_bindings_wanted_are_found_if_known(self, join):
+    async def test_requested_bindings_are_found_if_stored(self, join):
         one, other = join(), join()
         first = bound("host with spaces", session=2**64 - 1, tokens=5, version=4, ago=2.0)
         await resolve(one, first)
@@ -357,14 +357,14 @@ class TestBindings:
         assert replace(found, moved_ago_s=2.0) == first
         assert found.moved_ago_s >= 2.0
 
-    async def test_bindings_are_found_beside_a_long_history(self, join):
+    async def test_bindings_are_found_despite_a_long_update_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await resolve(one, bound())
         answer = await read(other, "other", wanted=(1,))
         assert (len(answer.entries), len(answer.bindings), answer.more) == (PAGE_ENTRIES, 1, True)
 
-    async def test_binding_stays_in_its_pool(self, join):
+    async def test_binding_is_read_only_in_its_pool(self, join):
         one = join()
         await resolve(one, bound())
         (answer,) = await one.read("one", [Question(pool="llm/other", window_s=60, wanted=(1,))])

@@ -1,4 +1,4 @@
-"""The Redis store beyond the interface: keys and their expiry, trimming, invalid entries, and ages."""
+"""Tests of the Redis store's implementation: keys and their expiry, trimming, invalid entries, and ages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,13 @@ from extproc.redis_stores import (
     works,
 )
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 
 
 class TestKeys:
-    async def test_keys_have_the_documented_names_and_expire(self, server):
+    async def test_redis_keys_have_the_documented_names_and_expire(self, server):
         async with opened(server.url) as store:
             await works(store)
         keys = (STREAM, LOADS_STREAM, DEMAND_STREAM, SESSION)
@@ -49,17 +49,17 @@ class TestKeys:
         document = (Path(__file__).parents[2] / "docs/state.md").read_text()
         assert all(f"`{key}`" in document for key in keys)
 
-    async def test_stream_is_trimmed_by_age(self, server):
+    async def test_redis_stream_is_trimmed_by_age(self, server):
         with server.admin as admin:
             for number in range(1, 1001):
                 for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
                     admin.xadd(stream, {"n": "old"}, id=f"{number}-0")
             async with opened(server.url) as store:
                 await store.publish("teller", [POST])
-            # Redis trims whole blocks of a hundred entries.
+            # Redis trims a stream in blocks of a hundred entries.
             assert max(admin.xlen(stream) for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM)) <= 101
 
-    async def test_stream_is_trimmed_by_length_after_a_clock_set_back(self, server):
+    async def test_redis_stream_is_trimmed_by_length_after_clock_goes_back(self, server):
         with server.admin as admin:
             pipeline = admin.pipeline()
             for stream, count in (
@@ -76,8 +76,8 @@ class TestKeys:
             assert admin.xlen(LOADS_STREAM) <= 4196
             assert admin.xlen(DEMAND_STREAM) <= 8292
 
-    async def test_stream_is_trimmed_by_bytes(self, server):
-        # As large as an entry of a busy router can be, and a bit more than 128 KiB.
+    async def test_redis_stream_is_trimmed_by_size_in_bytes(self, server):
+        # The size is the maximum for a busy router's entry, slightly more than 128 KiB.
         placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2**14)))
         large = Post(pool=POOL, keep_s=60.0, update=replace(NEWS, placements=(placement,)))
         async with opened(server.url) as store:
@@ -94,7 +94,7 @@ class TestKeys:
                 assert admin.xlen(LOADS_STREAM) == 1
 
     @pytest.mark.parametrize("bytes_told", [b"1" * 400, b"-5", b"inf", b"9" * 15, b"", b"junk"])
-    async def test_stream_invalid_byte_count_does_not_persist(self, server, bytes_told):
+    async def test_redis_stream_with_invalid_byte_count_is_corrected(self, server, bytes_told):
         async with opened(server.url) as store:
             with server.admin as admin:
                 await store.publish("teller", [POST])
@@ -103,7 +103,7 @@ class TestKeys:
                     await store.publish("teller", [POST])
                 assert admin.xlen(STREAM) >= 5
 
-    async def test_url_chooses_the_database(self, server):
+    async def test_redis_url_selects_the_database(self, server):
         async with opened(f"{server.url}/3") as store:
             await works(store)
         with server.admin as admin:
@@ -112,8 +112,8 @@ class TestKeys:
             assert len(admin.keys()) == 4
 
 
-class TestJunk:
-    async def test_junk_key_of_another_type_is_replaced(self, server):
+class TestInvalidData:
+    async def test_redis_key_of_another_type_is_replaced(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:
                 for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
@@ -129,12 +129,12 @@ class TestJunk:
             assert (await read(store, wanted=(255,))).unreadable == 0
 
     @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM, DEMAND_STREAM], ids=["news", "loads", "demand"])
-    async def test_junk_largest_stream_id_stops_nothing(self, server, stream):
+    async def test_redis_stream_with_largest_id_still_accepts_entries(self, server, stream):
         async with opened(server.url) as store:
             answer = await read(store)
             with server.admin as admin:
                 admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551614")
-            # Whoever hears of it first, and whoever writes first.
+            # The result is the same for each order of reads and writes.
             for _ in range(3):
                 answer = await read(store, answer.cursor)
             await works(store)
@@ -156,7 +156,7 @@ class TestJunk:
             {"": ""},
         ],
     )
-    async def test_junk_entry_is_counted_and_left_out(self, server, fields):
+    async def test_invalid_redis_entry_is_counted_and_skipped(self, server, fields):
         async with opened(server.url) as store:
             await store.publish("teller", [POST])
             with server.admin as admin:
@@ -168,7 +168,7 @@ class TestJunk:
             assert (len(answer.entries), len(answer.loads), len(answer.reports), answer.unreadable) == (2, 1, 1, 3)
             assert (await read(store, answer.cursor)).unreadable == 0
 
-    async def test_junk_entry_of_another_stream_is_left_out(self, server):
+    async def test_redis_entry_of_another_stream_is_skipped(self, server):
         everything = {"p": "teller", "n": encode_update(replace(NEWS, loads=LOADS))}
         async with opened(server.url) as store:
             with server.admin as admin:
@@ -179,7 +179,7 @@ class TestJunk:
         assert [entry.loads for entry in answer.loads] == [LOADS]
 
     @pytest.mark.parametrize("value", [b"", b"nonsense", b"1 2 3 4", b"1 a b c host", b"9 1 2 3 host", b"\xff" * 50])
-    async def test_junk_binding_is_unknown_and_overwritten(self, server, value):
+    async def test_invalid_redis_binding_is_ignored_and_overwritten(self, server, value):
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, value)
@@ -192,21 +192,21 @@ class TestJunk:
     @pytest.mark.parametrize(
         "value", [b"1 9999999999 0 5 host", b"1 0 0 -5 host", b"1 -1 0 5 host", b"1 0 0 1%s host" % (b"0" * 400)]
     )
-    async def test_junk_binding_out_of_bounds_is_unknown(self, server, value):
+    async def test_redis_binding_out_of_bounds_is_ignored(self, server, value):
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, value)
             assert (await read(store, wanted=(255,))).bindings == ()
             await store.resolve([CLAIM])
 
-    async def test_junk_host_accepted_by_the_script_is_ignored(self, server):
+    async def test_invalid_host_accepted_by_the_redis_script_is_ignored(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, b"1 9 1 1 \xff")
             assert await store.resolve([CLAIM]) == ((BINDING,),)
 
     @pytest.mark.parametrize("emptied", [True, False])
-    async def test_cursor_of_a_clock_ahead_still_reads_new_entries(self, server, emptied):
+    async def test_redis_cursor_ahead_of_the_clock_still_reads_new_entries(self, server, emptied):
         async with opened(server.url) as store:
             with server.admin as admin:
                 update = encode_update(replace(NEWS, loads=LOADS))
@@ -224,9 +224,9 @@ class TestJunk:
 
 
 class TestAges:
-    """By the server's clock: entries are written with the times that they should have."""
+    """The test writes entries with explicit times of the server's clock."""
 
-    async def test_joining_replica_reads_minutes_of_updates_by_server_age(self, server):
+    async def test_joining_replica_reads_updates_by_age_at_the_server(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:
                 seconds, microseconds = admin.time()

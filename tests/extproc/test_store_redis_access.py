@@ -1,4 +1,4 @@
-"""Access to the Redis store: passwords, the documented rights, TLS, and Redis Cluster."""
+"""Tests of access to the Redis store: passwords, the documented permissions, TLS, and Redis Cluster."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from extproc import redis_stores
 from extproc.redis_stores import POOL, POST, QUESTION, STREAM, answering, failure, opened, read, works, works_again
 from redis_server import RedisServer, redis_cluster, redis_server
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 
@@ -29,7 +29,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 class TestCredentials:
-    async def test_password_is_required_and_checked(self, guarded):
+    async def test_redis_password_is_required_and_checked(self, guarded):
         with guarded.admin as admin:
             admin.flushall()
         async with opened(guarded.url, "hidden@word") as store:
@@ -38,7 +38,7 @@ class TestCredentials:
             async with opened(guarded.url, password) as store:
                 assert await failure(store) is Failure.DENIED
 
-    async def test_documented_rights_are_sufficient_and_needed(self, guarded):
+    async def test_documented_redis_rights_are_sufficient_and_necessary(self, guarded):
         words = documented_rights("other")[0]
         url = guarded.url.replace("redis://", "redis://router:other@")
         with guarded.admin as admin:
@@ -54,7 +54,7 @@ class TestCredentials:
                     assert caught.value.failure is Failure.DENIED, right
                 admin.execute_command("ACL", "SETUSER", "router", right)
 
-    async def test_errors_do_not_contain_the_password(self, guarded):
+    async def test_redis_errors_do_not_contain_the_password(self, guarded):
         url = guarded.url.replace("redis://", "redis://hidden@")
         async with opened(url, "hidden@wrong") as store:
             with pytest.raises(StoreError) as caught:
@@ -63,7 +63,7 @@ class TestCredentials:
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
 
-    async def test_server_reply_with_the_password_is_masked(self):
+    async def test_redis_response_with_the_password_is_masked(self):
         answer = b"-ERR unknown command `AUTH`, with args beginning with: `hidden-word`\r\n"
         async with answering(answer) as url, opened(url, "hidden-word") as store:
             with pytest.raises(StoreError, match=r"with args beginning with: `\*\*\*`"):
@@ -71,7 +71,7 @@ class TestCredentials:
 
 
 def documented_rights(password: str) -> list[list[str]]:
-    """The commands of the document that give a user its rights: the ones always needed, and a cluster's."""
+    """Return the documented commands for a user's permissions: the basic commands, and the commands for a cluster."""
     document = (Path(__file__).parents[2] / "docs/state.md").read_text().splitlines()
     return [line.replace("PASSWORD", password).split() for line in document if line.startswith("ACL SETUSER router ")]
 
@@ -88,7 +88,7 @@ async def needs_every_right(store: RedisStore, admin: redis.Redis) -> None:
 class TestTls:
     @pytest.fixture
     async def front(self, server: RedisServer, tmp_path: Path) -> AsyncIterator[tuple[int, Path]]:
-        """A port that speaks TLS in front of the server, and the file its certificate is checked against."""
+        """A TLS port in front of the server, and the file with the trusted certificate."""
         key, certificate = self_signed()
         (tmp_path / "tls.key").write_bytes(key)
         (tmp_path / "tls.crt").write_bytes(certificate)
@@ -109,28 +109,28 @@ class TestTls:
         async with listener:
             yield listener.sockets[0].getsockname()[1], tmp_path / "tls.crt"
 
-    async def test_tls_with_the_servers_ca_connects(self, front):
+    async def test_redis_tls_with_the_servers_ca_connects(self, front):
         port, ca_file = front
         async with opened(f"rediss://127.0.0.1:{port}", ca_file=ca_file) as store:
             await works(store)
 
-    async def test_tls_unknown_ca_is_rejected(self, front):
+    async def test_redis_tls_with_unknown_ca_is_rejected(self, front):
         async with opened(f"rediss://127.0.0.1:{front[0]}") as store:
             assert await failure(store) is Failure.CONNECTION
 
-    async def test_tls_other_host_name_is_rejected(self, front):
+    async def test_redis_tls_with_another_host_name_is_rejected(self, front):
         port, ca_file = front
         async with opened(f"rediss://127.0.0.2:{port}", ca_file=ca_file) as store:
             assert await failure(store) is Failure.CONNECTION
 
-    async def test_tls_plain_text_server_is_rejected(self, server, front):
+    async def test_redis_tls_to_plain_text_server_is_rejected(self, server, front):
         async with opened(f"rediss://127.0.0.1:{server.port}", ca_file=front[1]) as store:
             assert await failure(store) in (Failure.CONNECTION, Failure.TIMEOUT)
 
 
 class TestCluster:
-    async def test_cluster_pools_on_several_nodes_are_served(self, tmp_path):
-        # llm/a and llm/d are on different nodes of the two.
+    async def test_redis_cluster_serves_pools_on_several_nodes(self, tmp_path):
+        # llm/a and llm/d are on different nodes of the cluster.
         pools = ("llm/a", "llm/b", "llm/c", "llm/d")
         with redis_cluster(tmp_path / "cluster") as nodes:
             for node in nodes:
@@ -151,7 +151,7 @@ class TestCluster:
             assert sum(counts) == 4 * len(pools)
             assert 0 not in counts
 
-    async def test_cluster_lost_node_fails_within_bounded_time(self, tmp_path):
+    async def test_redis_cluster_with_lost_node_fails_in_bounded_time(self, tmp_path):
         with redis_cluster(tmp_path / "cluster") as nodes:
             async with opened(nodes[0].url) as store:
                 questions = [replace(QUESTION, pool=pool) for pool in ("llm/a", "llm/d")]

@@ -1,4 +1,4 @@
-"""Failures of Redis: absent, another server, hanging, full, read-only."""
+"""Tests of failures of Redis: absent, another server, hanging, full, read-only."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ from extproc.redis_stores import (
 from redis_server import RedisServer, redis_server
 from waiting import until
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 
 
 class TestFailures:
-    async def test_redis_without_server_is_a_connection_failure(self, server, tmp_path):
+    async def test_unreachable_redis_counts_as_connection_failure(self, server, tmp_path):
         gone = RedisServer(tmp_path / "redis")
         async with opened(gone.url) as store:
             assert await failure(store) is Failure.CONNECTION
@@ -40,11 +40,11 @@ class TestFailures:
             assert await failure(store) is Failure.CONNECTION
 
     @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad\r\n\r\n", b"+OK\r\n", b":1\r\n", b"*0\r\n", b"\xff\r\n"])
-    async def test_redis_other_server_is_a_reply_failure(self, answer):
+    async def test_server_that_is_no_redis_counts_as_reply_failure(self, answer):
         async with answering(answer) as url, opened(url) as store:
             assert await failure(store) in (Failure.REPLY, Failure.CONNECTION)
 
-    async def test_redis_is_used_again_after_restart_and_script_flush(self, tmp_path):
+    async def test_redis_store_recovers_after_restart_and_script_flush(self, tmp_path):
         with redis_server(tmp_path / "redis") as running:
             async with opened(running.url) as store:
                 await works(store)
@@ -57,7 +57,7 @@ class TestFailures:
                     admin.flushall()
                 await works(store)
 
-    async def test_redis_that_hangs_is_a_timeout(self, tmp_path):
+    async def test_hung_redis_counts_as_timeout(self, tmp_path):
         with redis_server(tmp_path / "redis") as running:
             async with opened(running.url) as store:
                 await works(store)
@@ -67,7 +67,7 @@ class TestFailures:
                 running.resume()
                 assert len((await read(store)).entries) == 1
 
-    async def test_redis_cancelled_call_leaves_no_unread_reply(self, tmp_path):
+    async def test_cancelled_redis_call_leaves_no_unread_reply(self, tmp_path):
         with redis_server(tmp_path / "redis") as running:
             async with opened(running.url) as store:
                 await works(store)
@@ -81,7 +81,7 @@ class TestFailures:
                 ((held,),) = await store.resolve([CLAIM])
                 assert held.host == "m-0"
 
-    async def test_redis_cancellation_lost_by_the_library_still_cancels(self, server, monkeypatch):
+    async def test_redis_call_is_cancelled_if_the_library_loses_cancellation(self, server, monkeypatch):
         async def answered_at_that_moment(pipeline: Pipeline, *, raise_on_error: bool) -> list[object]:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ class TestFailures:
             with pytest.raises(asyncio.CancelledError):
                 await call
 
-    async def test_redis_full_can_still_be_read(self, server):
+    async def test_full_redis_can_still_be_read(self, server):
         async with opened(server.url) as store:
             await works(store)
             with server.admin as admin:
@@ -109,7 +109,7 @@ class TestFailures:
                 finally:
                     admin.config_set("maxmemory", "0")
 
-    async def test_redis_replica_can_be_read_and_rejects_writes(self, server, tmp_path):
+    async def test_read_only_redis_replica_can_be_read_but_rejects_writes(self, server, tmp_path):
         with redis_server(tmp_path / "replica") as replica, replica.admin as admin:
             async with opened(server.url) as store:
                 await works(store)

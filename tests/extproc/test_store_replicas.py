@@ -1,4 +1,4 @@
-"""Two routers' pickers and a real Redis: each router uses the other's state."""
+"""Tests of two routers' pickers with a real Redis: each router uses the other router's state."""
 
 import asyncio
 import contextlib
@@ -25,18 +25,18 @@ from redis_server import RedisServer, redis_server
 from waiting import until
 
 POOL = builders.pool()
-# Keys of one length, however often a test asks.
+# The key length is fixed, independently of the number of requests.
 FIXED = builders.pool(
     routing=Routing(
         prefix=Prefix(max_blocks=POOL.routing.prefix.initial_blocks), queue=Queue(dispatch_window_s=float("inf"))
     )
 )
-# A session goes to its host.
+# Sessions stay at their member.
 STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigration(enabled=True))))
 
 
 class Observer:
-    """Keeps the receipt of the last decision."""
+    """A subscriber that keeps the receipt of the last decision."""
 
     def __init__(self) -> None:
         self.receipt: Receipt | None = None
@@ -86,7 +86,7 @@ class Router:
         return self.observer.receipt
 
     def in_flight(self, text: str) -> int:
-        """How many requests the pair of a text has in flight, as a decision sees it."""
+        """Return the number of requests in flight at the pair of a text, as a decision uses it."""
         return sum(each.in_flight for each in self.explain(text).candidates)
 
     @property
@@ -132,7 +132,7 @@ async def test_replicas_agree_on_the_key_of_a_hot_prefix(server):
         assert one.explain(prompt).pair == other.explain(prompt).pair
 
 
-async def test_replica_that_joins_agrees_on_the_key(server):
+async def test_joining_replica_agrees_on_the_key_of_a_hot_prefix(server):
     prompt = builders.text_of(2048, "hot")
     async with routers(server, "one") as (one,):
         for _ in range(100):
@@ -143,7 +143,7 @@ async def test_replica_that_joins_agrees_on_the_key(server):
             await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
 
 
-async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
+async def test_starting_replica_reads_old_placements_but_not_old_loads(server):
     prompt = builders.text_of(4096, "old")
     ages_s = {updates_key(POOL.id): 240, loads_key(POOL.id): 4}
     with server.admin as admin:
@@ -166,35 +166,36 @@ async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
     assert all(each.in_flight == 0 for each in candidates)
 
 
-async def test_replica_knows_a_session_bound_at_another(server):
+async def test_replica_reads_session_bindings_of_other_replicas(server):
     async with routers(server, "one", "other") as (one, other):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         await until(lambda: other.sessions == 1)
 
 
-async def test_replica_that_joins_looks_up_an_earlier_session(server):
+async def test_joining_replica_looks_up_an_earlier_session(server):
     async with routers(server, "one") as (one,):
-        one.pick("turn one", session_id="s")
+        one.pick("turn one", session_id="u")
         with server.admin as admin:
             await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(updates_key(POOL.id)) >= 1)
             (key,) = admin.keys("*session*")
     with server.admin as admin:
         admin.delete(updates_key(POOL.id))
         host = "m-7" if admin.get(key).endswith(b"m-6") else "m-6"
-        # As if it had moved twice: the first claim of the router that joins must not take it away.
+        # The version is as if the session had moved twice, so the joining router's first claim must not move the
+        # session.
         admin.set(key, f"1 2 0 5000 {host}", ex=60)
         async with routers(server, "late", pool=STICKY) as (late,):
-            late.pick("turn two", session_id="s")
+            late.pick("turn two", session_id="u")
 
             def goes_to_its_host() -> bool:
-                late.pick("turn three", session_id="s")
+                late.pick("turn three", session_id="u")
                 assert late.observer.receipt is not None
                 return late.observer.receipt.chosen == host
 
             await until(goes_to_its_host)
 
 
-async def test_replicas_sum_loads_until_a_router_leaves(server):
+async def test_replicas_sum_loads_until_a_replica_leaves(server):
     prompt = builders.text_of(4096, "busy")
     async with routers(server, "other", pool=FIXED) as (other,):
         async with routers(server, "one", pool=FIXED) as (one,):
@@ -204,11 +205,11 @@ async def test_replicas_sum_loads_until_a_router_leaves(server):
             one.pick(prompt)
             await until(lambda: other.in_flight(prompt) == 2)
         await until(lambda: other.in_flight(prompt) == 0)
-        # Other routers' requests are no part of this router's report.
+        # This router's report does not contain other routers' requests.
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
-async def test_replicas_each_report_the_demand_of_all(server):
+async def test_every_replica_reports_the_total_demand(server):
     async with routers(server, "one", "other", "third", pool=FIXED) as started:
         one, other, third = started
         one.pick(builders.text_of(1000, "a"))
@@ -221,12 +222,12 @@ async def test_replicas_each_report_the_demand_of_all(server):
             assert router.pool_demand.total(FIXED.id).desired_replicas > 0.0
 
 
-async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
+async def test_starting_replica_reports_at_least_the_previous_demand(server):
     async with routers(server, "before", pool=FIXED) as (before,):
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
         with server.admin as admin:
-            # The first report may predate the requests; the next one and later ones contain them.
+            # The first report may be older than the requests; later reports contain the requests.
             await until(lambda: admin.xlen(reports_key(FIXED.id)) >= 3)
     async with routers(server, "after", pool=FIXED) as (after,):
         with pytest.raises(DemandUnknown):
@@ -235,7 +236,7 @@ async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
         assert after.pool_demand.active(FIXED.id)
 
 
-async def test_replicas_without_redis_know_no_demand_until_it_returns(server):
+async def test_replicas_have_unknown_demand_while_redis_is_unavailable(server):
     async with routers(server, "one", "other", pool=FIXED) as started:
         one, other = started
         other.pick(builders.text_of(1000, "b"))
@@ -249,7 +250,7 @@ async def test_replicas_without_redis_know_no_demand_until_it_returns(server):
 
 
 def _in_flight(router: Router) -> int | None:
-    """Return a router's count of requests in flight at all routers, None where it does not know."""
+    """Return a router's count of requests in flight at all routers, or None without a count."""
     try:
         return router.pool_demand.total(FIXED.id).in_flight
     except DemandUnknown:

@@ -29,33 +29,33 @@ def target(url: str, password: str | None = None) -> Target:
         ),
     ],
 )
-def test_target_url_is_parsed(url: str, expected: Target) -> None:
+def test_redis_target_url_is_parsed(url: str, expected: Target) -> None:
     assert target(url) == expected
 
 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("cache:6379", "its scheme is unknown"),
-        ("http://cache", "its scheme is unknown"),
-        ("redis://", "it has no host"),
-        ("redis://:6379", "it has no host"),
-        ("redis://cache:port", "its port is not a number"),
-        ("redis://cache:99999", "its port is not a number"),
-        ("redis://[::1", "it is not a URL"),
-        ("redis://cache/first", "its database is not a number"),
-        ("redis://cache/-1", "its database is not a number"),
-        ("redis://cache?ssl_cert_reqs=none", "it has a query"),
-        ("redis://cache#1", "it has a fragment"),
-        ("unix://", "it has no socket path"),
-        ("unix:///s?password=hidden", "its query has options other than db"),
-        ("unix:///s?db=x", "its database is not a number"),
+        ("cache:6379", "the scheme is unknown"),
+        ("http://cache", "the scheme is unknown"),
+        ("redis://", "the host is missing"),
+        ("redis://:6379", "the host is missing"),
+        ("redis://cache:port", "the port is not a number"),
+        ("redis://cache:99999", "the port is not a number"),
+        ("redis://[::1", "the text is not a URL"),
+        ("redis://cache/first", "the database is not a number"),
+        ("redis://cache/-1", "the database is not a number"),
+        ("redis://cache?ssl_cert_reqs=none", "a URL with a query is not supported"),
+        ("redis://cache#1", "a URL with a fragment is not supported"),
+        ("unix://", "the socket path is missing"),
+        ("unix:///s?password=hidden", "the query has options other than db"),
+        ("unix:///s?db=x", "the database is not a number"),
         ("redis://user:hidden/word@cache", "write / in a password as %2F"),
         ("redis://user:hidden#word@cache", "write / in a password as %2F"),
         ("redis://user:12#word@cache", "write # in a password as %23"),
     ],
 )
-def test_target_invalid_url_is_not_quoted(url: str, reason: str) -> None:
+def test_redis_target_error_does_not_quote_an_invalid_url(url: str, reason: str) -> None:
     with pytest.raises(RedisSettingsError) as caught:
         target(url)
     message = str(caught.value)
@@ -67,11 +67,11 @@ def test_target_invalid_url_is_not_quoted(url: str, reason: str) -> None:
     assert caught.value.__cause__ is None
 
 
-def test_target_separate_password_takes_precedence() -> None:
+def test_redis_target_prefers_a_separate_password() -> None:
     assert target("redis://:old@cache", "new").password == "new"
 
 
-def test_target_text_hides_the_password() -> None:
+def test_redis_target_text_hides_the_password() -> None:
     settings = read_settings("redis://user:hidden@cache:7000", password=None, password_file=None, ca_file=None)
     shown = target_of(settings)
     assert shown.password == "hidden"
@@ -84,35 +84,39 @@ class TestFiles:
         options = {"password_file": None, "ca_file": None, **files}
         return read_settings(url, password=password, **options)
 
-    def test_password_file_line_end_is_removed(self, tmp_path: Path) -> None:
+    def test_redis_password_file_line_end_is_removed(self, tmp_path: Path) -> None:
         path = tmp_path / "password"
         path.write_text(" s e c \r\n")
         assert self.read(password_file=path, password="environment").password == " s e c "
 
-    def test_password_without_file_is_the_environments(self) -> None:
+    def test_redis_password_without_file_comes_from_the_environment(self) -> None:
         assert self.read(password="environment").password == "environment"
         assert self.read(password="").password is None
 
-    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8")])
-    def test_password_file_without_password_is_rejected(self, tmp_path: Path, content: bytes, reason: str) -> None:
+    @pytest.mark.parametrize(
+        ("content", "reason"), [(b"", "the file is empty"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")]
+    )
+    def test_redis_password_file_without_password_is_rejected(
+        self, tmp_path: Path, content: bytes, reason: str
+    ) -> None:
         path = tmp_path / "password"
         path.write_bytes(content)
         with pytest.raises(RedisSettingsError, match=f"--redis-password-file: {path}: {reason}"):
             self.read(password_file=path)
 
-    def test_missing_files_are_rejected(self, tmp_path: Path) -> None:
+    def test_missing_redis_password_or_ca_files_are_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(RedisSettingsError, match=r"--redis-password-file: .*none: No such file"):
             self.read(password_file=tmp_path / "none")
         with pytest.raises(RedisSettingsError, match=r"--redis-ca: .*none: No such file"):
             self.read(ca_file=tmp_path / "none")
 
-    def test_ca_file_without_certificate_is_rejected(self, tmp_path: Path) -> None:
+    def test_redis_ca_file_without_certificate_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "ca.crt"
         path.write_text("nothing")
         with pytest.raises(RedisSettingsError, match=f"--redis-ca: {path}: no PEM certificates"):
             self.read(ca_file=path)
 
-    def test_ca_file_requires_tls(self, tmp_path: Path) -> None:
+    def test_redis_ca_file_requires_tls(self, tmp_path: Path) -> None:
         path = tmp_path / "ca.crt"
         path.write_bytes(self_signed()[1])
         assert target_of(self.read(ca_file=path)).ca_file == path

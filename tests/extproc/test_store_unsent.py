@@ -10,7 +10,7 @@ def binding(host: str, version: int = 0) -> SharedBinding:
     return SharedBinding(session=1, host=host, tokens=10, version=version, moved_ago_s=0.0)
 
 
-def test_unsent_above_the_node_limit_sends_the_most_requested() -> None:
+def test_unsent_counts_above_the_limit_keep_most_requested_nodes() -> None:
     unsent = Unsent()
     rare = dict.fromkeys(range(NODES_MAX), 1)
     often = {-node: 2 for node in range(1, 101)}
@@ -24,7 +24,7 @@ def test_unsent_above_the_node_limit_sends_the_most_requested() -> None:
     assert hotness.requests == NODES_MAX + 300
 
 
-def test_unsent_binding_is_sent_once_after_it_won() -> None:
+def test_unsent_binding_is_sent_once_after_its_acceptance() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     assert unsent.update(0.0) is None
@@ -37,7 +37,7 @@ def test_unsent_binding_is_sent_once_after_it_won() -> None:
     assert unsent.update(2.0) is None
 
 
-def test_unsent_binding_that_lost_is_not_sent() -> None:
+def test_unsent_binding_that_is_rejected_is_not_sent() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     winner = binding("b", version=1)
@@ -51,7 +51,7 @@ def test_unsent_loads_are_sent_at_most_four_times_a_second() -> None:
     told: list[tuple[float, int]] = []
     for tick in range(48):
         now = tick / 16
-        # They change all the time in the first second, and no longer after that.
+        # The loads change constantly in the first second, and no longer after it.
         in_flight = min(tick, 17)
         unsent.add(now, replace(QUIET, loads={"m-0": SharedLoad(in_flight=in_flight)}))
         if (loads := unsent.loads(now)) is not None:
@@ -60,14 +60,14 @@ def test_unsent_loads_are_sent_at_most_four_times_a_second() -> None:
     assert told == [(0.0, 0), (0.25, 4), (0.5, 8), (0.75, 12), (1.0, 16), (1.25, 17), (2.25, 17)]
 
 
-def test_unsent_loads_that_failed_are_due_again() -> None:
+def test_unsent_loads_are_due_again_after_a_failure() -> None:
     unsent = Unsent()
     unsent.sent_loads(0.0, {})
     unsent.add(0.5, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
     assert unsent.loads(0.5) == unsent.loads(0.6) == {"m-0": SharedLoad(in_flight=1)}
 
 
-def test_unsent_loads_are_not_part_of_updates() -> None:
+def test_unsent_loads_are_kept_separate_from_updates() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
     assert unsent.update(0.0) is None

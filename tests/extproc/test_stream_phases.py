@@ -1,4 +1,4 @@
-"""The transition tables of a stream: each message in each phase has an outcome, and each phase is reached."""
+"""Tests of a stream's transition tables: each message in each phase has an outcome, and each phase is reachable."""
 
 from collections import defaultdict
 
@@ -27,7 +27,7 @@ KINDS = {field.name for field in wire.ProcessingRequest.DESCRIPTOR.oneofs_by_nam
 RESPONSE_KINDS = {kind for kind in KINDS if kind.startswith("response_")}
 NEW, READING, QUEUED, ANSWERED, ENDED = Phase
 
-# The phases that may follow each kind of message; None is a message of a kind that the router does not know.
+# The phases that may follow each kind of message; None is an unknown kind of message.
 NEXT = {
     NEW: {
         "request_headers": {READING, ANSWERED, ENDED},
@@ -70,7 +70,7 @@ NEXT = {
 
 
 def messages(config) -> list[wire.ProcessingRequest]:
-    """Return messages of every kind, in each variant that may lead to a phase of its own."""
+    """Return messages of every kind, in each variant that may lead to a different phase."""
     made = [
         request_headers(config),
         request_headers(config, end=True),
@@ -104,7 +104,7 @@ def stream_after(sent: list[wire.ProcessingRequest], fleet="idle") -> Stream:
 
 
 def explored(config, fleet: str) -> dict[tuple[Phase, str | None], set[Phase]]:
-    """Return the phases that follow each pair of phase and message, by a path for each phase and last message."""
+    """Return the next phase for each phase and message, found with one path per phase and last message."""
     follow: dict[tuple[Phase, str | None], set[Phase]] = defaultdict(set)
     known = set()
     paths: list[tuple[Phase, list[wire.ProcessingRequest]]] = [(NEW, [])]
@@ -120,12 +120,12 @@ def explored(config, fleet: str) -> dict[tuple[Phase, str | None], set[Phase]]:
     return follow
 
 
-def test_stream_table_has_a_step_for_every_message_in_every_phase():
+def test_stream_table_has_a_step_per_message_and_phase():
     assert set(Stream.STEPS) == set(Phase)
     assert all(set(row) == {*KINDS, None} for row in Stream.STEPS.values())
 
 
-def test_stream_phases_follow_each_other_as_listed_and_all_occur():
+def test_stream_phase_changes_equal_the_documented_list():
     seen: dict[Phase, dict[str | None, set[Phase]]] = {phase: defaultdict(set) for phase in Phase}
     for config in MODES.values():
         for fleet in ("idle", "busy", "missing"):
@@ -137,7 +137,7 @@ def test_stream_phases_follow_each_other_as_listed_and_all_occur():
 
 
 @pytest.mark.parametrize("message", messages(None), ids=lambda each: str(each.WhichOneof("request")))
-def test_stream_ended_by_close_answers_no_message(message):
+def test_closed_stream_answers_no_message(message):
     talk = Conversation()
     talk.close()
 
@@ -145,11 +145,11 @@ def test_stream_ended_by_close_answers_no_message(message):
     assert talk.stream.phase is ENDED
 
 
-def test_stream_ended_asks_the_transport_to_end_it():
+def test_ended_stream_requests_the_transport_to_close():
     assert [stream_after(sent).ended for sent in ([], [wire.ProcessingRequest()])] == [False, True]
 
 
-def test_response_table_has_a_step_for_every_message_before_the_end():
+def test_response_table_has_a_step_per_message_until_the_end():
     assert set(Response.STEPS) == set(ResponsePhase) - {ResponsePhase.ENDED}
     assert all(set(row) == RESPONSE_KINDS for row in Response.STEPS.values())
 
@@ -165,7 +165,7 @@ RESPONSE_NEXT = {
 }
 
 
-def test_response_phases_follow_each_other_as_listed_and_all_occur():
+def test_response_phase_changes_equal_the_documented_list():
     seen: dict[tuple[ResponsePhase, str], set[ResponsePhase]] = defaultdict(set)
     for config in (NO_WAIT, DUPLEX):
         for path in ([], [response_body()]):

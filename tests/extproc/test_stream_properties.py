@@ -1,4 +1,4 @@
-"""Any messages in any order: the stream never raises, and the picker keeps no request after its end."""
+"""Tests that a stream accepts any messages in any order, and that the picker keeps no ended request."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -74,7 +74,7 @@ messages = st.one_of(
     st.lists(st.tuples(st.lists(messages, max_size=12), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_stream_any_messages_leave_no_request_open(streams, members):
+def test_stream_of_any_messages_leaves_no_request_open(streams, members):
     talk = Conversation(pool(members=members, max_body_bytes=2000), limits=Limits(chunk_bytes=7))
     for sent, cancelled in streams:
         talk.again()
@@ -89,7 +89,7 @@ def test_stream_any_messages_leave_no_request_open(streams, members):
                 answer.SerializeToString()
         talk.close(cancelled=cancelled)
 
-    # Only the state passed to the access log may be left, and that expires.
+    # Only the state for the access log may remain, and this state expires.
     while (deadline_s := talk.picker.next_deadline()) is not None:
         talk.picker.on_deadline(deadline_s)
 
@@ -132,7 +132,7 @@ def test_stream_without_response_body_leaves_no_request_open(sent):
 
 
 @given(st.binary(max_size=200))
-def test_stream_any_parsable_bytes_raise_nothing(data):
+def test_stream_of_any_parsable_bytes_raises_no_error(data):
     try:
         message = wire.ProcessingRequest.FromString(data)
     except DecodeError:

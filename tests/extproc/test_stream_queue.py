@@ -1,4 +1,4 @@
-"""Queued requests: the stream answers nothing until they are released, then all messages in order."""
+"""Tests of queued requests: the stream answers no message before the release, then all messages in order."""
 
 import json
 
@@ -32,12 +32,12 @@ from extproc.envoy_messages import (
 
 every_mode = pytest.mark.parametrize("config", MODES.values(), ids=MODES)
 SHORT = chat()
-# Two minutes of prefill for the engine of a crowded pool.
+# A prompt with two minutes of prefill on the slow engine.
 LONG = chat("long " * 10_000, stream=True)
 
 
 class Crowd:
-    """A pool of one busy engine, and a conversation whose request will be queued for it."""
+    """A pool with one busy engine, and a conversation with a request that will be queued."""
 
     def __init__(self, *, limits: Limits | None = None, **queue) -> None:
         self.first = Conversation(crowded_pool(**queue), limits=limits)
@@ -46,7 +46,7 @@ class Crowd:
         self.names = self.first.observer.names
 
     def hold(self, config, *, chunks=(SHORT,)) -> list:
-        """Send a request; return the answers at once."""
+        """Send a request; return the immediate answers."""
         answers = self.talk.send(request_headers(config), *request_bodies(chunks))
         assert self.talk.held == 1
         return answers
@@ -59,7 +59,7 @@ class Crowd:
 
 
 @every_mode
-def test_stream_released_request_gets_the_usual_answers(config):
+def test_dispatched_queued_request_gets_the_usual_responses(config):
     crowd, calm = Crowd(), Conversation(crowded_pool())
     expected = calm.send(request_headers(config), request_body(chat()))
 
@@ -73,12 +73,12 @@ def test_stream_released_request_gets_the_usual_answers(config):
     assert crowd.names() == ["routed", "first_token", "routed", "waited"]
 
 
-def test_stream_queued_request_answers_only_waiting_headers():
+def test_queued_request_gets_responses_only_to_waiting_headers():
     assert [kinds(Crowd().hold(config)) for config in (NO_WAIT, DUPLEX)] == [[], []]
     assert [kinds(Crowd().hold(config)) for config in (BUFFERED, STREAMED)] == [["request_headers"]] * 2
 
 
-def test_stream_queued_duplex_body_is_sent_back_whole():
+def test_queued_duplex_body_is_sent_back_complete():
     crowd = Crowd(limits=Limits(chunk_bytes=16))
     crowd.hold(DUPLEX, chunks=[chat()[:9], chat()[9:]])
 
@@ -89,7 +89,7 @@ def test_stream_queued_duplex_body_is_sent_back_whole():
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, STREAMED, None], ids=["no-wait", "duplex", "streamed", "unsaid"])
-def test_stream_queued_trailers_are_answered_as_usual(config):
+def test_trailers_of_a_queued_request_are_answered_as_usual(config):
     crowd, calm = Crowd(), Conversation(crowded_pool())
     messages = request_headers(config), request_body(chat(), end=False), request_trailers()
     expected = calm.send(*messages)
@@ -106,7 +106,7 @@ def test_stream_queued_trailers_are_answered_as_usual(config):
     ]
 
 
-def test_stream_queued_after_silence_disables_retries():
+def test_request_queued_after_silence_disables_retries():
     crowd = Crowd()
     crowd.talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
     assert crowd.talk.stream.deadline_s is not None
@@ -118,7 +118,7 @@ def test_stream_queued_after_silence_disables_retries():
 
 
 @every_mode
-def test_stream_queued_request_sets_no_deadline(config):
+def test_queued_request_sets_no_stream_deadline(config):
     crowd = Crowd()
     crowd.hold(config)
     assert crowd.talk.stream.deadline_s is None
@@ -129,7 +129,7 @@ def test_stream_queued_request_sets_no_deadline(config):
 
 
 @pytest.mark.parametrize(("config", "answered"), [(NO_WAIT, 3), (BUFFERED, 3), (STREAMED, 3), (DUPLEX, 1)])
-def test_stream_bodies_while_queued_are_answered_after_the_pick(config, answered):
+def test_bodies_during_queueing_are_answered_after_the_pick(config, answered):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -142,7 +142,7 @@ def test_stream_bodies_while_queued_are_answered_after_the_pick(config, answered
 
 
 @every_mode
-def test_stream_trailers_while_queued_are_answered_last(config):
+def test_trailers_during_queueing_are_answered_last(config):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -153,7 +153,7 @@ def test_stream_trailers_while_queued_are_answered_last(config):
 
 @every_mode
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_stream_closed_while_queued_leaves_the_queue(config, cancelled):
+def test_stream_closed_during_queueing_removes_its_request(config, cancelled):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -166,8 +166,8 @@ def test_stream_closed_while_queued_leaves_the_queue(config, cancelled):
 
 
 @every_mode
-def test_stream_response_before_request_leaves_no_queued_request(config):
-    """Envoy sends no such response; the end of the stream still takes the request out of the queue."""
+def test_response_before_request_leaves_no_queued_request(config):
+    """Envoy never sends such a response, but the end of the stream must remove the request from the queue."""
     crowd = Crowd()
     crowd.talk.send(response_headers(200))
     crowd.talk.send(request_body(SHORT))
@@ -180,8 +180,8 @@ def test_stream_response_before_request_leaves_no_queued_request(config):
 
 
 @every_mode
-def test_stream_response_while_queued_leaves_the_queue(config):
-    """As after a timeout in Envoy: its own response passes through the stream like any other."""
+def test_response_during_queueing_removes_the_queued_request(config):
+    """After a timeout, Envoy's own response passes through the stream like other responses."""
     crowd = Crowd()
     crowd.hold(config)
 
@@ -192,7 +192,7 @@ def test_stream_response_while_queued_leaves_the_queue(config):
     assert crowd.release() == []
 
 
-def test_stream_second_request_replaces_the_queued_one():
+def test_second_request_of_a_stream_replaces_the_queued_request():
     crowd = Crowd()
     crowd.hold(NO_WAIT)
 
@@ -203,7 +203,7 @@ def test_stream_second_request_replaces_the_queued_one():
 
 
 @every_mode
-def test_stream_queued_beyond_max_wait_is_rejected(config):
+def test_request_queued_beyond_max_wait_is_rejected(config):
     crowd = Crowd(max_wait_s=20.0)
     crowd.hold(config)
 
@@ -219,7 +219,7 @@ def test_stream_queued_beyond_max_wait_is_rejected(config):
 
 
 @every_mode
-def test_stream_request_to_full_queue_is_rejected(config):
+def test_request_to_a_full_queue_is_rejected(config):
     crowd = Crowd(max_held=0)
 
     answers = crowd.talk.send(request_headers(config), request_body(chat()))
@@ -230,7 +230,7 @@ def test_stream_request_to_full_queue_is_rejected(config):
 
 
 @every_mode
-def test_stream_released_request_finishes_as_usual(config):
+def test_dispatched_queued_request_finishes_as_usual(config):
     crowd = Crowd()
     crowd.hold(config)
     crowd.release()
@@ -258,8 +258,11 @@ steps = st.tuples(st.integers(0, 4), st.one_of(whole, whole, st.lists(messages, 
 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([0, 1, 3]), st.sampled_from([5.0, 1000.0]), st.booleans())
-def test_stream_any_steps_with_queueing_leave_nothing(steps, max_held, max_wait_s, empty):
-    """Each request gets at most one pick, none after its stream is closed, and nothing of it stays in the picker."""
+def test_stream_of_any_steps_with_queueing_leaves_no_request_open(steps, max_held, max_wait_s, empty):
+    """Each request gets at most one pick, and no pick after its stream's end.
+
+    The picker keeps no state of the request.
+    """
     queue = {"max_held": max_held, "max_wait_s": max_wait_s, "hold_when_empty": True}
     talk = Conversation(crowded_pool(members=0 if empty else 2, **queue))
     streams = [Conversation(picker=talk.picker) for _ in range(5)]
@@ -277,7 +280,7 @@ def test_stream_any_steps_with_queueing_leave_nothing(steps, max_held, max_wait_
             told[index], begun[index], one.delivered[:] = [], 0, []
         else:
             kinds = kinds_of_requests(step)
-            # A body or trailers that come before any headers are a request as well.
+            # A body or trailers without earlier headers also count as a request.
             parts = [kind for kind in kinds if kind.startswith("request_")]
             headless = not begun[index] and parts[:1] not in ([], ["request_headers"])
             begun[index] += kinds.count("request_headers") + headless

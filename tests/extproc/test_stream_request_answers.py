@@ -1,4 +1,4 @@
-"""Requests on a stream, mode by mode: which messages are answered, and which answer carries the pick."""
+"""Tests of requests on a stream in each mode: the answered messages, and the answer with the pick."""
 
 import pytest
 
@@ -25,7 +25,7 @@ from extproc.envoy_messages import (
 from extproc.stream_requests import every_mode, sent_back
 
 
-def test_no_wait_pick_is_in_the_late_headers_answer():
+def test_no_wait_mode_sends_the_pick_in_the_late_headers_response():
     talk = Conversation()
     chunks = [chat()[:10], chat()[10:], b""]
 
@@ -40,7 +40,7 @@ def test_no_wait_pick_is_in_the_late_headers_answer():
     assert not talk.stream.ended
 
 
-def test_buffered_pick_is_in_the_body_answer():
+def test_buffered_mode_sends_the_pick_in_the_body_response():
     talk = Conversation()
 
     first = talk.send(request_headers(BUFFERED))
@@ -52,7 +52,7 @@ def test_buffered_pick_is_in_the_body_answer():
     assert destination(second[0])
 
 
-def test_buffered_body_before_trailers_carries_the_pick():
+def test_buffered_mode_sends_the_pick_with_body_before_trailers():
     talk = Conversation()
 
     talk.send(request_headers(BUFFERED))
@@ -64,7 +64,7 @@ def test_buffered_body_before_trailers_carries_the_pick():
 
 
 @pytest.mark.parametrize("config", [STREAMED, None], ids=["streamed", "unsaid"])
-def test_waiting_messages_are_answered_and_the_last_has_the_pick(config):
+def test_waiting_messages_are_answered_with_the_pick_in_the_last(config):
     talk = Conversation()
 
     answers = talk.send(request_headers(config), *request_bodies([chat()[:5], chat()[5:9], chat()[9:]]))
@@ -73,7 +73,7 @@ def test_waiting_messages_are_answered_and_the_last_has_the_pick(config):
     assert [destination(answer) is not None for answer in answers] == [False, False, False, True]
 
 
-def test_duplex_body_is_sent_back_in_pieces_after_the_pick():
+def test_duplex_body_is_sent_back_in_chunks_after_the_pick():
     talk = Conversation(limits=Limits(chunk_bytes=10))
     body = chat("x" * 50)
 
@@ -89,7 +89,7 @@ def test_duplex_body_is_sent_back_in_pieces_after_the_pick():
     assert [end for _, end in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_duplex_default_pieces_are_at_most_62000_bytes():
+def test_duplex_default_chunks_are_at_most_62000_bytes():
     talk = Conversation()
 
     answers = talk.send(request_headers(DUPLEX), request_body(chat("x" * 200_000)))
@@ -97,7 +97,7 @@ def test_duplex_default_pieces_are_at_most_62000_bytes():
     assert [len(piece) for piece, _ in sent_back(answers[1:])][:-1] == [62_000] * 3
 
 
-def test_duplex_trailers_answer_alone_ends_the_request():
+def test_duplex_trailers_response_ends_the_request():
     talk = Conversation(limits=Limits(chunk_bytes=16))
 
     silent = talk.send(request_headers(DUPLEX), *request_bodies([chat()[:9], chat()[9:]], end=False))
@@ -110,7 +110,7 @@ def test_duplex_trailers_answer_alone_ends_the_request():
     assert not any(end for _, end in sent_back(answers[1:-1]))
 
 
-def test_duplex_body_after_the_end_is_ignored():
+def test_duplex_body_after_the_request_end_is_ignored():
     talk = Conversation()
     talk.send(request_headers(DUPLEX), request_body(chat()))
 
@@ -118,7 +118,7 @@ def test_duplex_body_after_the_end_is_ignored():
     assert talk.observer.names() == ["routed"]
 
 
-def test_duplex_trailers_after_the_end_are_answered():
+def test_duplex_trailers_after_the_request_end_are_answered():
     talk = Conversation()
     talk.send(request_headers(DUPLEX), request_body(chat()))
 
@@ -126,7 +126,7 @@ def test_duplex_trailers_after_the_end_are_answered():
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, BUFFERED, STREAMED, None])
-def test_stream_body_after_the_end_is_answered(config):
+def test_streamed_body_after_the_request_end_is_answered(config):
     talk = Conversation()
     talk.send(request_headers(config), request_body(chat()))
 
@@ -134,7 +134,7 @@ def test_stream_body_after_the_end_is_answered(config):
     assert talk.observer.names() == ["routed"]
 
 
-def test_no_wait_trailers_complete_the_request():
+def test_no_wait_mode_trailers_complete_the_request():
     talk = Conversation()
 
     answers = talk.send(request_headers(NO_WAIT), request_body(chat(), end=False), request_trailers())
@@ -144,7 +144,7 @@ def test_no_wait_trailers_complete_the_request():
 
 
 @every_mode
-def test_stream_body_split_anywhere_gets_the_same_pick(config):
+def test_body_split_at_any_position_gets_the_same_pick(config):
     body = chat("ünïcode \\u00e9")
     whole = Conversation()
     expected = whole.send(request_headers(config), request_body(body))
@@ -162,7 +162,7 @@ def test_stream_body_split_anywhere_gets_the_same_pick(config):
 
 
 @every_mode
-def test_stream_body_in_single_bytes_gets_one_pick(config):
+def test_body_in_single_byte_chunks_gets_a_single_pick(config):
     talk = Conversation()
     chunks = [chat()] if config is BUFFERED else [bytes([byte]) for byte in chat()]
 
@@ -173,7 +173,7 @@ def test_stream_body_in_single_bytes_gets_one_pick(config):
 
 @every_mode
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
-def test_stream_bodiless_request_goes_to_any_member(config, method):
+def test_bodiless_request_is_routed_to_any_member(config, method):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, method=method, end=True))
@@ -185,7 +185,7 @@ def test_stream_bodiless_request_goes_to_any_member(config, method):
 
 
 @every_mode
-def test_stream_get_ended_by_empty_body_goes_to_any_member(config):
+def test_get_request_with_empty_body_is_routed_to_any_member(config):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, method="GET"), request_body(b""))
@@ -195,7 +195,7 @@ def test_stream_get_ended_by_empty_body_goes_to_any_member(config):
         assert sent_back(answers[1:]) == [(b"", True)]
 
 
-def test_stream_gets_take_turns_over_the_members():
+def test_get_requests_are_spread_round_robin():
     talk = Conversation()
     firsts = set()
     for _ in range(8):
@@ -205,14 +205,14 @@ def test_stream_gets_take_turns_over_the_members():
     assert len(firsts) == 4
 
 
-def test_stream_body_mode_none_goes_to_any_member():
+def test_request_with_body_mode_none_is_routed_to_any_member():
     config = wire.ProtocolConfiguration(request_body_mode=wire.NONE, response_body_mode=wire.STREAMED)
 
     assert destination(Conversation().send(request_headers(config))[0])
 
 
-def test_stream_trailers_in_streamed_modes_disable_retries():
-    """Envoy 1.40 sends such a body twice where the route has a retry policy."""
+def test_trailers_in_streamed_modes_disable_retries():
+    """Envoy 1.40 sends such a body twice if the route has a retry policy."""
     for config in (DUPLEX, NO_WAIT):
         answers = Conversation().send(request_headers(config), request_body(chat(), end=False), request_trailers())
         assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
@@ -223,8 +223,8 @@ def test_stream_trailers_in_streamed_modes_disable_retries():
 
 
 @pytest.mark.parametrize("config", [STREAMED, None])
-def test_waiting_trailers_with_several_pools_are_refused(config):
-    """Trailers' answers set no request headers, and without one Envoy takes the first pool's cluster."""
+def test_waiting_trailers_with_several_pools_are_rejected(config):
+    """An answer to trailers cannot set request headers, and without this header Envoy uses the first pool's cluster."""
     several = Conversation(pool("a", model="a"), pool("b", model="m"))
     several.send(request_headers(config), request_body(chat(), end=False))
     one = Conversation()
@@ -237,7 +237,7 @@ def test_waiting_trailers_with_several_pools_are_refused(config):
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX])
-def test_no_wait_trailers_with_several_pools_name_the_cluster(config):
+def test_no_wait_trailers_with_several_pools_set_the_cluster(config):
     talk = Conversation(pool("a", model="a"), pool("b", model="m"))
     answers = talk.send(request_headers(config), request_body(chat(), end=False), request_trailers())
 

@@ -1,4 +1,4 @@
-"""Headers and metadata of requests on a stream: allowed endpoints, removed and set headers, session names."""
+"""Tests of request headers and metadata on a stream: allowed endpoints, removed and set headers, session names."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_subset_hint_in_headers_or_body_restricts_the_pick(config, on_body, subs
         (["fd00::zz", "[10.0.0.1]:80"], None),
     ],
 )
-def test_subset_hint_accepts_any_spelling_of_ipv6(config, subset, expected):
+def test_subset_hint_accepts_any_ipv6_notation(config, subset, expected):
     ports = (8000, 9000)
     members = tuple(Member(id=f"m{port}", address="fd00::1", port=port) for port in ports)
     talk = Conversation(replace(pool(), members=members))
@@ -77,7 +77,7 @@ def test_subset_hint_accepts_any_spelling_of_ipv6(config, subset, expected):
 
 @every_mode
 @pytest.mark.parametrize("subset", ["", [], [""], ["10.9.9.9:1"], "10.0.0.2:8001", " , "])
-def test_subset_hint_that_allows_nothing_answers_503(config, subset):
+def test_subset_hint_without_any_member_gets_503(config, subset):
     talk = Conversation()
     posted = talk.send(with_subset(request_headers(config), subset), request_body(chat()))
     talk.again()
@@ -108,7 +108,7 @@ def test_reserved_client_headers_are_stripped_and_ignored(config):
         "x-dualmap-decision",
     } <= set(mutation_of(pick).remove_headers)
     assert "x-harmless" not in mutation_of(pick).remove_headers
-    # A header set and removed in one answer would depend on Envoy's order.
+    # If an answer sets and removes the same header, the result depends on Envoy's order.
     assert not set(headers_set(pick)) & set(mutation_of(pick).remove_headers)
     assert headers_set(pick)["x-dualmap-cluster"] == "llm/qwen"
     unspoofed = Conversation()
@@ -116,7 +116,7 @@ def test_reserved_client_headers_are_stripped_and_ignored(config):
     assert [destination(pick)] == [destination(answer) for answer in expected if destination(answer)]
 
 
-def test_reserved_headers_are_stripped_in_plain_answers():
+def test_reserved_headers_are_stripped_in_responses_without_pick():
     answers = Conversation().send(
         request_headers(BUFFERED, x_dualmap_cluster="evil", x_gateway_destination_endpoint="a")
     )
@@ -124,7 +124,7 @@ def test_reserved_headers_are_stripped_in_plain_answers():
     assert set(mutation_of(answers[0]).remove_headers) == {"x-dualmap-cluster", "x-gateway-destination-endpoint"}
 
 
-def test_pick_carries_the_request_id_for_the_access_log():
+def test_pick_contains_the_request_id_for_the_access_log():
     talk = Conversation()
     answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
 
@@ -143,7 +143,7 @@ def test_pick_destination_lists_two_members_in_order():
 
 
 def prompt_tokens(path, **fields):
-    """The tokens that the picker counts of a chat body with these fields, sent to ``path``."""
+    """Return the picker's token count of a chat body with these fields for ``path``."""
     talk = Conversation()
     headers = request_headers(NO_WAIT)
     header = next(each for each in headers.request_headers.headers.headers if each.key == ":path")
@@ -161,11 +161,11 @@ def test_body_field_that_the_path_ignores_adds_no_load(path, field):
     assert prompt_tokens(path, **{field: "x" * 1_000_000}) < 50
 
 
-def test_every_field_counts_on_an_unknown_path():
+def test_body_fields_on_an_unknown_path_all_add_load():
     assert prompt_tokens("/v1/other", suffix="x" * 1_000_000) == Engine().max_model_len
 
 
-def test_header_value_in_the_old_field_is_read():
+def test_header_value_in_the_deprecated_field_is_read():
     message = wire.ProcessingRequest(protocol_config=NO_WAIT)
     message.request_headers.end_of_stream = True
     header = message.request_headers.headers.headers.add()
@@ -182,7 +182,7 @@ def test_client_no_retry_header_is_stripped():
 
 @every_mode
 @pytest.mark.parametrize("where", ["headers", "body"])
-def test_subset_hint_above_the_limit_is_refused(config, where):
+def test_subset_hint_above_the_limit_is_rejected(config, where):
     talk = Conversation(limits=Limits(subset_bytes=1000))
     subset = [f"10.0.{n}.1:8000" for n in range(100)]
     headers, body = request_headers(config), request_body(chat())
@@ -223,7 +223,7 @@ def test_picker_receives_only_session_headers(config, monkeypatch):
     assert asked == [{"x-session": "s1", "x-b": "s2"}]
 
 
-def test_session_header_sent_twice_counts_once_with_any_bytes(monkeypatch):
+def test_repeated_session_header_of_any_bytes_counts_once(monkeypatch):
     talk = Conversation()
     asked = []
     real = talk.picker.pick_read

@@ -1,4 +1,4 @@
-"""Requests that a stream rejects, and unusual ones that it routes: bodies, limits, encodings, empty pools."""
+"""Tests of rejected requests, and of unusual requests that are routed: bodies, limits, encodings, empty pools."""
 
 import json
 
@@ -27,7 +27,7 @@ from extproc.stream_requests import every_mode, sent_back
     "headers",
     [{"content_length": "12"}, {"content_length": "nonsense"}, {"content_length": "9" * 5000}, {"content_length": "²"}],
 )
-def test_content_length_that_is_odd_is_ignored(config, headers):
+def test_unusual_content_length_is_ignored(config, headers):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, **headers), request_body(chat()))
@@ -36,7 +36,7 @@ def test_content_length_that_is_odd_is_ignored(config, headers):
 
 
 @every_mode
-def test_content_length_above_the_limit_is_refused_at_once(config):
+def test_content_length_above_the_limit_is_rejected_at_once(config):
     talk = Conversation(pool(max_body_bytes=1000))
 
     assert refused_with(talk.send(request_headers(config, content_length="1001"))) == 413
@@ -44,7 +44,7 @@ def test_content_length_above_the_limit_is_refused_at_once(config):
 
 
 @every_mode
-def test_body_above_the_limit_is_refused(config):
+def test_body_above_the_limit_is_rejected(config):
     talk = Conversation(pool(max_body_bytes=1000))
     chunks = [b"x" * 1001] if config is BUFFERED else [b"x" * 600, b"x" * 401]
 
@@ -128,7 +128,7 @@ def test_body_of_twelve_megabytes_is_routed(config):
         (chat(model="unknown"), 404),
     ],
 )
-def test_body_that_is_invalid_is_refused_as_openai_error(config, body, status):
+def test_invalid_body_is_rejected_with_an_openai_error(config, body, status):
     talk = Conversation()
 
     answers = talk.send(request_headers(config), request_body(body))
@@ -153,7 +153,7 @@ def test_body_that_is_invalid_is_refused_as_openai_error(config, body, status):
         b'  {"model": "m", "input": ""}  ',
     ],
 )
-def test_body_that_is_odd_but_valid_is_routed(config, body):
+def test_unusual_but_valid_body_is_routed(config, body):
     talk = Conversation()
 
     answers = talk.send(request_headers(config), request_body(body))
@@ -162,12 +162,12 @@ def test_body_that_is_odd_but_valid_is_routed(config, body):
 
 
 @every_mode
-def test_post_without_body_is_refused(config):
+def test_post_without_body_is_rejected(config):
     assert refused_with(Conversation().send(request_headers(config, end=True))) == 400
 
 
 @every_mode
-def test_empty_pool_answers_503_and_leaves_nothing(config):
+def test_empty_pool_answers_503_and_leaves_no_request_open(config):
     talk = Conversation(pool(members=0))
 
     assert refused_with(talk.send(request_headers(config), request_body(chat()))[-1:]) == 503
@@ -177,7 +177,7 @@ def test_empty_pool_answers_503_and_leaves_nothing(config):
 
 
 @every_mode
-def test_no_pools_answer_404_to_posts_and_503_to_gets(config):
+def test_router_without_pools_answers_404_to_post_and_503_to_get(config):
     talk = Conversation()
     talk.picker.set_pools(1.0, ())
 
@@ -196,7 +196,7 @@ def test_no_pools_answer_404_to_posts_and_503_to_gets(config):
         ({"content_type": "Multipart/Form-Data; boundary=x"}, "content-type multipart/form-data is not supported"),
     ],
 )
-def test_body_encoding_unsupported_is_refused_at_its_headers(config, headers, said):
+def test_unsupported_body_encoding_is_rejected_at_the_headers(config, headers, said):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, **headers))
@@ -213,7 +213,7 @@ def test_body_encoding_unsupported_is_refused_at_its_headers(config, headers, sa
 @pytest.mark.parametrize(
     "headers", [{"content_encoding": "Identity"}, {"content_encoding": ""}, {"content_type": "application/json"}]
 )
-def test_body_without_encoding_is_routed(config, headers):
+def test_body_without_content_encoding_is_routed(config, headers):
     talk = Conversation()
 
     talk.send(request_headers(config, **headers), request_body(chat()))
@@ -221,7 +221,7 @@ def test_body_without_encoding_is_routed(config, headers):
     assert talk.observer.names() == ["routed"]
 
 
-def test_body_headers_without_a_body_are_ignored():
+def test_body_headers_of_a_bodiless_request_are_ignored():
     talk = Conversation()
 
     talk.send(request_headers(NO_WAIT, method="GET", end=True, content_encoding="gzip"))
@@ -240,7 +240,7 @@ def test_body_headers_without_a_body_are_ignored():
     ],
     ids=["many", "long value", "long name"],
 )
-def test_headers_above_the_limits_are_refused(config, method, limits, headers, said):
+def test_headers_above_the_limits_are_rejected(config, method, limits, headers, said):
     talk = Conversation(limits=limits)
 
     answers = talk.send(request_headers(config, method=method, end=method == "GET", **headers))
@@ -253,8 +253,8 @@ def test_headers_above_the_limits_are_refused(config, method, limits, headers, s
 
 
 @every_mode
-def test_headers_at_envoys_own_limits_are_read(config):
-    """Envoy takes 100 headers of 60 KiB together by default."""
+def test_headers_at_envoys_default_limits_are_accepted(config):
+    """By default Envoy accepts 100 headers with a total of 60 KiB."""
     talk = Conversation()
     headers = {f"x_{n}": "v" * 600 for n in range(96)}
 

@@ -1,4 +1,4 @@
-"""Requests whose bodies stall or whose end Envoy does not report: when and how the stream decides."""
+"""Tests of requests with a stalled body or without a reported end: the time and result of the decision."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from extproc.envoy_messages import (
 
 
 @pytest.mark.parametrize("headers", [{"content_length": str(len(chat()))}, {}])
-def test_silence_after_complete_body_picks_without_retries(headers):
+def test_silence_after_complete_body_disables_retries_of_the_pick(headers):
     talk = Conversation()
     assert talk.send(request_headers(NO_WAIT, **headers), *request_bodies([chat()[:9], chat()[9:]], end=False)) == []
     assert talk.stream.deadline_s == pytest.approx(talk.now + talk.limits.silence_s)
@@ -71,8 +71,8 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
         ("1000", b"nonsense"),
     ],
 )
-def test_stalled_body_is_decided_before_envoy_times_out(length, half):
-    """Envoy waits for the pools' longest queue.maxWait and 15 s, starting again with each message."""
+def test_stalled_body_is_answered_before_the_envoy_timeout(length, half):
+    """Envoy's message timeout is the pools' longest queue.maxWait plus 15 s, and restarts with each message."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, content_length=length))
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_stalled_body_that_continues_is_routed():
     assert destination(talk.send(request_body(b"}"))[0])
 
 
-def test_stalled_body_time_follows_the_longest_max_wait():
+def test_stalled_body_timeout_depends_on_the_longest_max_wait():
     quick, slow = pool(queue=Queue(max_wait_s=0.1)), pool("b", model="b", queue=Queue(max_wait_s=600.0))
     impatient, patient = Conversation(quick), Conversation(quick, slow)
     for talk in (impatient, patient):
@@ -115,8 +115,8 @@ def test_stalled_body_time_follows_the_longest_max_wait():
     "body",
     [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'"text"', b"5", b"\x1f\x8b\x08", b'{"model": "m"}}', b"{}"],
 )
-def test_paused_body_that_cannot_be_completed_is_refused(body):
-    """Of an HTTP/2 request with trailers, Envoy reports no end before the headers are answered."""
+def test_paused_body_with_invalid_start_is_rejected(body):
+    """For an HTTP/2 request with trailers, Envoy reports the end only after the answer to the headers."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(body, end=False))
 
@@ -125,7 +125,7 @@ def test_paused_body_that_cannot_be_completed_is_refused(body):
     assert talk.in_flight == 0
 
 
-def test_paused_body_that_is_complete_is_routed():
+def test_paused_complete_body_is_routed():
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(chat(), end=False), request_body(b"\n", end=False))
 

@@ -1,7 +1,8 @@
-"""The response half of a stream: the receipt, the first token, and the end of the request."""
+"""Tests of responses on a stream: the receipt, the first token, and the end of the request."""
 
 import pytest
 
+from dualmap.pools.pool import Prefix, ReceiptFields
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.observations import FirstTokenSeen, Routed
 from dualmap_extproc.wire import ext_proc_pb2 as wire
@@ -29,7 +30,7 @@ PLAIN_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 
 
 def picked(config=NO_WAIT, *pools) -> Conversation:
-    """Return a conversation whose request has been routed."""
+    """Return a conversation with a routed request."""
     talk = Conversation(*pools)
     talk.send(request_headers(config), request_body(chat()))
     assert talk.in_flight == 1
@@ -38,7 +39,7 @@ def picked(config=NO_WAIT, *pools) -> Conversation:
 
 
 @every_mode
-def test_receipt_replaces_the_engines_header(config):
+def test_receipt_replaces_the_receipt_header_of_the_engine(config):
     talk = picked(config)
 
     answers = talk.send(response_headers(x_dualmap_decision="the engine's"))
@@ -55,7 +56,25 @@ def test_receipt_is_sent_with_every_status(status):
     assert "x-dualmap-decision" in headers_set(answer)
 
 
-def test_receipt_is_omitted_if_disabled_or_undecided():
+@every_mode
+def test_receipt_chosen_hides_cached_and_hot_prefixes(config):
+    talk = Conversation(pool(members=8, prefix=Prefix(window_s=3600.0), receipt_fields=ReceiptFields.CHOSEN))
+    headers = []
+    for _ in range(50):
+        talk.again()
+        talk.send(request_headers(config), request_body(chat("x" * 4096)))
+        (answer,) = talk.send(response_headers(end=True))
+        talk.close()
+        headers.append(headers_set(answer)["x-dualmap-decision"])
+
+    receipts = [each.decision.receipt for each in talk.observer.of(Routed)]
+    assert receipts[0].matched_tokens == 0 < receipts[-1].matched_tokens
+    assert receipts[0].key.blocks < receipts[-1].key.blocks
+    assert headers == [f'policy=dualmap, chosen="{each.chosen}", prompt={each.prompt_tokens}' for each in receipts]
+    assert len({each.prompt_tokens for each in receipts}) == 1
+
+
+def test_receipt_is_omitted_if_disabled_or_without_decision():
     off = picked(NO_WAIT, pool(receipt_header=False))
     get = Conversation()
     get.send(request_headers(NO_WAIT, method="GET", end=True))
@@ -65,7 +84,7 @@ def test_receipt_is_omitted_if_disabled_or_undecided():
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, BUFFERED])
-def test_first_chunk_is_first_token_and_ends_the_stream(config):
+def test_first_response_chunk_is_first_token_and_ends_the_stream(config):
     talk = picked(config)
     talk.send(response_headers())
     assert talk.observer.names() == ["routed"]
@@ -80,7 +99,7 @@ def test_first_chunk_is_first_token_and_ends_the_stream(config):
     assert (talk.pending_tokens, talk.in_flight) == (0, 1)
 
 
-def test_first_token_time_starts_at_request_headers():
+def test_time_to_first_token_starts_at_the_request_headers():
     talk = picked()
     talk.send(response_headers(), response_body())
 
@@ -89,7 +108,7 @@ def test_first_token_time_starts_at_request_headers():
 
 
 @every_mode
-def test_response_of_one_chunk_is_finished(config):
+def test_response_of_a_single_chunk_finishes_the_request(config):
     talk = picked(config)
 
     talk.send(response_headers(), response_body(end=True))
@@ -117,7 +136,7 @@ def test_response_without_body_finishes_without_first_token(config):
         *[(status, "failed") for status in (500, 502, 503)],
     ],
 )
-def test_response_error_status_reports_no_first_token(config, status, end):
+def test_error_response_reports_no_first_token(config, status, end):
     talk = picked(config)
 
     talk.send(response_headers(status), response_body(), response_body(end=True))
@@ -130,7 +149,7 @@ def test_response_error_status_reports_no_first_token(config, status, end):
 
 @every_mode
 @pytest.mark.parametrize("status", [204, 301, 304])
-def test_response_without_tokens_is_finished_as_in_access_log(config, status):
+def test_response_without_tokens_finishes_like_its_access_log_entry(config, status):
     talk, with_body = picked(config), picked(config)
     assert AccessLogEntry(request_id="r", status=status).ending is Ending.FINISHED
 
@@ -141,7 +160,7 @@ def test_response_without_tokens_is_finished_as_in_access_log(config, status):
 
 
 @every_mode
-def test_response_in_json_is_finished_at_its_first_chunk(config):
+def test_json_response_finishes_at_the_first_chunk(config):
     talk = picked(config)
 
     talk.send(response_headers(content_type="application/json; charset=utf-8"), response_body(b"{"))
@@ -151,7 +170,7 @@ def test_response_in_json_is_finished_at_its_first_chunk(config):
 
 
 @every_mode
-def test_response_empty_chunk_is_no_first_token(config):
+def test_empty_response_chunk_is_no_first_token(config):
     talk = picked(config)
 
     talk.send(response_headers(), response_body(b""))
@@ -160,7 +179,7 @@ def test_response_empty_chunk_is_no_first_token(config):
     assert not talk.stream.ended
 
 
-def test_duplex_response_is_sent_back_to_the_end():
+def test_duplex_response_is_sent_back_until_the_end():
     talk = picked(DUPLEX)
     chunks = [b"data: 1\n\n", b"y" * 130_000, b"data: [DONE]\n\n", b""]
 
@@ -188,7 +207,7 @@ def test_duplex_long_response_does_not_expire():
     assert talk.observer.names() == ["routed", "first_token", "finished"]
 
 
-def test_duplex_response_is_reported_alive_once_a_minute(monkeypatch):
+def test_duplex_response_renews_its_expiry_once_a_minute(monkeypatch):
     talk = picked(DUPLEX)
     heard = []
     monkeypatch.setattr(talk.picker, "heard", lambda now, _: heard.append(now))
@@ -252,7 +271,7 @@ def test_stream_closed_before_first_token_aborts_the_request(config, cancelled):
 
 
 @pytest.mark.parametrize(("cancelled", "end"), [(True, "aborted"), (False, "finished")])
-def test_stream_closed_without_response_body_uses_the_status(cancelled, end):
+def test_stream_closed_without_body_ends_request_by_the_status(cancelled, end):
     talk = picked(wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED))
     talk.send(response_headers())
 
@@ -261,7 +280,7 @@ def test_stream_closed_without_response_body_uses_the_status(cancelled, end):
     assert talk.observer.names() == ["routed", end]
 
 
-def test_stream_closed_twice_reports_one_end():
+def test_stream_closed_twice_reports_a_single_end():
     talk = picked()
     talk.close(cancelled=True)
     talk.close(cancelled=True)
@@ -270,7 +289,7 @@ def test_stream_closed_twice_reports_one_end():
 
 
 @every_mode
-def test_stream_second_request_aborts_the_first(config):
+def test_second_request_of_a_stream_aborts_the_first(config):
     talk = picked(config)
 
     answers = talk.send(request_headers(config), request_body(chat("another")))
@@ -280,7 +299,7 @@ def test_stream_second_request_aborts_the_first(config):
     assert talk.in_flight == 1
 
 
-def test_served_endpoint_other_than_chosen_is_counted():
+def test_served_endpoint_different_from_the_chosen_is_counted():
     talk = picked()
     chosen = talk.observer.of(Routed)[0].decision.receipt.address
     other = next(f"10.0.0.{i}:8000" for i in range(4) if f"10.0.0.{i}:8000" != chosen)
@@ -295,14 +314,14 @@ def test_served_endpoint_other_than_chosen_is_counted():
     assert {each.endpoint: each.in_flight for each in status.endpoints}[other] == 1
 
 
-def test_stream_messages_after_the_end_are_not_answered():
+def test_stream_answers_no_message_after_the_end():
     talk = picked()
     talk.send(response_headers(), response_body())
 
     assert talk.send(response_body(), response_body(end=True), response_trailers()) == []
 
 
-def test_stream_unknown_message_ends_stream_and_request():
+def test_unknown_message_ends_the_stream_and_the_request():
     talk = picked()
 
     assert talk.send(wire.ProcessingRequest()) == []

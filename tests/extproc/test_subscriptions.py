@@ -22,7 +22,7 @@ def of(pools: Iterable[Pool]) -> Snapshot:
 
 
 def whole(*names: str, version: str = "1", routes: str = "routes") -> Snapshot:
-    """A snapshot with clusters and routes; ``version`` is the router's, whose clusters differ by it."""
+    """Return a snapshot with clusters and routes, which differ for each ``version``."""
     return Snapshot(
         assignments=assignments_of([pool(name.removeprefix("llm/"), 1) for name in names]),
         clusters={name: f"{name} {version}".encode() for name in names},
@@ -51,7 +51,7 @@ def values(response: discovery_pb2.DiscoveryResponse, type_url: str) -> set[str]
 
 
 class TestEndpoints:
-    def test_eds_ack_gets_no_response(self) -> None:
+    def test_eds_sends_no_response_to_an_ack(self) -> None:
         conversation, snapshot = endpoints_only(), of([pool()])
         conversation.on_request(request(QWEN))
         response = due(conversation, snapshot)
@@ -60,10 +60,10 @@ class TestEndpoints:
         ack(conversation, response, QWEN)
         assert conversation.respond(snapshot) is None
 
-    def test_eds_before_the_first_request_nothing_is_due(self) -> None:
+    def test_eds_sends_nothing_before_the_first_request(self) -> None:
         assert endpoints_only().respond(of([pool()])) is None
 
-    def test_eds_first_request_is_answered_whatever_its_version(self) -> None:
+    def test_eds_answers_the_first_request_at_any_version(self) -> None:
         first, snapshot = endpoints_only(), of([pool()])
         first.on_request(request(QWEN))
         version = due(first, snapshot).version_info
@@ -71,7 +71,7 @@ class TestEndpoints:
         again.on_request(request(QWEN, version=version, nonce="41"))
         assert due(again, snapshot).version_info == version
 
-    def test_eds_change_is_due_once_with_new_version_and_nonce(self) -> None:
+    def test_eds_sends_a_change_once_with_new_version_and_nonce(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN))
         first = due(conversation, of([pool(count=2)]))
@@ -80,17 +80,17 @@ class TestEndpoints:
         assert first.version_info != second.version_info
         assert first.nonce != second.nonce
         assert conversation.respond(changed) is None
-        # A return to the earlier state is a change, too.
+        # A return to the earlier state is also a change.
         assert due(conversation, of([pool(count=2)])).version_info == first.version_info
 
-    def test_eds_invisible_change_is_not_due(self) -> None:
+    def test_eds_sends_no_response_if_the_resources_are_equal(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN))
         due(conversation, of([pool(ring_version=1)]))
         members = tuple(replace(member, weight=7) for member in pool().members)
         assert conversation.respond(of([pool(ring_version=2, members=members)])) is None
 
-    def test_eds_sends_only_changed_and_wanted_resources(self) -> None:
+    def test_eds_sends_only_changed_and_subscribed_resources(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN, LLAMA))
         assert hosts(due(conversation, of([pool(), pool("llama", 1), pool("other", 1)]))).keys() == {
@@ -99,14 +99,14 @@ class TestEndpoints:
         }
         assert hosts(due(conversation, of([pool(), pool("llama", 2), pool("other", 2)]))).keys() == {LLAMA}
 
-    def test_eds_added_name_is_answered_alone(self) -> None:
+    def test_eds_answers_an_added_name_with_only_its_resource(self) -> None:
         conversation, snapshot = endpoints_only(), of([pool(), pool("llama", 1)])
         conversation.on_request(request(QWEN))
         response = due(conversation, snapshot)
         ack(conversation, response, QWEN, LLAMA)
         assert hosts(due(conversation, snapshot)).keys() == {LLAMA}
 
-    def test_eds_name_dropped_and_added_is_sent_again(self) -> None:
+    def test_eds_sends_a_name_dropped_and_added_again(self) -> None:
         conversation, snapshot = endpoints_only(), of([pool(), pool("llama", 1)])
         conversation.on_request(request(QWEN, LLAMA))
         response = due(conversation, snapshot)
@@ -115,7 +115,7 @@ class TestEndpoints:
         ack(conversation, response, QWEN, LLAMA)
         assert hosts(due(conversation, snapshot)).keys() == {LLAMA}
 
-    def test_eds_rejected_version_is_not_sent_again(self) -> None:
+    def test_eds_does_not_resend_a_rejected_version(self) -> None:
         conversation, snapshot = endpoints_only(), of([pool()])
         conversation.on_request(request(QWEN))
         response = due(conversation, snapshot)
@@ -124,7 +124,7 @@ class TestEndpoints:
         assert conversation.respond(snapshot) is None
         assert conversation.respond(of([pool(count=1)])) is not None
 
-    def test_eds_answer_to_an_older_response_is_ignored(self) -> None:
+    def test_eds_ignores_ack_of_an_older_response(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN))
         first = due(conversation, of([pool(count=1)]))
@@ -132,10 +132,10 @@ class TestEndpoints:
         due(conversation, changed)
         assert conversation.on_request(request(nonce=first.nonce, error="late")) is None
         assert conversation.respond(changed) is None
-        # If it were accepted, its empty list of names would end the conversation.
+        # An accepted empty list of names would end the subscription.
         assert conversation.respond(of([pool(count=3)])) is not None
 
-    def test_eds_removed_or_unknown_pool_has_no_endpoints(self) -> None:
+    def test_eds_sends_no_endpoints_of_removed_or_unknown_pool(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN, "llm/unknown"))
         assert hosts(due(conversation, of([pool()]))) == {
@@ -153,7 +153,7 @@ class TestEndpoints:
                 versions.add(due(conversation, of(pools)).version_info)
         assert len(versions) == 1
 
-    def test_eds_other_types_and_too_many_names_are_rejected(self) -> None:
+    def test_eds_rejects_other_types_and_too_many_names(self) -> None:
         with pytest.raises(SubscriptionError, match="ClusterLoadAssignment"):
             endpoints_only().on_request(discovery_pb2.DiscoveryRequest(type_url="type.googleapis.com/other"))
         with pytest.raises(SubscriptionError, match=str(MAX_NAMES)):
@@ -161,11 +161,11 @@ class TestEndpoints:
         endpoints_only().on_request(discovery_pb2.DiscoveryRequest(resource_names=[QWEN]))
 
 
-class TestEverything:
-    """Clusters, endpoints and routes on one stream (ADS)."""
+class TestAggregatedDiscovery:
+    """Tests of clusters, endpoints and routes on one stream (ADS)."""
 
     def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
-        """An Envoy that has applied all of a snapshot."""
+        """Return the conversation of an Envoy that has applied a complete snapshot."""
         conversation = Conversation()
         conversation.on_request(request(of=CLUSTER_TYPE))
         ack(conversation, due(conversation, snapshot))
@@ -183,7 +183,7 @@ class TestEverything:
         clusters = due(conversation, both)
         assert values(clusters, CLUSTER_TYPE) == {"llm/qwen 1", "llm/llama 1"}
         assert conversation.respond(both) is None, "Envoy has not taken up the clusters yet"
-        # It asks for a new cluster's endpoints before it answers, and answers when it uses the cluster.
+        # Envoy requests a new cluster's endpoints before it acknowledges the cluster.
         conversation.on_request(request(QWEN, LLAMA, nonce="1"))
         endpoints = due(conversation, both)
         assert hosts(endpoints).keys() == {LLAMA}
@@ -192,17 +192,17 @@ class TestEverything:
         ack(conversation, clusters)
         assert values(due(conversation, both), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
 
-    def test_ads_removed_cluster_is_absent_from_the_response(self) -> None:
+    def test_ads_response_omits_a_removed_cluster(self) -> None:
         conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
         assert values(due(conversation, whole(LLAMA)), CLUSTER_TYPE) == {"llm/llama 1"}
 
-    def test_ads_empty_set_of_clusters_is_sent(self) -> None:
+    def test_ads_sends_an_empty_set_of_clusters(self) -> None:
         conversation = self.begun(whole())
         conversation.on_request(request(of=CLUSTER_TYPE))
         assert conversation.respond(whole()) is None, "it was said once"
 
-    def test_ads_endpoints_do_not_wait_for_clusters(self) -> None:
-        """An Envoy that outlived its router has clusters, and must hear of members at once."""
+    def test_ads_sends_endpoints_without_waiting_for_clusters(self) -> None:
+        """An Envoy that was connected to an earlier router already has clusters, and must receive members at once."""
         conversation = Conversation()
         for each in (request(of=CLUSTER_TYPE), request(QWEN), request(ROUTES, of=ROUTE_CONFIGURATION_TYPE)):
             conversation.on_request(each)
@@ -213,14 +213,16 @@ class TestEverything:
         assert conversation.respond(unwritten) is None
         assert due(conversation, whole(QWEN)).type_url == CLUSTER_TYPE
 
-    def test_ads_changed_cluster_gets_its_endpoints_again(self) -> None:
-        """Envoy uses it when it has them; it would do so without any after a timeout."""
+    def test_ads_sends_endpoints_again_for_a_changed_cluster(self) -> None:
+        """Envoy uses a changed cluster when it has the endpoints; otherwise it uses the cluster without endpoints after
+        a timeout.
+        """
         conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
         newer = whole(QWEN, LLAMA, version="2")
         assert due(conversation, newer).type_url == CLUSTER_TYPE
         assert hosts(due(conversation, newer)).keys() == {QWEN, LLAMA}
 
-    def test_ads_rejected_clusters_delay_nothing(self) -> None:
+    def test_ads_rejected_clusters_do_not_delay_other_resources(self) -> None:
         conversation = self.begun(whole(QWEN), QWEN)
         changed = whole(QWEN, LLAMA, routes="other routes")
         refusal = answer_to(due(conversation, changed), error="no such policy")
@@ -229,12 +231,12 @@ class TestEverything:
         assert values(due(conversation, changed), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
         assert conversation.respond(changed) is None
 
-    def test_ads_unknown_route_configuration_is_not_answered(self) -> None:
+    def test_ads_does_not_answer_an_unknown_route_configuration(self) -> None:
         conversation = Conversation()
         conversation.on_request(request("another", of=ROUTE_CONFIGURATION_TYPE))
         assert conversation.respond(whole(QWEN)) is None
 
-    def test_ads_unknown_type_is_rejected(self) -> None:
+    def test_ads_rejects_an_unknown_type(self) -> None:
         for type_url in ("", "type.googleapis.com/envoy.config.listener.v3.Listener"):
             with pytest.raises(SubscriptionError, match="RouteConfiguration"):
                 Conversation().on_request(discovery_pb2.DiscoveryRequest(type_url=type_url))

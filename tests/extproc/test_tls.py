@@ -1,4 +1,4 @@
-"""Transport security: plain text, self-signed, changing and invalid folders, and client CAs."""
+"""Tests of transport security: plain text, self-signed certificates, changed and invalid folders, and client CAs."""
 
 import asyncio
 import hashlib
@@ -20,11 +20,11 @@ from certificates import Authority, mount_pair, write_pair
 from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
 
 TAKEN_UP = "Loaded changed certificate files"
-REFUSED = "Keeping last valid certificates"
+REFUSED = "Rejected certificate files, keeping the last valid certificates"
 
 
 class Serving:
-    """A gRPC server with health on each of two ports, as the router has."""
+    """A gRPC server with the health service on two ports, like the router."""
 
     def __init__(self, tls: str | Path, client_ca: Path | None = None) -> None:
         self._credentials = server_credentials(str(tls), client_ca)
@@ -46,7 +46,7 @@ class Serving:
 
 
 async def handshake(port: int) -> tuple[bytes, str | None]:
-    """Shake hands without verifying, as gateways do; return the certificate (DER) and the protocol agreed on."""
+    """Connect without verification, like gateways; return the certificate (DER) and the negotiated protocol."""
 
     def shake() -> tuple[bytes, str | None]:
         context = ssl.create_default_context()
@@ -71,7 +71,8 @@ def der(pair: tuple[bytes, bytes]) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pair[1].decode())
 
 
-# gRPC shares connections between channels to one address that look alike; a number makes each one look different.
+# gRPC shares a connection between channels with equal arguments. A number in the arguments gives each channel its own
+# connection.
 _numbers = itertools.count()
 
 
@@ -109,21 +110,21 @@ def test_tls_off_with_client_ca_raises_an_error(tmp_path: Path) -> None:
         server_credentials("off", tmp_path)
 
 
-async def test_tls_self_signed_serves_http2_and_no_plain_text() -> None:
+async def test_tls_self_signed_serves_http2_but_no_plain_text() -> None:
     async with Serving("self-signed") as ports:
         for port in ports:
             assert (await handshake(port))[1] == "h2"
             assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
 
 
-def test_tls_self_signed_pairs_differ() -> None:
+def test_tls_self_signed_certificates_are_unique() -> None:
     first, second = self_signed(), self_signed()
 
     assert first[0] != second[0]
     assert hashlib.sha256(first[1]).digest() != hashlib.sha256(second[1]).digest()
 
 
-async def test_tls_folder_certificate_is_served_and_verifiable(tmp_path: Path) -> None:
+async def test_tls_certificate_of_the_folder_is_served_and_verifiable(tmp_path: Path) -> None:
     authority = Authority()
     async with Serving(write_pair(tmp_path, authority.pair())) as ports:
         for port in ports:
@@ -166,14 +167,17 @@ async def test_tls_changed_certificate_keeps_open_streams(tmp_path: Path) -> Non
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no key": (lambda folder: (folder / "tls.key").unlink(), "tls.key: No such file"),
     "no certificate": (lambda folder: (folder / "tls.crt").unlink(), "tls.crt: No such file"),
-    "nonsense": (lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"), "tls.crt: no certificate in PEM"),
-    "empty": (lambda folder: (folder / "tls.crt").write_bytes(b""), "tls.crt: no certificate in PEM"),
-    "empty key": (lambda folder: (folder / "tls.key").write_bytes(b""), "holds no usable key"),
-    "half a key": (lambda folder: halve(folder / "tls.key"), "holds no usable key"),
-    "half a certificate": (lambda folder: halve(folder / "tls.crt"), "tls.crt: no certificate in PEM"),
+    "nonsense": (
+        lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"),
+        "tls.crt: the file has no PEM certificate",
+    ),
+    "empty": (lambda folder: (folder / "tls.crt").write_bytes(b""), "tls.crt: the file has no PEM certificate"),
+    "empty key": (lambda folder: (folder / "tls.key").write_bytes(b""), "has no valid key"),
+    "half a key": (lambda folder: halve(folder / "tls.key"), "has no valid key"),
+    "half a certificate": (lambda folder: halve(folder / "tls.crt"), "tls.crt: the file has no PEM certificate"),
     "half a chain": (
         lambda folder: (folder / "tls.crt").write_bytes((folder / "tls.crt").read_bytes() + self_signed()[1][:200]),
-        "tls.crt: ends in the middle of a certificate",
+        "tls.crt: the file ends in the middle of a certificate",
     ),
     "another's key": (lambda folder: (folder / "tls.key").write_bytes(self_signed()[0]), "is not the key of tls.crt"),
 }
@@ -196,7 +200,7 @@ def test_tls_invalid_folder_raises_an_error_with_the_reason(
 
 
 @spoiled
-async def test_tls_folder_invalid_later_keeps_last_and_recovers(
+async def test_tls_keeps_last_certificate_if_the_folder_becomes_invalid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any], reason: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -213,7 +217,9 @@ async def test_tls_folder_invalid_later_keeps_last_and_recovers(
     assert lines(caplog) == [REFUSED, TAKEN_UP]
 
 
-def test_tls_folder_invalid_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_folder_that_becomes_invalid_again_is_logged_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = self_signed()
     certificates = Certificates(write_pair(tmp_path, pair), None)
     for _ in range(2):
@@ -226,7 +232,7 @@ def test_tls_folder_invalid_again_is_logged_again(tmp_path: Path, caplog: pytest
     assert lines(caplog) == [REFUSED] * 2
 
 
-def test_tls_unchanged_files_are_not_loaded_again(tmp_path: Path) -> None:
+def test_tls_does_not_reload_unchanged_files(tmp_path: Path) -> None:
     certificates = Certificates(write_pair(tmp_path, self_signed()), None)
     before = certificates.current()
     (tmp_path / "tls.crt").touch()
@@ -241,7 +247,7 @@ def test_tls_unknown_value_raises_an_error_with_the_choices(given: str) -> None:
 
 
 @pytest.mark.parametrize("tls", ["self-signed", "folder"])
-async def test_tls_client_ca_admits_only_its_clients(tmp_path: Path, tls: str) -> None:
+async def test_tls_client_ca_accepts_only_its_clients(tmp_path: Path, tls: str) -> None:
     theirs, strangers = Authority(), Authority()
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(theirs.pem)
@@ -283,8 +289,8 @@ async def test_tls_changed_client_ca_is_loaded_only_if_valid(tmp_path: Path, cap
     ("content", "reason"),
     [
         (None, "clients.crt: No such file"),
-        (b"nonsense", "--tls-client-ca: no certificate in PEM"),
-        (Authority().pem + Authority().pem[:200], "--tls-client-ca: ends in the middle of a certificate"),
+        (b"nonsense", "--tls-client-ca: the file has no PEM certificate"),
+        (Authority().pem + Authority().pem[:200], "--tls-client-ca: the file ends in the middle of a certificate"),
     ],
 )
 def test_tls_invalid_client_ca_raises_an_error_with_the_reason(

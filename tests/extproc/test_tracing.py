@@ -1,4 +1,4 @@
-"""Spans: what a collector receives for each decision, and that a router without export imports nothing for it."""
+"""Tests of spans: the collector's data for each decision, and no imports for tracing in a router without export."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ LONG = chat("long " * 10_000)
 
 
 class Desk:
-    """A traced picker whose spans go to a collector; ``spans`` sends them first, and ends it."""
+    """A picker that exports spans to a collector; ``spans`` exports the remaining spans and ends the export."""
 
     def __init__(self, collector: Collector, *pools) -> None:
         self._collector = collector
@@ -99,7 +99,7 @@ def test_span_of_a_decision_has_the_receipt_and_parent(collector):
         "dualmap.key_blocks": receipt.key.blocks,
         "dualmap.predicted_ttft_s": receipt.predicted_ttft_s,
     }
-    # It begins with the request's arrival, half a second before the decision, and ends with the decision.
+    # The span begins at the request's arrival, half a second before the decision, and ends with the decision.
     assert span.start_time_unix_nano < before < span.end_time_unix_nano
     assert span.end_time_unix_nano - span.start_time_unix_nano == 0.5e9
     assert span.status.code == Status.STATUS_CODE_UNSET
@@ -109,7 +109,7 @@ def test_span_of_a_decision_has_the_receipt_and_parent(collector):
     assert resource["service.version"] == "1.2.3"
 
 
-def test_span_is_omitted_if_the_client_does_not_record(collector):
+def test_span_is_omitted_if_the_client_does_not_sample(collector):
     desk = Desk(collector)
     assert isinstance(desk.ask(traceparent=UNSAMPLED), Picked)
     assert isinstance(desk.ask(b"{}", traceparent=UNSAMPLED), Refused)
@@ -118,7 +118,7 @@ def test_span_is_omitted_if_the_client_does_not_record(collector):
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "00-zz"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}])
-def test_span_without_trace_begins_one(collector, headers):
+def test_span_without_parent_starts_a_new_trace(collector, headers):
     desk = Desk(collector)
     desk.ask(**headers)
     (span,) = desk.spans()
@@ -160,7 +160,7 @@ def test_span_of_a_queued_request_has_the_queue_time(collector):
     assert values(span.attributes)["dualmap.request_id"] in {each.request_id for each in desk.resumed}
 
 
-def test_span_of_an_abandoned_queued_request_ends(collector):
+def test_span_of_an_aborted_queued_request_ends(collector):
     desk = Desk(collector, crowded_pool())
     desk.ask(LONG, traceparent=UNSAMPLED)
     waiting = desk.ask(traceparent=SAMPLED)
@@ -170,7 +170,7 @@ def test_span_of_an_abandoned_queued_request_ends(collector):
 
 
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
-def test_stream_passes_the_trace_and_keeps_it_in_the_request(collector, config):
+def test_stream_reads_the_trace_and_keeps_the_trace_header(collector, config):
     desk = Desk(collector)
     talk = Conversation(picker=desk.picker)
     first = talk.send(request_headers(config, traceparent=SAMPLED, tracestate="vendor=1"))
@@ -182,7 +182,7 @@ def test_stream_passes_the_trace_and_keeps_it_in_the_request(collector, config):
     assert (span.trace_id.hex(), span.trace_state) == (TRACE, "vendor=1")
 
 
-def test_span_of_a_request_rejected_before_its_body_exists(collector):
+def test_rejection_before_the_body_creates_a_span(collector):
     desk = Desk(collector)
     for traceparent in (SAMPLED, UNSAMPLED):
         headers = {"content-length": str(1 << 30), "traceparent": traceparent}
@@ -192,7 +192,7 @@ def test_span_of_a_request_rejected_before_its_body_exists(collector):
     assert values(span.attributes)["http.response.status_code"] == 413
 
 
-def test_span_contains_nothing_of_a_prompt(collector):
+def test_span_contains_no_prompt_text(collector):
     desk = Desk(collector)
     desk.ask()
     desk.ask(chat(SECRET, model=SECRET))
@@ -202,7 +202,7 @@ def test_span_contains_nothing_of_a_prompt(collector):
     assert len(collector.spans) == 3
 
 
-def test_export_dead_collector_is_logged_once_and_delays_none(collector, monkeypatch, caplog):
+def test_export_to_dead_collector_logs_once_and_delays_no_request(collector, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="dualmap_extproc")
     monkeypatch.setattr(tracing_module, "_EXPORT_TIMEOUT_S", 0.2)
     collector.stop()
@@ -224,7 +224,7 @@ def test_export_dead_collector_is_logged_once_and_delays_none(collector, monkeyp
 
 
 class Stuck(SpanExporter):
-    """Accepts spans when the test allows it; ``taken`` counts them."""
+    """An exporter that accepts spans when the test allows it; ``taken`` counts accepted spans."""
 
     def __init__(self) -> None:
         self.let = threading.Event()
@@ -263,11 +263,11 @@ def test_tracing_reads_the_clock_offset_at_start_and_per_export(monkeypatch):
     assert keeping.exported.wait(60.0)
     tell(tracing, 1)
     tracing.close()
-    # Both requests are decided at the monotonic clock's 0; the wall clock jumps in between.
+    # Both decisions are at 0 of the monotonic clock; the wall clock jumps between the decisions.
     assert keeping.ends_ns == [1000, 5000]
 
 
-def test_export_close_waits_a_bounded_time(monkeypatch):
+def test_export_close_has_a_bounded_wait(monkeypatch):
     monkeypatch.setattr(tracing_module, "FLUSH_S", 0.1)
     stuck = Stuck()
     tracing = Tracing(stuck, replica_id="r", version="1")
@@ -277,7 +277,7 @@ def test_export_close_waits_a_bounded_time(monkeypatch):
     stuck.let.set()
 
 
-def test_export_queue_full_drops_spans_and_logs_once(monkeypatch, caplog):
+def test_export_with_full_queue_drops_spans_and_logs_once(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="dualmap_extproc")
     monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
     monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
@@ -288,13 +288,13 @@ def test_export_queue_full_drops_spans_and_logs_once(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
-    # The spans being exported, and the waiting ones.
+    # These are the spans in export and the waiting spans.
     assert 8 <= stuck.taken <= 4 + 8
-    assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
+    assert [record.message for record in caplog.records] == [*said, "Span export queue has room again"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])
-def test_export_disabled_by_environment_never_queues(monkeypatch, caplog, setting, value):
+def test_export_disabled_by_environment_queues_no_span(monkeypatch, caplog, setting, value):
     monkeypatch.setenv(setting, value)
     monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
     monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
@@ -356,7 +356,7 @@ def test_router_without_export_reads_no_trace_headers():
     assert not Picker(Limits(), Recorder().report, id_prefix="r").kept_headers & TRACE_HEADERS
 
 
-def test_router_without_the_extra_names_what_to_install(monkeypatch):
+def test_router_without_tracing_extra_error_names_the_package(monkeypatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
@@ -377,7 +377,7 @@ def test_router_without_the_extra_names_what_to_install(monkeypatch):
         "http://c:x",
     ],
 )
-def test_router_invalid_otlp_endpoint_is_a_usage_error(url):
+def test_router_with_invalid_otlp_endpoint_is_a_usage_error(url):
     result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", url])
     assert result.exit_code == 2
     assert "give http://HOST:PORT" in result.stderr
@@ -386,7 +386,7 @@ def test_router_invalid_otlp_endpoint_is_a_usage_error(url):
 @pytest.mark.parametrize(
     ("name", "value"), [("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3")]
 )
-def test_router_invalid_otel_environment_exits_in_one_line(tmp_path, name, value):
+def test_router_with_invalid_otel_environment_exits_with_one_line(tmp_path, name, value):
     pool = tmp_path / "pool.yaml"
     pool.write_text(
         "{apiVersion: serving.dualmap.dev/v1alpha1, kind: InferencePool, metadata: {name: qwen}, "
@@ -396,6 +396,6 @@ def test_router_invalid_otel_environment_exits_in_one_line(tmp_path, name, value
     argv = [sys.executable, "-m", "dualmap_cli", "router", f"--pool={pool}", "--otlp-endpoint=http://127.0.0.1:1"]
     done = subprocess.run([*argv, *ports], env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("dualmap router: the environment's OTEL_* settings cannot be used: ")
+    assert done.stderr.startswith("dualmap router: invalid OTEL_* environment variables: ")
     assert name in done.stderr
     assert "Traceback" not in done.stderr

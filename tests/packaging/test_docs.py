@@ -1,4 +1,4 @@
-"""Links, anchors and commands in the documents exist."""
+"""Tests that links, anchors and commands in the documents exist."""
 
 import re
 from pathlib import Path
@@ -14,21 +14,21 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_relative_links_resolve(document: Path) -> None:
-    # Code is left out: a regular expression can look like a link.
+def test_relative_links_in_documents_resolve(document: Path) -> None:
+    # The test ignores code, because a regular expression can look like a link.
     targets = re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]+`", "code", document.read_text()))
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_anchor_links_resolve_to_headings(document: Path) -> None:
+def test_anchor_links_in_documents_resolve_to_headings(document: Path) -> None:
     links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", document.read_text())
     missing = []
     for target, anchor in links:
         text = (document.parent / target).read_text() if target else document.read_text()
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        # The anchors that GitHub generates.
+        # Return the anchors that GitHub generates.
         anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if anchor not in anchors:
             missing.append(f"{target}#{anchor}")
@@ -40,7 +40,7 @@ def test_documents_have_no_placeholders(document: Path) -> None:
     assert not re.findall(r"@@|TODO|FIXME|XXX", document.read_text())
 
 
-def test_readme_names_exactly_the_existing_commands() -> None:
+def test_readme_lists_exactly_the_existing_commands() -> None:
     named = set(re.findall(r"dualmap ([a-z]+(?:-[a-z]+)*)", (ROOT / "README.md").read_text()))
     assert set(COMMANDS) <= named
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -54,8 +54,11 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
     assert re.findall(r"`(\w+)`", listed) == list(EventReason)
 
 
-def test_architecture_names_only_files_that_exist() -> None:
-    """`core/router.py` stands for `core/dualmap/router.py`; a bare name is in the folder named before it."""
+def test_architecture_page_lists_only_existing_files() -> None:
+    """`core/router.py` refers to `core/dualmap/router.py`.
+
+    A file name without a folder is in the folder that the text mentions before.
+    """
     packages = {
         "core": "dualmap",
         **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},

@@ -1,4 +1,4 @@
-"""``make fuzz``: the corpus and a short run of each target pass, and a failing target is reported."""
+"""Tests of ``make fuzz``: the corpus and a short run of each target pass, and a failing target is reported."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "fuzz" / "targets").glob("[!_]*.py"))
-# A target that fails on an input with three exclamation marks, and adds one where it mutates an input.
+# A target that fails on an input with three exclamation marks, and that adds an exclamation mark in each mutation.
 PLANTED = '''
 """Planted."""
 
@@ -44,7 +44,7 @@ def run(*options: object, root: Path = ROOT, preamble: str = "pass") -> subproce
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fuzz_corpus_passes(fuzz, name: str) -> None:
+def test_fuzz_targets_accept_the_whole_corpus(fuzz, name: str) -> None:
     check = importlib.import_module("fuzz.targets").load(name).check
     inputs = list((ROOT / "fuzz" / "corpus" / name).iterdir())
     assert inputs
@@ -53,10 +53,10 @@ def test_fuzz_corpus_passes(fuzz, name: str) -> None:
         check(path.read_bytes())
 
 
-def test_fuzz_corpus_is_small(fuzz) -> None:
+def test_fuzz_corpus_stays_below_its_size_limit(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
-    # The inputs that ``--minimise`` keeps, and room for those of earlier crashes.
+    # The number of inputs that ``--minimise`` keeps, plus some inputs of earlier crashes.
     assert max(map(len, corpora.values())) <= importlib.import_module("fuzz.minimise").INPUTS + 20
     assert sum(path.stat().st_size for inputs in corpora.values() for path in inputs) <= 300_000
 
@@ -97,7 +97,7 @@ def test_fuzz_without_atheris_mutates_at_random(tmp_path: Path) -> None:
     assert re.search(r"^body +500 +- ", ran.stdout, re.MULTILINE)
 
 
-def test_minimise_drops_inputs_without_new_coverage(fuzz, tmp_path: Path) -> None:
+def test_fuzz_minimise_removes_inputs_without_new_coverage(fuzz, tmp_path: Path) -> None:
     kept, found = tmp_path / "kept", tmp_path / "found"
     found.mkdir()
     needed = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
@@ -110,7 +110,7 @@ def test_minimise_drops_inputs_without_new_coverage(fuzz, tmp_path: Path) -> Non
     assert [path.read_bytes() for path in kept.iterdir()] == [needed]
 
 
-def test_help_names_targets_and_unknown_one_is_refused() -> None:
+def test_fuzz_help_lists_targets_and_unknown_target_is_rejected() -> None:
     shown = run("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in NAMES)

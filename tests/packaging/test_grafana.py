@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard: Prometheus accepts its queries, and their metrics and labels exist."""
+"""Tests of the chart's Grafana dashboard: Prometheus accepts its queries, and their metrics and labels exist."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ EXPORTED = {
 RECORDED = json.loads((ROOT / "tests" / "chart" / "recorded" / "series.json").read_text())["series"]
 # Labels that Prometheus adds to every series it scrapes.
 SCRAPED = {"namespace", "pod"}
-# Each router exports only its own share of these.
+# Each router exports only its own share of these metrics.
 SHARES = (
     "dualmap_endpoint_pending_prefill_tokens",
     "dualmap_endpoint_in_flight_requests",
@@ -40,7 +40,7 @@ def asked(query: str) -> set[str]:
     return {name.removesuffix("_bucket") for name in re.findall(r"(?:dualmap|envoy)_\w+", query)}
 
 
-def test_dashboard_file_matches_the_panels() -> None:
+def test_grafana_dashboard_file_matches_the_panel_definitions() -> None:
     spec = importlib.util.spec_from_file_location(MADE.stem, MADE)
     assert spec is not None
     assert spec.loader is not None
@@ -49,14 +49,14 @@ def test_dashboard_file_matches_the_panels() -> None:
     assert made.FILE.read_text() == made.text(), "run: python helm/grafana.py"
 
 
-def test_queries_use_exported_metrics() -> None:
+def test_grafana_queries_use_only_exported_metrics() -> None:
     assert len(QUERIES) > 20
     exported = EXPORTED.keys() | {series.partition("{")[0] for series in RECORDED if series.startswith("envoy_")}
     assert set().union(*map(asked, QUERIES)) - exported == set()
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_use_labels_of_the_metric(query: str) -> None:
+def test_grafana_queries_use_only_labels_of_the_metric(query: str) -> None:
     names = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
     names |= set(re.findall(r"(\w+)=~?\"", query))
     for metric in asked(query) & EXPORTED.keys():
@@ -65,18 +65,18 @@ def test_queries_use_labels_of_the_metric(query: str) -> None:
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_sum_what_routers_share(query: str) -> None:
+def test_grafana_queries_sum_metrics_split_over_routers(query: str) -> None:
     if asked(query) & set(SHARES):
         assert "sum" in query
         assert "max" not in query
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_separate_equal_endpoint_names_by_pool(query: str) -> None:
+def test_grafana_queries_never_group_by_endpoint_alone(query: str) -> None:
     assert "by (endpoint)" not in query
 
 
-def test_prometheus_accepts_every_query(tmp_path: Path) -> None:
+def test_prometheus_accepts_every_grafana_query(tmp_path: Path) -> None:
     promtool = find_promtool()
     if promtool is None:
         pytest.skip("promtool is not there: e2e/debian.sh gets it, as does apt-get install prometheus")

@@ -1,4 +1,4 @@
-"""The repository's layout avoids known traps."""
+"""Tests of the repository's layout."""
 
 import operator
 import warnings
@@ -19,19 +19,19 @@ LONG_LINES = 600
 
 
 def warn_of_long_files(folder: Path) -> None:
-    """Warn of each module with more than ``LONG_LINES`` lines, except generated ones."""
+    """Warn about each module with more than ``LONG_LINES`` lines, except generated modules."""
     for path in sorted(folder.rglob("*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONG_LINES and not path.name.endswith("_pb2.py"):
             warnings.warn(f"{path} has {lines} lines: split it if it holds two subjects", stacklevel=2)
 
 
-def test_operator_module_is_the_standard_library() -> None:
+def test_operator_import_gives_the_standard_library_module() -> None:
     assert operator.add(1, 2) == 3
     assert not (ROOT / "operator" / "__init__.py").exists()
 
 
-def test_tests_are_no_packages() -> None:
+def test_test_folders_contain_no_init_files() -> None:
     assert not [
         *ROOT.glob("tests/**/__init__.py"),
         *ROOT.glob("e2e/**/__init__.py"),
@@ -39,15 +39,16 @@ def test_tests_are_no_packages() -> None:
     ]
 
 
-# Elsewhere a warning is an error (pyproject.toml); here pytest only shows it at the end of the run.
+# In other tests a warning is an error (pyproject.toml). For this test, pytest only shows the warning at the end of the
+# run.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_is_typed_and_its_long_files_warn(package: str) -> None:
+def test_packages_are_typed_and_long_files_cause_a_warning(package: str) -> None:
     assert (ROOT / package / "py.typed").exists()
     warn_of_long_files(ROOT / package)
 
 
-def test_file_of_more_than_600_lines_warns(tmp_path: Path) -> None:
+def test_file_of_more_than_600_lines_causes_a_warning(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("\n" * LONG_LINES)
     (tmp_path / "made_pb2.py").write_text("\n" * 1000)
     warn_of_long_files(tmp_path)

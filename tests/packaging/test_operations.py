@@ -1,4 +1,4 @@
-"""docs/operations.md names a test for every fault and has a row for every tested fault."""
+"""Tests that docs/operations.md has a test for every fault, and a row for every tested fault."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ def functions_of(path: Path) -> set[str]:
     return {function.name for function in functions if function.name.startswith("test_")}
 
 
-def test_fault_rows_name_existing_tests() -> None:
+def test_operations_page_fault_rows_name_existing_tests() -> None:
     rows = [line for line in TABLE.splitlines() if line.startswith("| ") and "---" not in line]
     faults = [row for row in rows if len(row.split("|")) == 7][1:]
     assert len(faults) >= 20
@@ -28,7 +28,7 @@ def test_fault_rows_name_existing_tests() -> None:
             assert any(test in functions_of(path) for path in found), f"{module} has no {test}"
 
 
-def test_tested_faults_have_a_row() -> None:
+def test_operations_page_has_a_row_for_every_tested_fault() -> None:
     played = {test for path in ROOT.glob("e2e/test_faults_*.py") for test in functions_of(path)}
     assert played
     assert played - set(re.findall(r"::(test_\w+)`", TABLE)) == set()

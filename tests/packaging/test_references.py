@@ -1,4 +1,4 @@
-"""Generated pages match their sources."""
+"""Tests that generated pages match their sources."""
 
 import importlib.util
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_crd_reference_matches_the_schema() -> None:
     assert made.FILE.read_text() == made.page(), "run: python crds/reference.py"
 
 
-def test_crd_fields_are_described() -> None:
+def test_crd_reference_describes_every_field() -> None:
     rows = [line for line in (ROOT / "docs" / "crd.md").read_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 40
     assert [row for row in rows if not row.rsplit(" | ", 1)[1].strip(" |")] == []

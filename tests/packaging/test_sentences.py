@@ -1,4 +1,4 @@
-"""The script that draws sentences finds them in every kind of place."""
+"""Tests that the script for random sentences finds sentences in every kind of source."""
 
 import importlib.util
 import subprocess
@@ -65,7 +65,7 @@ def found(file: str, text: str) -> list[tuple[str, int, str]]:
     return sorted((each.place, each.line, each.text) for each in made.sentences(file, text))
 
 
-def test_python_file_gives_a_sentence_for_each_place() -> None:
+def test_sentences_of_a_python_file_have_every_place() -> None:
     assert found("extproc/dualmap_extproc/page.py", PYTHON) == [
         ("comments", 5, "A comment that goes on for two lines."),
         ("docstrings", 3, "It has two sentences of its own."),
@@ -80,7 +80,7 @@ def test_python_file_gives_a_sentence_for_each_place() -> None:
     ]
 
 
-def test_markdown_gives_sentences_without_code_and_links() -> None:
+def test_sentences_of_markdown_exclude_code_and_link_targets() -> None:
     assert found("docs/page.md", MARKDOWN) == [
         ("docs", 1, "The first heading here"),
         ("docs", 3, "A paragraph that goes on."),
@@ -90,7 +90,7 @@ def test_markdown_gives_sentences_without_code_and_links() -> None:
     ]
 
 
-def test_tree_has_sentences_of_each_place_and_none_generated() -> None:
+def test_sentences_of_the_tree_exclude_generated_files() -> None:
     tree = made.tree(made.ROOT)
     counts = Counter(each.place for each in tree)
     assert set(counts) == set(made.PLACES)
@@ -108,7 +108,7 @@ def test_tree_has_sentences_of_each_place_and_none_generated() -> None:
     assert not [file for file in files if any(part in file for part in excluded)]
 
 
-def test_draw_is_fixed_by_its_seed_and_takes_of_each_place() -> None:
+def test_draw_is_fixed_by_its_seed_and_covers_every_place() -> None:
     tree = [made.Sentence(place, "file.py", line, f"{line}") for place in made.PLACES for line in range(5)]
     first = made.draw(tree, tuple(made.PLACES), 28, 1)
     assert first == made.draw(tree, tuple(made.PLACES), 28, 1)
@@ -118,7 +118,7 @@ def test_draw_is_fixed_by_its_seed_and_takes_of_each_place() -> None:
     assert len(made.draw(tree, ["logs"], 28, 1)) == 5
 
 
-def test_command_prints_place_line_and_sentence() -> None:
+def test_sentences_command_prints_place_line_and_sentence() -> None:
     command = [sys.executable, SCRIPT, "--seed", "1", "--count", "2", "--from", "logs,help"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["logs", "help"]
@@ -126,7 +126,7 @@ def test_command_prints_place_line_and_sentence() -> None:
     assert 1 <= int(line) <= len((made.ROOT / file).read_text().splitlines())
 
 
-def test_command_with_an_unknown_place_names_those_there_are() -> None:
+def test_sentences_command_rejects_unknown_place_and_lists_places() -> None:
     command = [sys.executable, SCRIPT, "--seed", "1", "--from", "poems"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 1

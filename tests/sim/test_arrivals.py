@@ -1,4 +1,6 @@
-"""Traces as router and engine see them: block hashes at each side's own length, and who follows whom."""
+"""Tests of traces at the router and the engine: block hashes for each block length, and the order of a session's
+requests.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ def two_block_trace(input_tokens: int, blocks: tuple[int, ...]) -> Trace:
     return Trace(name="t", block_tokens=128, requests=(request,))
 
 
-def test_prompts_share_hashes_as_far_as_ids_agree() -> None:
+def test_prompts_share_block_hashes_as_far_as_their_ids_agree() -> None:
     def hashes(input_tokens: int, *blocks: int) -> tuple[int, ...]:
         (arrival,) = arrivals(two_block_trace(input_tokens, blocks), router_block_tokens=64, engine_block_tokens=256)
         return arrival.chain.hashes
@@ -23,7 +25,7 @@ def test_prompts_share_hashes_as_far_as_ids_agree() -> None:
     assert hashes(200, 1, 2)[3] != hashes(256, 1, 2)[3]
 
 
-def test_router_and_engine_use_their_own_block_sizes() -> None:
+def test_router_and_engine_use_separate_block_sizes() -> None:
     (arrival,) = arrivals(two_block_trace(200, (1, 2)), router_block_tokens=50, engine_block_tokens=256)
     assert (len(arrival.chain.hashes), len(arrival.chain.cacheable), len(arrival.work.blocks)) == (4, 4, 1)
     assert arrival.chain.tokens == arrival.work.prompt_tokens == 200
@@ -39,13 +41,13 @@ def sessions_trace(*sessions: int | None) -> Trace:
     return Trace(name="t", block_tokens=10, requests=requests)
 
 
-def test_closed_loop_request_follows_its_sessions_last() -> None:
+def test_closed_loop_request_follows_the_last_request_of_its_session() -> None:
     trace = replace(sessions_trace(7, 8, None, 7, 7, 8), closed_loop=True)
     made = arrivals(trace, router_block_tokens=10, engine_block_tokens=10)
     assert [each.follows for each in made] == [None, None, None, "0", "3", "1"]
     assert [each.pause_s for each in made] == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0]
 
 
-def test_open_loop_request_follows_none() -> None:
+def test_open_loop_request_has_no_previous_request() -> None:
     made = arrivals(sessions_trace(7, 7), router_block_tokens=10, engine_block_tokens=10)
     assert [(each.follows, each.pause_s) for each in made] == [(None, 0.0), (None, 0.0)]

@@ -1,4 +1,6 @@
-"""A pool that an HPA sizes, in virtual time: the controller and the fleet by hand, then the whole loop briefly."""
+"""Tests of a simulated pool with an HPA: the controller and the instances with constructed inputs, then short complete
+runs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +34,7 @@ AT_ONCE = HpaSpec(
 
 
 class TestHpa:
-    def test_hpa_rounds_up_and_tolerates_a_tenth(self) -> None:
+    def test_hpa_rounds_up_with_a_tolerance_of_10_percent(self) -> None:
         assert Hpa(AT_ONCE).sync(0, 4.2, requested=3, present=3) == 5
         assert Hpa(AT_ONCE).sync(0, 3.3, requested=3, present=3) == 3
         assert Hpa(AT_ONCE).sync(0, 2.7, requested=3, present=3) == 3
@@ -47,7 +49,7 @@ class TestHpa:
         hpa = Hpa(AT_ONCE)
         assert [hpa.sync(15 * n, None, requested=7, present=7) for n in range(100)] == [7] * 100
 
-    def test_hpa_shrinks_to_largest_value_of_its_window(self) -> None:
+    def test_hpa_shrinks_to_largest_recommendation_of_its_window(self) -> None:
         hpa = Hpa(replace(AT_ONCE, down=replace(AT_ONCE.down, stabilization_s=60)))
         desired = [8, 8, 3, 5, 3, 3, 3, 3, 3]
         assert follow(hpa, desired, requested=8) == [8, 8, 8, 8, 8, 5, 5, 3, 3]
@@ -56,13 +58,12 @@ class TestHpa:
         doubles_or_four = HpaSpec(min_replicas=1, max_replicas=40)
         assert follow(Hpa(doubles_or_four), [40] * 6, requested=2) == [6, 6, 6, 6, 12, 12]
 
-    def test_hpa_shrinks_by_a_fifth_or_one_in_two_minutes(self) -> None:
+    def test_hpa_shrinks_by_20_percent_or_1_pod_in_two_minutes(self) -> None:
         hasty = replace(HpaSpec(min_replicas=1), down=replace(HpaSpec().down, stabilization_s=0))
         assert follow(Hpa(hasty), [1] * 18, requested=10)[::4] == [8, 8, 6, 6, 4]
 
-    def test_draining_pod_counts_for_the_tolerance(self) -> None:
-        # Nine pods are present, eight are requested: 8.2 is within a tenth of the present number, which Kubernetes then
-        # requests.
+    def test_hpa_tolerance_includes_draining_pods(self) -> None:
+        # Nine pods are present and eight are requested. 8.2 is within 10 % of nine, so Kubernetes then requests nine.
         assert Hpa(AT_ONCE).sync(0, 8.2, requested=8, present=9) == 9
 
 
@@ -75,7 +76,7 @@ def follow(hpa: Hpa, desired: Sequence[float], *, requested: int) -> list[int]:
 
 
 class TestFleet:
-    def test_started_pod_joins_with_the_operators_ramp(self) -> None:
+    def test_started_pod_joins_with_the_ring_weights_of_the_operator(self) -> None:
         fleet = Fleet(1, start_s=100)
         fleet.scale(0, 2)
         assert [member.id for member in fleet.members(99.9)] == ["qwen-0"]
@@ -85,7 +86,7 @@ class TestFleet:
         assert fleet.members(130)[1].state == MemberState.ACTIVE
         assert (*ring.RAMP, (ring.RAMP_S, ring.FULL_WEIGHT)) == RAMP
 
-    def test_leaving_pod_drains_until_two_checks_find_it_idle(self) -> None:
+    def test_draining_pod_is_removed_after_two_idle_checks(self) -> None:
         fleet = Fleet(3, start_s=100)
         fleet.scale(0, 2)
         assert fleet.members(0)[2].state == MemberState.DRAINING
@@ -106,14 +107,14 @@ class TestFleet:
             fleet.check_idle(at_s, ["qwen-2", "qwen-3"])
         assert fleet.present == 2
 
-    def test_draining_pod_is_taken_back_warm(self) -> None:
+    def test_draining_pod_becomes_active_again_with_its_cache(self) -> None:
         fleet = Fleet(2, start_s=100)
         fleet.scale(0, 1)
         fleet.scale(5, 2)
         (_, back) = fleet.members(5)
         assert (back.state, back.weight, len(fleet.pods)) == (MemberState.ACTIVE, 100, 2)
 
-    def test_starting_pod_is_removed_at_once(self) -> None:
+    def test_starting_pod_is_removed_at_once_on_scale_down(self) -> None:
         fleet = Fleet(1, start_s=100)
         fleet.scale(0, 3)
         fleet.scale(15, 1)
@@ -121,19 +122,19 @@ class TestFleet:
 
 
 class TestPacing:
-    def test_phase_arrives_at_its_rate_and_pause_is_empty(self) -> None:
+    def test_load_phase_has_its_rate_and_a_pause_has_no_requests(self) -> None:
         trace = ticks(100)
         phases = (Phase(seconds=10, rate=1), Phase(seconds=5, rate=0), Phase(seconds=10, rate=2))
         at_s = [request.arrival_s for request in paced(trace, phases).requests]
         assert at_s == [*range(10), *(15 + number / 2 for number in range(20))]
 
-    def test_short_trace_repeats_with_other_prompts(self) -> None:
+    def test_short_trace_repeats_with_different_prompts(self) -> None:
         again = paced(ticks(4), (Phase(seconds=10, rate=1),), start=2)
         assert [request.arrival_s for request in again.requests] == list(range(10))
         assert [request.blocks for request in again.requests[:4]] == [(2,), (3,), (4,), (5,)]
         assert len({request.blocks for request in again.requests}) == 10
 
-    def test_wave_starts_and_ends_low(self) -> None:
+    def test_load_wave_starts_and_ends_at_its_lowest_rate(self) -> None:
         rates = [phase.rate for phase in wave(period_s=960, low=1, high=3)]
         assert rates[0] == pytest.approx(1, abs=0.01)
         assert max(rates) == pytest.approx(3, abs=0.01)
@@ -141,7 +142,7 @@ class TestPacing:
 
 
 def ticks(requests: int) -> Trace:
-    """One request a second, each with a prompt of its own."""
+    """Return one request per second, each with its own prompt."""
     return Trace(
         name="ticks",
         block_tokens=512,
@@ -155,7 +156,7 @@ PER_S = 3.0
 
 
 def load(*phases: Phase) -> tuple[Arrival, ...]:
-    """The default workload at PER_S times each phase's rate."""
+    """Return the default workload at PER_S times each phase's rate."""
     trace = paced(default_workload(2000).at_rate(PER_S).without_sessions(), phases)
     return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)
 
@@ -182,17 +183,17 @@ ALL_S = 2400.0
 
 @pytest.fixture(name="step", scope="module")
 def _step() -> Run:
-    """Load that triples and then ends, on a pool that begins with the instances for the first load."""
+    """Return a run with load that triples and then ends; the pool begins with enough instances for the first load."""
     return scaled(load(*STEP), first=4, lasts_s=ALL_S)
 
 
-def test_equal_autoscaling_runs_agree(step: Run) -> None:
+def test_autoscaling_runs_with_equal_settings_are_equal(step: Run) -> None:
     again = scaled(load(*STEP), first=4, lasts_s=ALL_S)
     assert again == step
 
 
 def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
-    # With an HPA without a stabilization window, so that the fleet is the one for the load before.
+    # The HPA has no stabilization window, so that the pool's size fits the load before the step.
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
     (before,) = (sync.requested for sync in run.syncs if sync.at_s == STEP_S)
@@ -202,7 +203,7 @@ def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
     assert enough.asked_s <= 60
 
 
-def test_pool_without_load_shrinks_to_min_without_aborts(step: Run) -> None:
+def test_pool_without_load_shrinks_to_minimum_without_aborts(step: Run) -> None:
     assert step.syncs[-1].present == 2
     after = [sync.requested for sync in step.syncs if sync.at_s > 600]
     assert all(later <= earlier for earlier, later in pairwise(after))
@@ -211,17 +212,17 @@ def test_pool_without_load_shrinks_to_min_without_aborts(step: Run) -> None:
     assert figures(step, slo_ttft_s=5.0, warmup_s=0).cut == 0
 
 
-def test_autoscaling_costs_less_than_a_fleet_for_the_peak(step: Run) -> None:
+def test_autoscaling_costs_less_than_a_fixed_fleet_for_peak_load(step: Run) -> None:
     found = figures(step, slo_ttft_s=5.0, warmup_s=0)
     assert found.instance_hours < 0.8 * found.replicas_max * ALL_S / 3600
 
 
-def test_pod_removed_too_early_is_detected(step: Run) -> None:
+def test_pod_removed_before_its_requests_end_is_detected(step: Run) -> None:
     gone = replace(step, pods=tuple(replace(pod, gone_s=100.0) for pod in step.pods))
     assert figures(gone, slo_ttft_s=5.0, warmup_s=0).cut > 0
 
 
-def test_steady_load_keeps_a_steady_fleet() -> None:
+def test_steady_load_keeps_the_fleet_size() -> None:
     run = scaled(load(Phase(seconds=2400, rate=1.0)), first=4, lasts_s=2400)
     found = figures(run, slo_ttft_s=5.0, warmup_s=600)
     assert found.turns <= 2
@@ -229,7 +230,7 @@ def test_steady_load_keeps_a_steady_fleet() -> None:
     assert found.summary.slo_attainment > 0.98
 
 
-def test_lost_metric_changes_no_replicas() -> None:
+def test_missing_hpa_metric_changes_no_replicas() -> None:
     blind = replace(config(first=4, lasts_s=1500), blind_s=(200.0, 1500.0))
     run = run_autoscaled(blind, load(Phase(seconds=300, rate=1.0)))
     assert {sync.requested for sync in run.syncs if sync.at_s > 200} == {run.syncs[12].requested}
@@ -255,7 +256,7 @@ def test_doubled_queue_target_halves_desired_replicas() -> None:
     )
 
 
-def test_four_routers_desire_what_one_does_with_slow_instances() -> None:
+def test_four_routers_desire_as_many_replicas_as_one_router() -> None:
     asked = load(Phase(seconds=300, rate=1.5))
     fixed = replace(
         config(first=3, lasts_s=300),

@@ -1,4 +1,4 @@
-"""What happens to members during a run: they fail and recover, join and leave, become slow; every request ends once."""
+"""Tests of members that fail, recover, join, leave or slow down during a run; every request ends once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ def shares(records: tuple[Record, ...]) -> Counter[str | None]:
     return Counter(record.endpoint for record in records)
 
 
-def test_engine_failure_fails_its_requests_only() -> None:
+def test_engine_failure_fails_only_its_own_requests() -> None:
     cluster = Cluster(config(small_pool(2, policy="round_robin"), events=(Fail(at_s=1.0, member="m-0"),)))
     records = cluster.run(one_block_prompts(0.0, 0.25, 0.5))
     assert [record.failed for record in records] == [True, False, True]
@@ -62,7 +62,7 @@ def test_request_to_failed_engine_fails_after_delay_without_retry() -> None:
     records = Cluster(dead).run(asked)
     assert failed == list(records)
     assert [record.failed for record in records] == [True, True]
-    # The client goes on after its pause, whatever came of the request before.
+    # The client sends its next request after its pause, also after a failed request.
     assert records[1].arrival.at_s == 1.0 + 0.25 + 0.5
 
 
@@ -78,7 +78,7 @@ def test_recovered_engine_has_an_empty_cache() -> None:
     assert [record.cached_tokens for record in records] == [0, 90, 0, 90]
 
 
-def test_repeated_fail_or_recover_has_no_effect() -> None:
+def test_repeated_fail_or_recover_event_has_no_effect() -> None:
     events = (
         Recover(at_s=5.0, member="m-0"),
         Fail(at_s=20.5, member="m-0"),
@@ -90,7 +90,7 @@ def test_repeated_fail_or_recover_has_no_effect() -> None:
     assert [record.cached_tokens for record in records] == [0, 90, 0, 0]
 
 
-def test_joining_member_takes_requests_and_starts_cold() -> None:
+def test_joining_member_gets_requests_and_starts_with_empty_cache() -> None:
     joins = PoolChange(at_s=15.0, pool=small_pool(2, policy="round_robin"))
     cluster = Cluster(config(small_pool(1, policy="round_robin"), events=(joins,)))
     records = cluster.run(one_block_prompts(0.0, 10.0, 20.0, 30.0, same=True))
@@ -98,7 +98,7 @@ def test_joining_member_takes_requests_and_starts_cold() -> None:
     assert [record.cached_tokens for record in records] == [0, 90, 90, 0]
 
 
-def test_leaving_member_finishes_and_returns_cold() -> None:
+def test_leaving_member_finishes_requests_and_returns_with_empty_cache() -> None:
     two, one = small_pool(2, policy="round_robin"), small_pool(1, policy="round_robin")
     events = (PoolChange(at_s=0.75, pool=one), PoolChange(at_s=20.0, pool=two))
     cluster = Cluster(config(two, events=events))
@@ -122,7 +122,7 @@ def test_speed_change_applies_from_the_next_prefill() -> None:
     slow = Speed(at_s=0.5, member="m-0", engine=slowed(ROUND, 2.0))
     records = Cluster(config(small_pool(1), events=(slow,))).run(one_block_prompts(0.0, 10.0))
     assert [record.ttft_s for record in records] == [1.5, 3.0]
-    # Decode steps too: one of a quarter of a second becomes half a second.
+    # Decode steps also become slower: a step takes half a second instead of a quarter.
     assert records[1].finished_s == 13.5
 
 
@@ -136,7 +136,7 @@ def test_recovered_engine_keeps_its_last_speed() -> None:
     assert record.ttft_s == 3.0
 
 
-def test_engine_memory_change_is_refused() -> None:
+def test_engine_memory_change_is_rejected() -> None:
     other = Speed(at_s=0.5, member="m-0", engine=replace(ROUND, kv_memory_tokens=500))
     with pytest.raises(AssertionError, match="only speeds may change"):
         Cluster(config(small_pool(1), events=(other,))).run(one_block_prompts(0.0))
@@ -166,7 +166,7 @@ EVENTS: dict[str, tuple[Event, ...]] = {
 @pytest.mark.parametrize("report_loss", [0.0, 0.2])
 @pytest.mark.parametrize("routers", [1, 4])
 @pytest.mark.parametrize("happens", EVENTS)
-def test_each_request_ends_once_through_all_events(happens: str, routers: int, report_loss: float) -> None:
+def test_each_request_ends_once_despite_any_cluster_events(happens: str, routers: int, report_loss: float) -> None:
     asked = busy_requests()
     of = replace(
         busy_config(routers, Queue(dispatch_window_s=0.25, max_wait_s=5.0)),
@@ -180,12 +180,12 @@ def test_each_request_ends_once_through_all_events(happens: str, routers: int, r
     assert_each_ended_once(asked, records)
     assert any(record.failed for record in records) == (happens in ("fail", "all fail", "drain, then leave dead"))
     for router in cluster.routers:
-        # What was never reported is forgotten with time.
+        # The load of requests without a report expires.
         router.on_deadline(1000.0 + IN_FLIGHT_TTL_S)
     assert_books_empty(cluster)
 
 
-def test_slow_instance_gets_less_work_under_dualmap() -> None:
+def test_slow_member_gets_fewer_requests_under_dualmap() -> None:
     asked = busy_requests(400, rate=8.0)
     even = Cluster(busy_config(1, Queue())).run(asked)
     slow = Cluster(replace(busy_config(1, Queue()), engines={"m-3": slowed(SEVEN_B, 4.0)})).run(asked)
@@ -194,7 +194,7 @@ def test_slow_instance_gets_less_work_under_dualmap() -> None:
 
 
 def test_scale_up_moves_only_keys_of_new_members() -> None:
-    """By ring 1 alone: of four members' keys, a fifth goes to the fifth, and nobody else's change hands."""
+    """With only ring 1, a fifth of the keys moves from four members to the fifth member, and no other key moves."""
     asked = busy_requests(600, rate=4.0)
     four, five = busy_config(1, policy="cache_affinity", members=4), busy_config(1, policy="cache_affinity", members=5)
     before = Cluster(four).run(asked)
@@ -207,9 +207,9 @@ def test_scale_up_moves_only_keys_of_new_members() -> None:
     assert all(old.endpoint == new.endpoint for old, new in zip(before, after, strict=True) if new.arrival.at_s < 50.0)
 
 
-def test_attainment_follows_joining_and_leaving_members() -> None:
+def test_slo_attainment_changes_with_joining_and_leaving_members() -> None:
     asked = busy_requests(900, rate=7.5)
-    # Held for no longer than clients would have it, so that what was too much does not drag on.
+    # A short maximum wait ends the overload's requests, so that the backlog does not affect later phases.
     few = busy_config(1, Queue(max_wait_s=10.0), members=4)
     more = busy_config(1, Queue(max_wait_s=10.0), members=8).pool
 
@@ -230,19 +230,19 @@ PULLS = replace(ROUND, pull_tokens_per_s=500.0)
 
 
 def in_turn(engine: EngineConfig, *, kv_moves: bool, events: tuple[Event, ...] = ()) -> tuple[Record, ...]:
-    """Three turns with the same prompt, of one session, at two members in turn."""
+    """Return three turns of one session with the same prompt, alternating between two members."""
     asked = [replace(each, session=5) for each in one_block_prompts(0.0, 10.0, 20.0, same=True)]
     of = config(small_pool(2, policy="round_robin"), engine=engine, events=events)
     return Cluster(replace(of, kv_moves=kv_moves)).run(asked)
 
 
-def test_moved_session_pulls_kv_of_its_last_engine() -> None:
+def test_moved_session_pulls_kv_cache_from_its_last_engine() -> None:
     first, second, third = in_turn(PULLS, kv_moves=True)
     assert (first.pulled_tokens, first.ttft_s) == (0, 1.5)
-    # Of 100 tokens 90 are pulled, at 500 a second, and 10 computed.
+    # The engine pulls 90 of the 100 tokens at 500 tokens/s and computes 10 tokens.
     assert (second.cached_tokens, second.pulled_tokens) == (0, 90)
     assert second.ttft_s == pytest.approx(0.5 + 0.1 + 90 / 500)
-    # Back at the first one everything is there.
+    # The first member still caches all blocks.
     assert (third.cached_tokens, third.pulled_tokens) == (90, 0)
 
 
@@ -251,18 +251,20 @@ def test_moved_session_pulls_kv_of_its_last_engine() -> None:
     [(PULLS, False, ()), (ROUND, True, ()), (PULLS, True, (Fail(at_s=5.0, member="m-0"),))],
     ids=["not asked for", "engines cannot", "the last engine is dead"],
 )
-def test_cluster_without_pull_moves_no_kv(engine: EngineConfig, kv_moves: bool, events: tuple[Event, ...]) -> None:
+def test_cluster_without_pull_transfers_no_kv_cache(
+    engine: EngineConfig, kv_moves: bool, events: tuple[Event, ...]
+) -> None:
     records = in_turn(engine, kv_moves=kv_moves, events=events)
     assert [record.pulled_tokens for record in records] == [0, 0, 0]
 
 
-def test_request_without_session_pulls_nothing() -> None:
+def test_request_without_session_pulls_no_kv_cache() -> None:
     of = replace(config(small_pool(2, policy="round_robin"), engine=PULLS), kv_moves=True)
     records = Cluster(of).run(one_block_prompts(0.0, 10.0, same=True))
     assert [record.pulled_tokens for record in records] == [0, 0]
 
 
-def test_pulled_tokens_are_not_pending() -> None:
+def test_pulled_tokens_are_not_pending_prefill_tokens() -> None:
     asked = [replace(each, session=5) for each in one_block_prompts(0.25, 10.25, same=True)]
     of = config(small_pool(2, policy="round_robin"), engine=PULLS)
     cluster = Cluster(replace(of, kv_moves=True, sample_s=0.5))

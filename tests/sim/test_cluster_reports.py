@@ -1,4 +1,4 @@
-"""What routers hear late or never, closed loops, and the bytes of a run."""
+"""Tests of late and lost reports to routers, of closed loops, and of identical results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def in_flight(cluster: Cluster) -> int:
     return sum(endpoint.in_flight for router in cluster.routers for endpoint in router.status().endpoints)
 
 
-def test_lost_reports_match_their_share_and_expire() -> None:
+def test_lost_reports_match_the_configured_share_and_expire() -> None:
     asked = busy_requests(rate=8.0)
     cluster = Cluster(replace(busy_config(1), report_loss=0.1))
     records = cluster.run(asked)
@@ -45,8 +45,8 @@ def test_lost_reports_match_their_share_and_expire() -> None:
 
 
 @pytest.mark.parametrize("kv_tokens", [None, SEVEN_B.kv_memory_tokens])
-def test_lost_reports_do_not_suspend_instances(kv_tokens: int | None) -> None:
-    """While only the TTL made up for a lost report, 10 and 14 % fewer were in time."""
+def test_lost_reports_suspend_no_member(kv_tokens: int | None) -> None:
+    """If only the TTL removes lost requests from the load, attainment is 10 and 14 percentage points lower."""
     asked, of = busy_requests(900, rate=10.0), busy_config(1, Queue())
     of = replace(of, pool=replace(of.pool, engine=replace(of.pool.engine, kv_tokens=kv_tokens)))
     runs = [Cluster(replace(of, report_loss=loss)).run(asked) for loss in (0.0, 0.05)]
@@ -58,13 +58,13 @@ def test_router_without_completion_expires_request_by_ttl() -> None:
     cluster = Cluster(replace(config(small_pool(1)), report_loss=1.0))
     records = cluster.run(one_block_prompts(0.0, 100.0, IN_FLIGHT_TTL_S + 50.0))
     assert [record.finished_s is not None for record in records] == [True] * 3
-    # The first is forgotten by the time the third comes.
+    # The first request has expired at the third request's arrival.
     assert in_flight(cluster) == 2
     cluster.routers[0].on_deadline(2 * IN_FLIGHT_TTL_S + 50.0)
     assert_books_empty(cluster)
 
 
-def test_late_report_of_failed_request_changes_nothing() -> None:
+def test_late_report_of_failed_request_is_ignored() -> None:
     events = (Fail(at_s=1.6, member="m-0"), Recover(at_s=2.0, member="m-0"))
     late = replace(config(small_pool(1), events=events), feedback_delay_s=0.5)
     cluster = Cluster(late)
@@ -74,7 +74,7 @@ def test_late_report_of_failed_request_changes_nothing() -> None:
     assert_books_empty(cluster)
 
 
-def test_stale_views_serve_all_requests_with_lower_attainment() -> None:
+def test_delayed_replication_serves_all_requests_at_lower_attainment() -> None:
     asked = busy_requests(400, rate=10.0)
     fresh, stale = (busy_config(4, policy="least_loaded") for _ in range(2))
     assert stale.exchange is not None
@@ -88,7 +88,7 @@ def test_stale_views_serve_all_requests_with_lower_attainment() -> None:
 
 
 def closed(requests: int, *, rate: float) -> tuple[Arrival, ...]:
-    """The default workload with each turn 2 s after its session's last one has ended."""
+    """Return the default workload as a closed loop: each turn starts 2 s after its session's previous turn."""
     trace = default_workload(requests, seed=3).at_rate(rate)
     paused = tuple(replace(request, pause_s=2.0) for request in trace.requests)
     looped = replace(trace, requests=paused, closed_loop=True)
@@ -101,7 +101,7 @@ def makespan_s(asked: Sequence[Arrival], members: int) -> float:
     return max(record.finished_s for record in records if record.finished_s is not None)
 
 
-def test_follower_arrives_exactly_a_pause_after_predecessor() -> None:
+def test_next_turn_arrives_exactly_a_pause_after_previous_turn() -> None:
     asked = closed(300, rate=6.0)
     cluster = Cluster(busy_config(1, Queue()))
     records = cluster.run(asked)
@@ -119,7 +119,7 @@ def test_follower_arrives_exactly_a_pause_after_predecessor() -> None:
     assert_books_empty(cluster)
 
 
-def test_session_continues_after_a_rejection() -> None:
+def test_session_continues_after_a_rejected_turn() -> None:
     queue = Queue(dispatch_window_s=0.1, max_held=1)
     zeroth, first, second, third = one_block_prompts(0.0, 0.1, 0.2, 0.2)
     asked = (zeroth, first, second, replace(third, follows="2", pause_s=10.0))
@@ -129,14 +129,14 @@ def test_session_continues_after_a_rejection() -> None:
     assert records[3].ttft_s == 1.5
 
 
-def test_follower_of_unknown_request_is_an_error() -> None:
+def test_turn_after_an_unknown_request_is_an_error() -> None:
     first, second = one_block_prompts(0.0, 1.0)
     with pytest.raises(AssertionError, match="follows one that never came"):
         Cluster(config(small_pool(1))).run((first, replace(second, follows="7")))
 
 
-def test_closed_loop_takes_longer_under_load() -> None:
-    """Sessions take longer the fewer engines there are, while an open loop's requests would come all the same."""
+def test_closed_loop_run_lasts_longer_under_load() -> None:
+    """With fewer engines, sessions take longer. In an open loop, the arrival times would not change."""
     asked = closed(300, rate=20.0)
     spans_s = [makespan_s(asked, members) for members in (8, 3, 2)]
     assert spans_s == sorted(spans_s)
@@ -144,7 +144,7 @@ def test_closed_loop_takes_longer_under_load() -> None:
 
 
 def digest(records: Sequence[Record]) -> str:
-    """The digest of everything a run wrote down; floats by repr, so to the last bit."""
+    """Return the digest of all records of a run, with exact floats (repr)."""
     lines = [
         repr(
             (
@@ -171,8 +171,8 @@ def digest(records: Sequence[Record]) -> str:
     ("policy", "expected"),
     [("round_robin", "457ed46d5b9bdbee"), ("min_ttft", "c2db98258fdb67ce"), ("preble", "273132324365e357")],
 )
-def test_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: str) -> None:
-    """Pinned: another digest means that results published before are no longer those of this code. Say why."""
+def test_cluster_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: str) -> None:
+    """A different digest means that this code no longer reproduces published results. Say why."""
     of = replace(
         busy_config(3, Queue(dispatch_window_s=0.5), policy=policy),
         events=(Fail(at_s=5.0, member="m-1"), Recover(at_s=8.0, member="m-1")),

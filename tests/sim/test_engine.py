@@ -1,4 +1,4 @@
-"""The engine model, step by step: queueing, memory, cache, decode and aborts, with times worked out by hand."""
+"""Tests of the engine model's steps: queueing, memory, cache, decode and aborts, with calculated times."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from dualmap_sim.errors import RequestDoesNotFit
 from engines import GROWING, ROUND, ask, finishes, first_tokens, run_out
 
 
-def test_first_token_comes_at_the_end_of_prefill() -> None:
+def test_first_token_is_sent_at_the_end_of_prefill() -> None:
     engine = Engine(ROUND)
     engine.submit(3.0, ask("a", prompt=100, output=5))
 
@@ -21,7 +21,7 @@ def test_first_token_comes_at_the_end_of_prefill() -> None:
     assert (events[0].arrived_s, events[0].prefill_started_s) == (3.0, 3.0)
 
 
-def test_prefills_run_singly_in_order_before_decodes() -> None:
+def test_prefills_run_one_at_a_time_in_order_before_decodes() -> None:
     engine = Engine(ROUND)
     for name in "abc":
         engine.submit(0.0, ask(name, prompt=50, output=3))
@@ -32,7 +32,7 @@ def test_prefills_run_singly_in_order_before_decodes() -> None:
     assert finishes(events) == {"a": 3.5, "b": 3.5, "c": 3.5}
 
 
-def test_arrival_goes_first_after_the_current_decode_step() -> None:
+def test_arriving_prompt_runs_after_the_current_decode_step() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50, output=9))
     assert first_tokens(engine.advance(1.1)) == {"a": 1.0}
@@ -45,7 +45,7 @@ def test_arrival_goes_first_after_the_current_decode_step() -> None:
     assert finishes(events) == {"b": 2.25, "a": 4.0}
 
 
-def test_arrival_at_a_step_boundary_starts_at_once() -> None:
+def test_prompt_arriving_at_a_step_boundary_starts_at_once() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50, output=9))
 
@@ -54,7 +54,7 @@ def test_arrival_at_a_step_boundary_starts_at_once() -> None:
     assert first_tokens(run_out(engine)) == {"a": 1.0, "b": 2.5}
 
 
-def test_decode_steps_grow_with_batch_and_kv() -> None:
+def test_decode_step_time_grows_with_batch_size_and_kv_tokens() -> None:
     engine = Engine(GROWING)
     engine.submit(0.0, ask("a", prompt=100, output=4))
     engine.submit(0.0, ask("b", prompt=200, output=2))
@@ -73,7 +73,7 @@ def test_decode_steps_grow_with_batch_and_kv() -> None:
     assert finishes(events) == pytest.approx({"b": prefilled + both, "a": prefilled + both + alone})
 
 
-def test_prefill_only_engine_ends_with_the_first_token() -> None:
+def test_prefill_only_engine_ends_request_at_the_first_token() -> None:
     engine = Engine(replace(ROUND, decode=None))
     engine.submit(0.0, ask("a", prompt=50, output=100))
 
@@ -105,7 +105,7 @@ def test_blocks_enter_the_cache_at_the_end_of_prefill() -> None:
     assert engine.cached_tokens(ask("b", prompt=200, blocks=range(20))) == 100
 
 
-def test_last_prompt_token_is_always_computed() -> None:
+def test_last_prompt_token_is_computed_even_if_cached() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
     run_out(engine)
@@ -122,7 +122,7 @@ def test_incomplete_last_block_is_not_cached() -> None:
     assert len(engine.cache) == 9
 
 
-def test_queue_head_without_memory_blocks_the_queue() -> None:
+def test_first_queued_request_without_memory_blocks_the_queue() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("big", prompt=100, output=700))
     engine.submit(0.0, ask("too big for now", prompt=200, output=100))
@@ -138,7 +138,7 @@ def test_queue_head_without_memory_blocks_the_queue() -> None:
     assert first_tokens(events) == {"too big for now": free_s + 2.5, "small": free_s + 2.5 + 0.6}
 
 
-def test_request_that_never_fits_is_refused_without_effect() -> None:
+def test_request_that_never_fits_is_rejected_without_effect() -> None:
     engine = Engine(ROUND)
 
     with pytest.raises(RequestDoesNotFit, match=r"need 1001 tokens .* has 1000"):
@@ -147,7 +147,7 @@ def test_request_that_never_fits_is_refused_without_effect() -> None:
     assert engine.waiting == 0
 
 
-def test_kv_usage_follows_the_requests() -> None:
+def test_kv_usage_counts_tokens_in_use_and_reserved_tokens() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=100, output=20))
     seen = []
@@ -158,7 +158,7 @@ def test_kv_usage_follows_the_requests() -> None:
     assert seen == [(100, 120), (101, 120), (102, 120), (105, 120), (0, 0)]
 
 
-def test_token_count_can_be_read_between_events() -> None:
+def test_engine_token_count_is_correct_between_events() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50, output=9))
     (first,) = engine.advance(1.0)
@@ -174,7 +174,7 @@ def test_token_count_can_be_read_between_events() -> None:
     assert engine.generated_tokens_total == 9
 
 
-def test_abort_of_waiting_request_advances_the_queue() -> None:
+def test_abort_of_waiting_request_starts_the_next_request() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("big", prompt=100, output=700))
     engine.submit(0.0, ask("too big for now", prompt=200, output=100))
@@ -188,7 +188,7 @@ def test_abort_of_waiting_request_advances_the_queue() -> None:
     assert set(finishes(events)) == {"big", "small"}
 
 
-def test_abort_behind_the_queue_head_removes_only_that_one() -> None:
+def test_abort_of_later_queued_request_removes_no_other_request() -> None:
     engine = Engine(ROUND)
     for name in "abc":
         engine.submit(0.0, ask(name, prompt=50))
@@ -199,7 +199,7 @@ def test_abort_behind_the_queue_head_removes_only_that_one() -> None:
     assert first_tokens(run_out(engine)) == {"a": 1.0, "c": 2.0}
 
 
-def test_abort_of_prefill_stops_it_and_caches_nothing() -> None:
+def test_abort_during_prefill_stops_prefill_and_caches_nothing() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
     engine.submit(0.0, ask("b", prompt=50))
@@ -211,7 +211,7 @@ def test_abort_of_prefill_stops_it_and_caches_nothing() -> None:
     assert engine.kv_tokens_reserved == 0
 
 
-def test_abort_of_decode_frees_memory_at_step_end() -> None:
+def test_abort_during_decode_frees_memory_at_step_end() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=100, output=700))
     engine.submit(0.0, ask("b", prompt=300, output=100))
@@ -226,7 +226,7 @@ def test_abort_of_decode_frees_memory_at_step_end() -> None:
     assert (engine.kv_tokens_held, engine.kv_tokens_reserved, engine.running) == (0, 0, 0)
 
 
-def test_abort_of_decode_during_prefill_frees_memory_at_once() -> None:
+def test_abort_of_decode_during_another_prefill_frees_memory_at_once() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=100, output=50))
     engine.submit(0.0, ask("b", prompt=100, output=50))
@@ -247,7 +247,7 @@ def test_abort_of_finished_request_has_no_effect() -> None:
     assert finishes(engine.advance(1.0)) == {"a": 1.0}
 
 
-def test_engine_refuses_time_going_back() -> None:
+def test_engine_rejects_time_before_the_current_time() -> None:
     engine = Engine(ROUND)
     engine.advance(1.0)
 

@@ -1,4 +1,4 @@
-"""Chunked prefill, step by step, with times worked out by hand; the properties test compares it with a naive engine."""
+"""Tests of chunked prefill with calculated times; test_engine_properties.py compares the model with a simple engine."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from dualmap_sim.engine import Engine, FirstToken
 from engines import ROUND, ask, finishes, first_tokens, run_out
 
 CHUNKED = replace(ROUND, chunk_tokens=40)
-"""A step takes half a second and a hundredth for each of at most 40 prompt tokens, a quarter without any."""
+"""A step takes 0.5 s plus 0.01 s for each of at most 40 prompt tokens, and 0.25 s without prompt tokens."""
 
 
-def test_long_prompt_pays_overhead_in_each_piece() -> None:
+def test_chunked_prompt_has_the_overhead_in_each_chunk() -> None:
     engine = Engine(CHUNKED)
     engine.submit(3.0, ask("a", prompt=100, output=5))
 
@@ -21,7 +21,7 @@ def test_long_prompt_pays_overhead_in_each_piece() -> None:
     assert finishes(events) == {"a": pytest.approx(5.5 + 4 * 0.25)}
 
 
-def test_attention_costs_the_same_in_pieces() -> None:
+def test_chunked_prompt_has_the_attention_cost_of_a_whole_prefill() -> None:
     costly = replace(CHUNKED, prefill=replace(ROUND.prefill, attention=0.01))
     engine = Engine(costly)
     engine.submit(0.0, ask("a", prompt=100))
@@ -30,7 +30,7 @@ def test_attention_costs_the_same_in_pieces() -> None:
     assert first_tokens(run_out(engine)) == {"a": pytest.approx(in_one_s + 2 * 0.5)}
 
 
-def test_prompt_that_fits_a_step_costs_a_whole_prefill() -> None:
+def test_prompt_that_fits_a_step_costs_as_much_as_a_whole_prefill() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=1000))
     engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
     run_out(engine)
@@ -42,42 +42,43 @@ def test_prompt_that_fits_a_step_costs_a_whole_prefill() -> None:
     assert finishes(events) == {"b": pytest.approx(3.6 + 3 * 0.25)}
 
 
-def test_rest_of_a_step_goes_to_the_next_prompt() -> None:
+def test_step_with_remaining_tokens_starts_the_next_prompt() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=30))
     engine.submit(0.0, ask("b", prompt=10))
     engine.submit(0.0, ask("c", prompt=50))
     engine.submit(0.0, ask("d", prompt=10))
 
-    # "a" was alone when its step began; then "b" with 30 tokens of "c", then the other 20 with "d".
+    # The first step has only "a". The second step has "b" and 30 tokens of "c". The third step has the other 20 tokens
+    # and "d".
     assert first_tokens(run_out(engine)) == pytest.approx({"a": 0.8, "b": 1.7, "c": 2.5, "d": 2.5})
 
 
-def test_decodes_take_their_tokens_before_the_prompt() -> None:
+def test_decodes_use_step_tokens_before_the_prompt() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=20, output=9))
     assert first_tokens(engine.advance(0.7)) == {"a": 0.7}
 
     engine.submit(0.7, ask("b", prompt=50, output=2))
 
-    # 39 tokens beside the decode, then 11; the fixed half second covers the decode's quarter.
+    # The steps have 39 tokens beside the decode, then 11; the fixed 0.5 s of the prefill includes the decode's 0.25 s.
     assert first_tokens(engine.advance(2.21)) == {"b": pytest.approx(0.7 + 0.89 + 0.61)}
     assert engine.decode_steps == 2
     assert finishes(run_out(engine)) == {"b": pytest.approx(2.45), "a": pytest.approx(2.2 + 6 * 0.25)}
 
 
-def test_mixed_step_pays_larger_fixed_cost_and_all_variable() -> None:
+def test_mixed_step_costs_the_larger_fixed_and_all_variable_costs() -> None:
     assert ROUND.decode is not None
     config = replace(CHUNKED, decode=replace(ROUND.decode, step_s=0.6, per_kv_token_s=0.001, per_request_s=0.01))
     engine = Engine(config)
     engine.submit(0.0, ask("a", prompt=20, output=9))
     engine.submit(0.0, ask("b", prompt=10))
 
-    # The decode of "a" reads its 21 tokens; "b" came when the first step had begun.
+    # The decode of "a" reads 21 tokens; "b" arrived after the begin of the first step.
     assert first_tokens(run_out(engine))["b"] == pytest.approx(0.7 + 0.6 + 0.021 + 0.01 + 10 / 100)
 
 
-def test_prompts_wait_while_decodes_fill_a_step() -> None:
+def test_prompts_wait_while_decodes_fill_the_step() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=2))
     for name in "ab":
         engine.submit(0.0, ask(name, prompt=2, output=9))
@@ -90,7 +91,7 @@ def test_prompts_wait_while_decodes_fill_a_step() -> None:
     assert first_tokens(events)["c"] > finishes(events)["a"]
 
 
-def test_blocks_are_reused_in_the_step_completing_them() -> None:
+def test_blocks_are_reused_in_the_step_that_completes_the_blocks() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=150))
     engine.submit(0.0, ask("first", prompt=10))
     for name in "ab":
@@ -122,7 +123,7 @@ def test_prompt_without_memory_waits_despite_step_budget() -> None:
     assert firsts["small"].at_s >= firsts["too big for now"].at_s
 
 
-def test_prefill_only_engine_cuts_prompts_too() -> None:
+def test_prefill_only_engine_splits_prompts_into_chunks() -> None:
     engine = Engine(replace(CHUNKED, decode=None))
     engine.submit(0.0, ask("a", prompt=60, output=50))
     engine.submit(0.0, ask("b", prompt=20, output=50))
@@ -133,7 +134,7 @@ def test_prefill_only_engine_cuts_prompts_too() -> None:
     assert engine.kv_tokens_reserved == 0
 
 
-def test_decode_steps_without_change_are_one_event() -> None:
+def test_decode_steps_with_equal_batch_are_a_single_event() -> None:
     engine = Engine(replace(CHUNKED, kv_memory_tokens=1_000_000))
     engine.submit(0.0, ask("a", prompt=20, output=400_001))
     engine.advance(0.7)
@@ -167,12 +168,12 @@ def test_abort_in_mixed_step_frees_memory_at_step_end() -> None:
     assert engine.kv_tokens_reserved == 39
 
 
-def test_backlog_is_the_steps_of_requests_ahead() -> None:
+def test_backlog_equals_the_steps_of_queued_requests() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=100))
     engine.submit(0.0, ask("b", prompt=30))
 
-    # 0.9 for the step under way; 60 and 30 tokens are left: two full steps, and the third has room.
+    # The current step takes 0.9 s. 60 and 30 tokens remain: two full steps, and a third step with free tokens.
     backlog_s = engine.backlog_s(0.0)
     engine.submit(0.0, ask("c", prompt=10))
 

@@ -1,4 +1,6 @@
-"""What must hold on a whole workload: nothing is lost or made up, no cache beats the ideal, more is never worse."""
+"""Tests of the engine with complete workloads: tokens are conserved, no cache exceeds the ideal, and more resources
+never reduce results.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +40,9 @@ def asked(rate: float) -> tuple[Arrival, ...]:
 
 
 def play(config: EngineConfig, rate: float, *, aborted: Sequence[str] = ()) -> tuple[Engine, list[EngineEvent]]:
-    """Play the workload to one engine, aborting some a while after they came; check its memory whenever it stirs."""
+    """Run the workload on one engine, and abort some requests some time after their arrival; check the memory at every
+    event.
+    """
     engine, events = Engine(config), list[EngineEvent]()
     happenings = [(arrival.at_s, arrival.work, "") for arrival in asked(rate)]
     happenings += [
@@ -57,7 +61,7 @@ def play(config: EngineConfig, rate: float, *, aborted: Sequence[str] = ()) -> t
 
 @ENGINES
 @pytest.mark.parametrize("aborts", [False, True])
-def test_requests_end_once_and_their_tokens_add_up(config: EngineConfig, aborts: bool) -> None:
+def test_requests_end_once_and_token_totals_add_up(config: EngineConfig, aborts: bool) -> None:
     rate = 1.0
     aborted = [arrival.request_id for arrival in asked(rate)[::7]] if aborts else []
 
@@ -127,7 +131,9 @@ PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6
 
 
 @given(paths=PATHS, capacity=st.integers(0, 12), more=st.integers(1, 6))
-def test_larger_cache_contains_the_smaller_one(paths: list[list[int]], capacity: int, more: int) -> None:
+def test_larger_cache_contains_all_blocks_of_the_smaller_cache(
+    paths: list[list[int]], capacity: int, more: int
+) -> None:
     small, large, unlimited = PrefixCache(capacity), PrefixCache(capacity + more), PrefixCache(None)
     for path in paths:
         chain = list(accumulate(path, lambda block, step: block * 3 + step + 1, initial=0))[1:]
@@ -149,8 +155,12 @@ GAPS = st.lists(st.tuples(st.floats(0, 4), st.integers(1, 400), st.integers(1, 9
 
 @given(asked=GAPS, faster=st.floats(1, 10))
 @settings(max_examples=200)
-def test_prefill_waits_follow_lindley_and_grow_with_rate(asked: list[tuple[float, int, int]], faster: float) -> None:
-    """Lindley: a request waits for what the one before it waited and took, less the time between them."""
+def test_prefill_waits_equal_lindleys_recursion_and_grow_with_rate(
+    asked: list[tuple[float, int, int]], faster: float
+) -> None:
+    """Lindley's equation: a request's wait is the previous request's wait plus service time, minus the time between the
+    arrivals.
+    """
     config = replace(ROUND, decode=None)
     times_s = list(accumulate(gap_s for gap_s, _, _ in asked))
     requests = [ask(str(n), prompt=prompt, blocks=range(blocks)) for n, (_, prompt, blocks) in enumerate(asked)]
@@ -180,7 +190,7 @@ def test_mean_wait_grows_with_the_rate(config: EngineConfig) -> None:
     assert ttfts_s[-1] > 10 * ttfts_s[0]
 
 
-def test_equal_engines_with_equal_input_behave_equally() -> None:
+def test_engines_with_equal_config_and_input_behave_equally() -> None:
     rng = Random(5)
     aborted = [arrival.request_id for arrival in asked(1.0) if rng.random() < 0.1]
 

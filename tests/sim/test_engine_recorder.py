@@ -1,6 +1,6 @@
-"""The recorder of ``bench.engine`` against an engine that answers as vLLM does, and against ones that do not.
+"""Tests of the recorder in ``bench.engine`` with an engine that answers like vLLM, and with faulty engines.
 
-``e2e/test_real_vllm.py`` puts it to a real one.
+``e2e/test_real_vllm.py`` tests the recorder with a real vLLM.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def _bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 class FakeVllm:
-    """Answers at once, two tokens a chunk, and remembers what it was asked."""
+    """An engine that answers at once with two tokens per chunk, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict] = []
@@ -70,7 +70,7 @@ async def _url(vllm: FakeVllm) -> AsyncIterator[str]:
         yield str(server.make_url("/"))
 
 
-async def test_recorder_sends_plan_and_times_each_token(bench, vllm: FakeVllm, url: str) -> None:
+async def test_recorder_sends_planned_requests_and_times_each_token(bench, vllm: FakeVllm, url: str) -> None:
     ask = bench("scenarios").Ask(pieces=((5, 70), (6, 10)), output_tokens=5, setup=True)
 
     async with bench("client").Client(url) as client:
@@ -86,7 +86,7 @@ async def test_recorder_sends_plan_and_times_each_token(bench, vllm: FakeVllm, u
     assert seen.token_s[0] == seen.token_s[1], "two tokens came in one chunk"
 
 
-async def test_recorder_reports_refusals_and_missing_fields(bench, vllm: FakeVllm, url: str) -> None:
+async def test_recorder_reports_rejections_and_missing_fields(bench, vllm: FakeVllm, url: str) -> None:
     ask, error = bench("scenarios").Ask(pieces=((5, 70),)), bench("client").EngineError
 
     async with bench("client").Client(url) as client:
@@ -96,19 +96,19 @@ async def test_recorder_reports_refusals_and_missing_fields(bench, vllm: FakeVll
         vllm.status = 400
         with pytest.raises(error, match="status 400: no room"):
             await client.wave((ask,), number=0, began_s=0.0)
-        with pytest.raises(error, match="no line begins"):
+        with pytest.raises(error, match="no line that begins"):
             await client.line("/metrics", "vllm:nothing")
         with pytest.raises(error, match="404"):
             await client.get("/nowhere")
 
 
-async def test_recorder_without_engine_reports_the_connection(bench) -> None:
+async def test_recorder_without_engine_reports_a_connection_error(bench) -> None:
     with pytest.raises(bench("client").EngineError, match=r"127\.0\.0\.1:9/v1/models"):
         async with bench("client").Client("http://127.0.0.1:9"):
             pass
 
 
-async def test_recording_holds_every_planned_request(
+async def test_recording_contains_every_planned_request(
     bench, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenarios, record, recording = bench("scenarios"), bench("record"), bench("recording")

@@ -1,4 +1,4 @@
-"""``dualmap engine-sim`` as a process: its ready line, how it stops, and what it says to wrong usage."""
+"""Tests ``dualmap engine-sim`` as a process: its ready line, its end, and its error messages."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 @pytest.fixture
 async def run() -> AsyncIterator[Run]:
-    """Start ``dualmap engine-sim`` with arguments; whatever still runs after the test is killed."""
+    """Start ``dualmap engine-sim`` with arguments; kill the process after the test if it still runs."""
     started: list[Process] = []
 
     async def start(*arguments: str) -> Process:
@@ -47,7 +47,7 @@ async def address_of(process: Process) -> str:
 
 
 async def until_refused(address: str) -> None:
-    """Wait until nobody listens at an address."""
+    """Wait until no process listens at an address."""
     host, port = address.split(":")
     async with asyncio.timeout(30):
         while True:
@@ -56,12 +56,12 @@ async def until_refused(address: str) -> None:
             except OSError:
                 return
             writer.close()
-            with suppress(OSError):  # the listener may vanish under a connection it never accepted
+            with suppress(OSError):  # the port may close before the server accepts this connection
                 await writer.wait_closed()
             await asyncio.sleep(0.01)
 
 
-async def test_sigterm_finishes_running_requests_and_rejects_new(run: Run) -> None:
+async def test_engine_server_finishes_requests_and_rejects_new_on_sigterm(run: Run) -> None:
     process = await run("--port", "0", "--model", "qwen", "--preset", "7b", "--speed", "1")
     address = await address_of(process)
     async with ClientSession(f"http://{address}") as client:
@@ -79,7 +79,7 @@ async def test_sigterm_finishes_running_requests_and_rejects_new(run: Run) -> No
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-async def test_idle_engine_stops_at_once(run: Run) -> None:
+async def test_idle_engine_server_stops_at_once_on_sigterm(run: Run) -> None:
     process = await run("--port", "0", "--model", "qwen")
     await address_of(process)
 
@@ -88,7 +88,7 @@ async def test_idle_engine_stops_at_once(run: Run) -> None:
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-async def test_second_sigterm_cuts_running_requests(run: Run) -> None:
+async def test_engine_server_aborts_running_requests_on_second_sigterm(run: Run) -> None:
     process = await run("--port", "0", "--model", "qwen", "--speed", "0.0001")
     address = await address_of(process)
     async with (
@@ -106,7 +106,7 @@ async def test_second_sigterm_cuts_running_requests(run: Run) -> None:
     assert await asyncio.wait_for(process.wait(), 30) == 1
 
 
-async def test_port_in_use_is_a_one_line_error(run: Run) -> None:
+async def test_engine_server_with_port_in_use_exits_with_a_short_error(run: Run) -> None:
     first = await run("--port", "0", "--model", "qwen")
     port = (await address_of(first)).split(":")[1]
 
@@ -131,14 +131,14 @@ async def test_port_in_use_is_a_one_line_error(run: Run) -> None:
         (["--port", "70000"], "70000 is not in the range 0<=x<=65535"),
     ],
 )
-def test_bad_option_names_value_and_accepted_values(arguments: list[str], words: str) -> None:
+def test_engine_server_invalid_option_error_has_accepted_values(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(engine_sim, arguments)
 
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_help_lists_prompt_limit_of_each_preset() -> None:
+def test_engine_server_help_lists_prompt_limit_of_each_preset() -> None:
     words = " ".join(CliRunner().invoke(engine_sim, ["--help"]).stdout.split())
 
     for name, config in PRESETS.items():

@@ -1,4 +1,4 @@
-"""What an engine offers those who choose between engines: priorities, pulled KV, a shared cache, its true backlog."""
+"""Tests of the engine's features for policies and bounds: priorities, pulled KV, a shared cache, exact backlog."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def test_engine_queue_serves_by_priority_then_arrival() -> None:
     ]  # fmt: skip
 
 
-def test_urgent_request_overtakes_one_waiting_for_memory() -> None:
+def test_urgent_request_overtakes_request_waiting_for_memory() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("big", prompt=100, output=700))
     engine.submit(0.0, ask("too big for now", prompt=200, output=100))
@@ -66,7 +66,7 @@ def test_engine_without_pull_computes_missing_tokens() -> None:
     assert (first.at_s, first.pulled_tokens) == (1.5, 0)
 
 
-def test_pulled_tokens_cost_attention_like_cached_ones() -> None:
+def test_pulled_tokens_cost_attention_like_cached_tokens() -> None:
     costly = replace(PULLING, prefill=replace(ROUND.prefill, attention=0.01))
 
     pulled_s = costly.prefill_s(new_tokens=10, cached_tokens=30, pulled_tokens=60)
@@ -75,7 +75,7 @@ def test_pulled_tokens_cost_attention_like_cached_ones() -> None:
     assert pulled_s == pytest.approx(cached_s - 60 / 1000 + 60 / 200)
 
 
-def test_engines_sharing_a_cache_reuse_each_others_blocks() -> None:
+def test_engines_with_a_shared_cache_reuse_blocks_of_other_engines() -> None:
     cache = PrefixCache(None)
     one, other = Engine(ROUND, cache=cache), Engine(ROUND, cache=cache)
     one.submit(0.0, ask("a", prompt=100, blocks=range(10)))
@@ -88,7 +88,7 @@ def test_engines_sharing_a_cache_reuse_each_others_blocks() -> None:
     assert first.cached_tokens == 100
 
 
-def test_engine_can_start_request_with_empty_queue_and_memory() -> None:
+def test_engine_can_start_if_queue_is_empty_and_memory_is_free() -> None:
     engine = Engine(ROUND)
     assert engine.could_start(ask("whole memory", prompt=400, output=600))
     engine.submit(0.0, ask("a", prompt=100, output=700))
@@ -103,7 +103,7 @@ def test_engine_can_start_request_with_empty_queue_and_memory() -> None:
     assert Engine(replace(ROUND, decode=None)).could_start(ask("no output", prompt=400, output=9999))
 
 
-def test_backlog_is_current_prefill_and_queue() -> None:
+def test_engine_backlog_is_current_prefill_plus_queue() -> None:
     engine = Engine(ROUND)
     assert engine.backlog_s(0.0) == 0.0
     engine.submit(1.0, ask("a", prompt=100, blocks=range(10)))
@@ -111,13 +111,13 @@ def test_backlog_is_current_prefill_and_queue() -> None:
     engine.submit(1.0, ask("c", prompt=100, blocks=range(10)))
     assert engine.backlog_s(1.25) == 1.25 + 1.0 + 1.5
 
-    # Its blocks are there now: "c" (next in turn) is computing its last ten tokens.
+    # The prompt's blocks are cached now, and "c" computes its last ten tokens.
     assert engine.backlog_s(2.5) == pytest.approx(0.5 + 10 / 100 + 90 / 1000 + 1.0)
     engine.abort(2.5, "b")
     assert engine.backlog_s(2.5) == pytest.approx(0.5 + 10 / 100 + 90 / 1000)
 
 
-def test_backlog_of_decoding_engine_is_current_step() -> None:
+def test_engine_backlog_during_decode_is_the_current_step() -> None:
     engine = Engine(GROWING)
     engine.submit(0.0, ask("a", prompt=50, output=30))
 
@@ -128,7 +128,7 @@ def test_backlog_of_decoding_engine_is_current_step() -> None:
     assert first_tokens(run_out(engine))["b"] == pytest.approx(1.01 + backlog_s + 1.0)
 
 
-def test_reading_backlog_loses_no_event() -> None:
+def test_reading_engine_backlog_loses_no_event() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50))
 

@@ -1,4 +1,4 @@
-"""Experiments: what they replay, what they count, and that equal ones are equal."""
+"""Tests of experiments: the replayed requests, the counted requests, and equal results of equal experiments."""
 
 import pickle
 from dataclasses import replace
@@ -22,7 +22,7 @@ def first_tokens(outcome: Outcome) -> list[float | None]:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """What clusters were made of."""
+    """The configurations of the created clusters."""
     made: list[ClusterConfig] = []
 
     class Watched(experiment_module.Cluster):
@@ -34,7 +34,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
     return made
 
 
-def test_equal_experiments_agree_across_processes() -> None:
+def test_experiments_with_equal_settings_agree_across_processes() -> None:
     once, again = run_experiment(SMALL), run_experiment(pickle.loads(pickle.dumps(SMALL)))
     assert first_tokens(once) == first_tokens(again)
     assert once.summary == again.summary
@@ -44,7 +44,7 @@ def test_equal_experiments_agree_across_processes() -> None:
     )
 
 
-def test_warm_up_is_served_and_not_counted() -> None:
+def test_warm_up_requests_are_served_but_not_counted() -> None:
     outcome = run_experiment(SMALL)
     assert len(outcome.records) == REQUESTS
     assert outcome.summary.requests == REQUESTS - SMALL.warmup
@@ -54,8 +54,8 @@ def test_warm_up_is_served_and_not_counted() -> None:
 
 
 @pytest.mark.parametrize("warmup", [-1, REQUESTS])
-def test_warm_up_of_all_requests_is_refused(warmup: int) -> None:
-    with pytest.raises(ValueError, match="leaves none of 120"):
+def test_warm_up_of_all_requests_is_rejected(warmup: int) -> None:
+    with pytest.raises(ValueError, match="the trace has only 120 requests"):
         run_experiment(replace(SMALL, warmup=warmup))
 
 
@@ -67,7 +67,7 @@ def test_load_is_sampled_while_counted_requests_arrive() -> None:
     for sample in outcome.samples:
         one, other = sample.pending_tokens.values()
         if first_s <= sample.at_s <= last_s and one + other:
-            cvs.append(abs(one - other) / (one + other))  # Of two values, the deviation over the mean.
+            cvs.append(abs(one - other) / (one + other))  # The standard deviation divided by the mean.
     assert outcome.samples[-1].at_s > last_s
     assert outcome.summary.pending_cv == pytest.approx(sum(cvs) / len(cvs))
 
@@ -80,8 +80,8 @@ def test_experiment_cuts_prompts_and_scales_arrivals() -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [None, 512])
-def test_experiment_requests_are_those_of_the_trace(block_tokens: int | None, configs: list[ClusterConfig]) -> None:
-    """Prompts are named once and then only moved in time; nothing may come of that."""
+def test_experiment_requests_equal_the_trace_requests(block_tokens: int | None, configs: list[ClusterConfig]) -> None:
+    """Experiments reuse the hashed prompts with other arrival times, which must not change the requests."""
     run_experiment(replace(SMALL, requests_per_s=1.0, block_tokens=block_tokens))
     outcome = run_experiment(replace(SMALL, block_tokens=block_tokens))
     trace = load_trace(SMALL)
@@ -95,7 +95,7 @@ def test_experiment_requests_are_those_of_the_trace(block_tokens: int | None, co
     assert {config.pool.routing.prefix.block_tokens for config in configs} == {router_block_tokens}
 
 
-def test_experiment_without_sessions_sends_none() -> None:
+def test_experiment_without_sessions_sends_no_session_names() -> None:
     assert all(record.arrival.session is not None for record in run_experiment(SMALL).records)
     assert all(record.arrival.session is None for record in run_experiment(replace(SMALL, sessions=False)).records)
 
@@ -132,8 +132,10 @@ def test_experiment_pool_matches_its_settings(configs: list[ClusterConfig]) -> N
     assert tuple(member.id for member in usual.pool.members) == member_ids(2)
 
 
-def test_routers_see_each_other_after_the_view_delay(configs: list[ClusterConfig]) -> None:
-    """Collected every period p and d on the way, news are d old when they come and d + p when the next ones do."""
+def test_routers_receive_updates_of_other_routers_after_view_delay(configs: list[ClusterConfig]) -> None:
+    """Updates leave once per period p and arrive after d. Their age is d at their arrival, and d + p before the next
+    update.
+    """
     run_experiment(replace(SMALL, routers=3, view_delay_s=0.4))
     run_experiment(SMALL)
     several, one = configs
@@ -148,31 +150,31 @@ def test_members_have_distinct_addresses(configs: list[ClusterConfig]) -> None:
     assert len({member.endpoint for member in configs[0].pool.members}) == 300
 
 
-def test_oracle_runs_by_the_same_call() -> None:
+def test_oracle_runs_with_the_same_function_as_policies() -> None:
     outcome = run_experiment(replace(SMALL, policy="limit"))
     assert outcome.summary.requests == REQUESTS - SMALL.warmup
     assert outcome.samples
     assert outcome.summary.ttft_p90_s <= run_experiment(replace(SMALL, policy="round_robin")).summary.ttft_p90_s
 
 
-def test_oracle_for_equal_engines_refuses_others() -> None:
-    with pytest.raises(ValueError, match="limit is an oracle for equal engines"):
+def test_oracle_for_equal_engines_rejects_different_engines() -> None:
+    with pytest.raises(ValueError, match="the oracle limit requires equal engines"):
         run_experiment(replace(SMALL, policy="limit", engines=(("qwen-0", SMALL.engine),)))
 
 
-def test_unknown_workload_is_refused() -> None:
+def test_unknown_workload_is_rejected() -> None:
     with pytest.raises(UnknownWorkload):
         run_experiment(replace(SMALL, workload=Workload(name="nobody's")))
 
 
-def test_every_first_token_is_reported() -> None:
+def test_experiment_reports_every_first_token() -> None:
     told: list[None] = []
     run_experiment(SMALL, on_answer=lambda: told.append(None))
     assert len(told) == REQUESTS
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "limit"])
-def test_lost_run_ends_early(policy: str) -> None:
+def test_run_that_cannot_meet_the_slo_ends_early(policy: str) -> None:
     overloaded = replace(SMALL, policy=policy, requests_per_s=40.0)
     early = run_experiment(overloaded, stop_below=0.9)
     assert early.gave_up
@@ -183,6 +185,6 @@ def test_lost_run_ends_early(policy: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
-def test_run_ends_early_exactly_when_it_fails(rate: float) -> None:
+def test_run_ends_early_exactly_if_it_misses_the_slo(rate: float) -> None:
     at_rate = replace(SMALL, requests_per_s=rate, policy="round_robin")
     assert run_experiment(at_rate, stop_below=0.9).gave_up == (run_experiment(at_rate).summary.slo_attainment < 0.9)

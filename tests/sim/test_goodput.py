@@ -1,4 +1,4 @@
-"""The search for goodput: against queueing theory, against itself without its shortcuts, and by hand."""
+"""Tests of the goodput search: against queueing theory, against an exhaustive search, and with constructed cases."""
 
 import json
 import random
@@ -23,12 +23,14 @@ CONSTANT = EngineConfig(
     cache_tokens=0,
     input_tokens_max=1000,
 )
-"""Every request takes the same time, whatever it is."""
+"""An engine with the same service time for every request."""
 SMALL = Experiment(workload=Workload(requests=200), requests_per_s=1.0, instances=2, warmup=40, policy="round_robin")
 
 
 def share_waiting_at_most(wait_s: float, *, rate: float) -> float:
-    """M/D/1 (Crommelin 1932): the share of Poisson arrivals whose wait for a server of constant speed is that short."""
+    """Return the share of Poisson arrivals with at most this wait for a server of constant speed: M/D/1 (Crommelin
+    1932).
+    """
     if rate * SERVICE_S >= 1:
         return 0.0
     terms = (rate * (number * SERVICE_S - wait_s) for number in range(int(wait_s / SERVICE_S) + 1))
@@ -38,7 +40,7 @@ def share_waiting_at_most(wait_s: float, *, rate: float) -> float:
 
 
 def poisson_trace(path: Path, requests: int) -> Path:
-    """Requests that share nothing, at exponential intervals."""
+    """Return requests without shared blocks, at exponential intervals."""
     chance, at_ms, lines = random.Random(7), 0.0, []
     for number in range(requests):
         at_ms += chance.expovariate(1.0) * 1000
@@ -48,7 +50,7 @@ def poisson_trace(path: Path, requests: int) -> Path:
 
 
 def attained_by(share: Callable[[float], float]) -> Callable[..., Outcome]:
-    """An experiment's run whose attainment is a function of the rate."""
+    """Return a fake run of an experiment, with an attainment that depends only on the rate."""
     outcome = run_experiment(replace(SMALL, workload=Workload(requests=60)))
 
     def run(experiment: Experiment, *, stop_below: float) -> Outcome:
@@ -82,7 +84,7 @@ def test_goodput_of_constant_service_matches_theory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "dualmap", "limit"])
-def test_goodput_is_equal_with_and_without_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_result_is_equal_with_and_without_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = replace(SMALL, policy=policy)
     answered: list[int] = []
 
@@ -99,7 +101,7 @@ def test_goodput_is_equal_with_and_without_early_stop(policy: str, monkeypatch: 
     assert sum(early_answers) < sum(answered)
 
 
-def test_goodput_attains_share_and_next_rate_does_not() -> None:
+def test_goodput_rate_meets_the_slo_but_the_next_rate_does_not() -> None:
     found = goodput(SMALL, attainment=0.8, tolerance=0.05)
     attainments = [
         run_experiment(replace(SMALL, requests_per_s=rate, sample_s=None)).summary.slo_attainment
@@ -130,7 +132,7 @@ def test_goodput_search_handles_non_monotonic_attainment(guess: float, monkeypat
     assert high / low == pytest.approx(1.01)
 
 
-def test_goodput_tries_policies_at_the_same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_search_uses_the_same_rates_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput_module, "run_experiment", attained_by(lambda rate: 1.0 if rate <= 3.0 else 0.5))
     rates: tuple[list[float], list[float]] = [], []
     for tried, guess in zip(rates, (2.0, 4.0), strict=True):

@@ -1,4 +1,4 @@
-"""The simulated engine over a real socket, as a client, a proxy or a scraper meets it."""
+"""Tests of the simulated engine over a real socket, with requests of clients, proxies and scrapers."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ Start = Callable[..., Awaitable[ClientSession]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start an engine and return a client of it; both are gone when the test is."""
+    """Start an engine and return its client; the fixture stops both after the test."""
     async with AsyncExitStack() as stack:
 
         async def started(
@@ -51,7 +51,7 @@ def events_of(stream: bytes) -> list[dict[str, object]]:
 
 
 async def metric(client: ClientSession, name: str) -> float:
-    """Return a metric's one sample, without labels that would tell several apart."""
+    """Return the only sample of a metric."""
     async with client.get("/metrics") as response:
         page = await response.text()
     (value,) = [
@@ -71,7 +71,7 @@ async def until_metric(client: ClientSession, name: str, value: float) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_chat_answer_reports_usage(start: Start) -> None:
+async def test_chat_response_reports_usage(start: Start) -> None:
     client = await start()
     async with client.post("/v1/chat/completions", json=CHAT) as response:
         body = await response.json()
@@ -84,7 +84,7 @@ async def test_chat_answer_reports_usage(start: Start) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_http_stream_equals_the_whole_answer(start: Start, chat: bool) -> None:
+async def test_http_stream_equals_the_unstreamed_response(start: Start, chat: bool) -> None:
     client = await start()
     path = "/v1/chat/completions" if chat else "/v1/completions"
     ask = CHAT if chat else {"prompt": TEXT, "max_tokens": 6}
@@ -104,7 +104,7 @@ async def test_http_stream_equals_the_whole_answer(start: Start, chat: bool) -> 
     assert usage["usage"]["completion_tokens"] == 6  # type: ignore[index]
 
 
-async def test_stream_without_include_usage_has_no_usage(start: Start) -> None:
+async def test_stream_without_include_usage_option_has_no_usage(start: Start) -> None:
     client = await start()
     async with client.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         events = events_of(await response.read())
@@ -112,15 +112,15 @@ async def test_stream_without_include_usage_has_no_usage(start: Start) -> None:
     assert all("usage" not in event for event in events)
 
 
-async def test_stream_sends_tokens_as_generated(start: Start) -> None:
+async def test_stream_sends_each_token_when_generated(start: Start) -> None:
     client = await start(speed=1.0)
     async with client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 20, "stream": True}) as response:
         _, *texts = events_of(await response.read())
 
-    assert len(texts) > 2  # Even without decode steps there is one for the first token and one for the end.
+    assert len(texts) > 2  # Even without decode steps, the first token and the end have one chunk each.
 
 
-async def test_repeated_prompt_is_cached_within_one_salt_only(start: Start) -> None:
+async def test_repeated_prompt_is_cached_only_with_equal_cache_salt(start: Start) -> None:
     client = await start()
     cached = []
     for change in ({}, {}, {"cache_salt": "s"}, {"cache_salt": "s"}, {"cache_salt": "t"}):
@@ -143,7 +143,7 @@ async def test_engine_without_cache_reports_no_cached_tokens(start: Start) -> No
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_headers_precede_first_token_and_disconnect_aborts(start: Start) -> None:
+async def test_client_disconnect_after_headers_aborts_the_request(start: Start) -> None:
     client = await start(speed=STANDING_STILL)
     response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert response.status == 200
@@ -155,7 +155,7 @@ async def test_headers_precede_first_token_and_disconnect_aborts(start: Start) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disconnected_client_leaves_the_queue(start: Start, stream: bool) -> None:
+async def test_disconnected_client_is_removed_from_the_queue(start: Start, stream: bool) -> None:
     client = await start(speed=STANDING_STILL)
     first = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
 
@@ -211,7 +211,7 @@ async def test_rejections_have_openai_error_format(
     assert error["message"]
 
 
-async def test_api_key_is_required_under_v1_only(start: Start) -> None:
+async def test_api_key_is_required_only_for_v1_paths(start: Start) -> None:
     client = await start(api_key="secret")
     got = {}
     for given in (None, "Bearer wrong", "secret", "Bearer secret"):
@@ -225,7 +225,7 @@ async def test_api_key_is_required_under_v1_only(start: Start) -> None:
     assert health.status == 200
 
 
-async def test_large_body_arrives_whole_and_computes_up_to_the_limit(start: Start) -> None:
+async def test_large_body_is_accepted_with_prompt_tokens_at_the_limit(start: Start) -> None:
     client = await start()
     body = b'{"prompt": "' + b"x" * 64_000_000 + b'", "max_tokens": 1}'
     async with client.post("/v1/completions", data=BytesIO(body)) as response:
@@ -237,7 +237,7 @@ async def test_large_body_arrives_whole_and_computes_up_to_the_limit(start: Star
 
 
 @pytest.mark.parametrize("body", [{**CHAT, "stream": True}, CHAT, {"messages": []}])
-async def test_answer_headers_name_engine_and_body_digest(start: Start, body: dict[str, object]) -> None:
+async def test_response_headers_contain_engine_name_and_body_digest(start: Start, body: dict[str, object]) -> None:
     client = await start()
     sent = json.dumps(body).encode()
     async with client.post("/v1/chat/completions", data=sent) as response:
@@ -247,7 +247,7 @@ async def test_answer_headers_name_engine_and_body_digest(start: Start, body: di
     assert response.headers["x-engine"] == f"{client._base_url.host}:{client._base_url.port}"  # type: ignore[union-attr]
 
 
-async def test_answer_id_is_the_request_id_if_given(start: Start) -> None:
+async def test_response_id_equals_the_request_id_header_if_given(start: Start) -> None:
     client = await start()
     ids = []
     for headers in ({"X-Request-Id": "abc"}, {}):
@@ -260,7 +260,7 @@ async def test_answer_id_is_the_request_id_if_given(start: Start) -> None:
 @pytest.mark.parametrize(
     ("header", "status"), [(b"X-Request-Id: \xff", b"200"), (b"Authorization: Bearer \xff", b"401")]
 )
-async def test_header_with_non_text_bytes_is_answered(start: Start, header: bytes, status: bytes) -> None:
+async def test_request_with_non_text_header_bytes_is_answered(start: Start, header: bytes, status: bytes) -> None:
     client = await start(api_key=None if status == b"200" else "secret")
     assert client._base_url is not None
     reader, writer = await asyncio.open_connection(client._base_url.host, client._base_url.port)
@@ -276,7 +276,7 @@ async def test_header_with_non_text_bytes_is_answered(start: Start, header: byte
     assert answer.split()[1] == status
 
 
-async def test_tokenize_counts_as_usage_does(start: Start) -> None:
+async def test_tokenize_count_equals_the_usage_count(start: Start) -> None:
     client = await start()
     async with client.post("/tokenize", json={"messages": CHAT["messages"]}) as response:
         tokens = await response.json()
@@ -287,7 +287,7 @@ async def test_tokenize_counts_as_usage_does(start: Start) -> None:
     assert tokens["max_model_len"] == CONFIG.input_tokens_max
 
 
-async def test_models_and_embeddings_answer(start: Start) -> None:
+async def test_models_and_embeddings_paths_return_responses(start: Start) -> None:
     client = await start()
     async with client.get("/v1/models") as response:
         (model,) = (await response.json())["data"]
@@ -301,7 +301,7 @@ async def test_models_and_embeddings_answer(start: Start) -> None:
     assert vectors[0][0] == vectors[1][0] != vectors[0][1]
 
 
-async def test_metrics_have_vllm_names_and_values(start: Start) -> None:
+async def test_engine_metrics_have_vllm_names_and_values(start: Start) -> None:
     client = await start()
     for limits in ({"max_tokens": 6}, {"max_tokens": None}):
         async with client.post("/v1/chat/completions", json={**CHAT, **limits}) as response:
@@ -329,7 +329,7 @@ async def test_draining_engine_rejects_work_and_fails_health(start: Start) -> No
         async with client.get("/health") as response:
             assert response.status == 200
         draining = asyncio.ensure_future(server.drain())
-        await asyncio.sleep(0)  # lets the drain begin; the client's second connection is open already
+        await asyncio.sleep(0)  # lets the drain begin; the client's second connection is already open
         async with client.get("/health") as response:
             assert response.status == 503
         async with client.post("/v1/chat/completions", json=CHAT) as response:

@@ -1,4 +1,4 @@
-"""Response bodies and SSE chunks, against the fields vLLM 0.32 was recorded to send."""
+"""Tests that response bodies and SSE chunks have the fields of vLLM 0.32's recorded responses."""
 
 import json
 
@@ -40,7 +40,7 @@ def whole_stream(reply: Answer) -> bytes:
 
 
 def skeleton(value: object) -> object:
-    """Keep an object's fields and their order, drop its values."""
+    """Return an object's fields in their order, without the values."""
     if isinstance(value, dict):
         return [(key, skeleton(item)) for key, item in value.items()]
     if isinstance(value, list):
@@ -48,14 +48,14 @@ def skeleton(value: object) -> object:
     return None
 
 
-def test_streamed_chat_answer_has_vllm_fields() -> None:
+def test_streamed_chat_response_has_vllm_fields() -> None:
     recorded = events(shared_file("fixtures/vllm/stream_include_usage.http").read_bytes())
-    del recorded[-1]["system_fingerprint"]  # names vLLM's own build
+    del recorded[-1]["system_fingerprint"]  # this field identifies the vLLM build
 
     assert skeleton(events(whole_stream(answer()))) == skeleton(recorded)
 
 
-def test_stream_sends_role_text_reason_and_usage_in_order() -> None:
+def test_stream_sends_role_text_finish_reason_and_usage_in_order() -> None:
     opening, first, last, usage = events(whole_stream(answer()))
 
     assert opening["choices"] == [
@@ -85,7 +85,7 @@ def test_streamed_completion_sends_text_without_role_chunk() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_whole_answer_equals_its_stream(chat: bool) -> None:
+def test_unstreamed_response_equals_the_stream(chat: bool) -> None:
     whole = json.loads(answer(chat=chat).whole(cached_tokens=8))
 
     choice = whole["choices"][0]
@@ -95,7 +95,7 @@ def test_whole_answer_equals_its_stream(chat: bool) -> None:
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
 
 
-def test_answer_token_is_four_bytes_at_any_cut() -> None:
+def test_response_token_is_four_bytes_at_any_length() -> None:
     text = output_text(29, 100)
 
     assert len(text) == 400
@@ -104,7 +104,7 @@ def test_answer_token_is_four_bytes_at_any_cut() -> None:
     assert all(len(word) == 3 for word in text.decode().split())
 
 
-def test_error_has_openai_format() -> None:
+def test_error_response_has_openai_format() -> None:
     body = json.loads(error_body(ApiError(400, "BadRequestError", "no", param="n")))
 
     assert body == {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}

@@ -1,4 +1,4 @@
-"""Request bodies: what is read from them, and the refusal that names the field when nothing can be."""
+"""Tests of request bodies: the parsed fields, and the rejected field in the error message."""
 
 import pytest
 
@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
-def test_body_that_is_no_json_object_is_a_bad_request(body: bytes) -> None:
+def test_body_without_json_object_is_a_bad_request(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_body(body)
 
@@ -30,7 +30,7 @@ def test_body_that_is_no_json_object_is_a_bad_request(body: bytes) -> None:
     ("body", "status"),
     [({"model": "m"}, None), ({}, None), ({"model": None}, None), ({"model": "n"}, 404), ({"model": 3}, 400)],
 )
-def test_request_for_unknown_model_is_refused(body: dict[str, object], status: int | None) -> None:
+def test_request_for_unknown_model_is_rejected(body: dict[str, object], status: int | None) -> None:
     if status is None:
         check_model(body, "m")
         return
@@ -52,20 +52,20 @@ def test_request_for_unknown_model_is_refused(body: dict[str, object], status: i
         ({"max_tokens": None, "stream": None}, DEFAULT_OUTPUT_TOKENS, "stop"),
     ],
 )
-def test_answer_length_follows_the_limits(limits: dict[str, object], tokens: int, reason: str) -> None:
+def test_response_length_is_bounded_by_the_request_limits(limits: dict[str, object], tokens: int, reason: str) -> None:
     call = read_call({"messages": HELLO, **limits}, chat=True)
 
     assert call.output_tokens(room_tokens=1000) == tokens
     assert call.finish_reason == reason
 
 
-def test_completion_default_length_is_openais() -> None:
+def test_completion_default_length_equals_the_openai_default() -> None:
     call = read_call({"prompt": "x"}, chat=False)
 
     assert (call.output_tokens(room_tokens=1000), call.finish_reason) == (DEFAULT_COMPLETION_TOKENS, "length")
 
 
-def test_answer_without_room_in_context_is_refused() -> None:
+def test_request_without_room_for_output_in_context_is_rejected() -> None:
     call = read_call({"messages": HELLO, "max_tokens": 11}, chat=True)
 
     with pytest.raises(ApiError, match=r"max_tokens is 11, .* room for 10 tokens"):
@@ -97,7 +97,7 @@ def test_answer_without_room_in_context_is_refused() -> None:
         ({"cache_salt": 1}, "cache_salt"),
     ],
 )
-def test_bad_request_names_the_field(change: dict[str, object], param: str) -> None:
+def test_bad_request_error_contains_the_field(change: dict[str, object], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read_call({"messages": HELLO, **change}, chat=True)
 
@@ -105,12 +105,12 @@ def test_bad_request_names_the_field(change: dict[str, object], param: str) -> N
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [1, "a"], [-1], [2**32], [True], {}, 5, [[]]])
-def test_prompt_is_one_text_or_one_list_of_token_ids(prompt: object) -> None:
+def test_prompt_is_a_text_or_a_list_of_token_ids(prompt: object) -> None:
     with pytest.raises(ApiError):
         text_prompt({"prompt": prompt}, "prompt")
 
 
-def test_token_ids_count_singly_and_text_by_four_bytes() -> None:
+def test_token_ids_count_as_tokens_and_text_as_4_bytes_per_token() -> None:
     assert token_ids(text_prompt({"prompt": [5, 70_000]}, "prompt")) == [5, 70_000]
     assert token_ids(text_prompt({"prompt": [[5, 6]]}, "prompt")) == [5, 6]
     assert len(token_ids(text_prompt({"prompt": ["hello"]}, "prompt"))) == 2
@@ -141,13 +141,13 @@ def test_prompt_includes_roles_tools_and_images(other: dict[str, object]) -> Non
     assert chat_prompt(other) not in others
 
 
-def test_text_parts_equal_plain_text() -> None:
+def test_content_text_parts_equal_plain_text() -> None:
     parts = [{"type": "text", "text": "hel"}, "lo"]
 
     assert chat_prompt({"messages": [{"role": "user", "content": parts}]}) == chat_prompt({"messages": HELLO})
 
 
-def test_embedding_inputs_are_read() -> None:
+def test_embedding_inputs_are_parsed() -> None:
     assert embedding_inputs({"input": "a"}) == [b"a"]
     assert embedding_inputs({"input": ["a", "b"]}) == [b"a", b"b"]
     assert embedding_inputs({"input": [1]}) == [b"\1\0\0\0"]

@@ -1,4 +1,4 @@
-"""Runs in parallel processes: order, progress, failure, and that nothing is left behind."""
+"""Tests of runs in parallel processes: order, progress, failure, and no remaining processes."""
 
 import gc
 import multiprocessing
@@ -18,7 +18,7 @@ def square(number: int) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5, 40])
-def test_parallel_results_keep_order_and_are_reported_when_done(processes: int) -> None:
+def test_parallel_results_keep_order_and_are_reported_on_completion(processes: int) -> None:
     done: dict[int, int] = {}
     assert run_parallel(square, range(20), processes=processes, on_done=done.__setitem__) == [n * n for n in range(20)]
     assert done == {n: n * n for n in range(20)}
@@ -41,7 +41,7 @@ def test_parallel_work_runs_in_worker_processes() -> None:
     assert gc.isenabled()
 
 
-def test_parallel_progress_carries_the_item_number() -> None:
+def test_parallel_progress_contains_the_item_number() -> None:
     def count(upto: int, tell: Report) -> None:
         for number in range(upto):
             tell(number)
@@ -60,7 +60,7 @@ def test_parallel_failure_raises_with_worker_traceback() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_killed_worker_raises_worker_error() -> None:
+def test_parallel_with_killed_worker_raises_worker_error() -> None:
     def die(number: int) -> int:
         if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,7 @@ def test_killed_worker_raises_worker_error() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_stop_when_the_caller_raises() -> None:
+def test_parallel_workers_stop_if_the_caller_raises() -> None:
     def wait_for_ever(number: int) -> int:
         if number:
             signal.pause()
@@ -85,8 +85,8 @@ def test_workers_stop_when_the_caller_raises() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_worker_stopped_before_it_begins_ends_with_the_failed_run() -> None:
-    """The second worker is held between its fork and its first line until the parent has sent it SIGTERM."""
+def test_parallel_worker_stopped_at_start_ends_with_failed_run() -> None:
+    """The second worker waits between its fork and its first line until the parent has sent SIGTERM."""
     script = """
 import os, signal, sys, time
 from dualmap_sim import parallel
@@ -107,8 +107,8 @@ except parallel.WorkerError:
     assert (done.stdout, done.stderr) == ("a run failed\n", "")
 
 
-def test_workers_end_after_the_parent_is_killed(tmp_path: Path) -> None:
-    """They end with the item they are at."""
+def test_parallel_workers_end_after_the_parent_is_killed(tmp_path: Path) -> None:
+    """The workers end after their current item."""
     script = f"""
 import os, signal
 from dualmap_sim import parallel
@@ -119,7 +119,7 @@ def killed(number, result):
     os.kill(os.getpid(), signal.SIGKILL)
 parallel.run_parallel(work, range(100), processes=3, on_done=killed)
 """
-    # Every worker keeps the pipe open for writing: reading it to its end takes until the last one is gone.
+    # Every worker has the pipe open for writing, so a reader reaches its end when the last worker has ended.
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -1,4 +1,4 @@
-"""The engine's prefix cache: chains, recency, and that only leaves are ever evicted."""
+"""Tests of the engine's prefix cache: chains, recency, and eviction of only leaves."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +12,11 @@ def test_cache_match_is_contiguous_from_the_first_block() -> None:
 
     assert cache.match([1, 2, 3, 4]) == 3
     assert cache.match([1, 2, 9, 3]) == 2
-    assert cache.match([2, 3]) == 2  # chained hashes: [2, 3] can only be asked for by a caller that made them up
+    assert cache.match([2, 3]) == 2  # with chained hashes, [2, 3] cannot be a real prompt
     assert cache.match([9, 2, 3]) == 0
 
 
-def test_leaf_is_evicted_before_its_parent() -> None:
+def test_cache_evicts_a_leaf_before_its_parent() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2, 3])
     cache.insert([7, 8])
@@ -24,7 +24,7 @@ def test_leaf_is_evicted_before_its_parent() -> None:
     assert [block in cache for block in (1, 2, 3, 7, 8)] == [True, True, False, True, True]
 
 
-def test_cache_use_refreshes_the_whole_chain() -> None:
+def test_cache_use_refreshes_all_blocks_of_the_chain() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2])
     cache.insert([7, 8])
@@ -35,7 +35,7 @@ def test_cache_use_refreshes_the_whole_chain() -> None:
     assert cache.match([7, 8]) == 1
 
 
-def test_shared_prefix_outlives_its_oldest_branch() -> None:
+def test_cache_keeps_a_shared_prefix_longer_than_its_oldest_branch() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2, 3])
     cache.insert([1, 2, 4])
@@ -46,14 +46,14 @@ def test_shared_prefix_outlives_its_oldest_branch() -> None:
     assert cache.match([1, 2, 5]) == 3
 
 
-def test_chain_longer_than_the_cache_keeps_its_start() -> None:
+def test_cache_keeps_the_start_of_a_chain_longer_than_the_cache() -> None:
     cache = PrefixCache(2)
     cache.insert([1, 2, 3, 4])
 
     assert cache.match([1, 2, 3, 4]) == 2
 
 
-def test_cache_without_capacity_holds_nothing() -> None:
+def test_cache_without_capacity_contains_no_blocks() -> None:
     cache = PrefixCache(0)
     cache.insert([1, 2])
 
@@ -61,7 +61,7 @@ def test_cache_without_capacity_holds_nothing() -> None:
     assert cache.match([1, 2]) == 0
 
 
-def test_unbounded_cache_evicts_nothing() -> None:
+def test_unbounded_cache_evicts_no_block() -> None:
     cache = PrefixCache(None)
     for start in range(0, 1000, 10):
         cache.insert(range(start, start + 10))
@@ -70,7 +70,7 @@ def test_unbounded_cache_evicts_nothing() -> None:
     assert cache.match(range(10)) == 10
 
 
-# Paths in a ternary tree, as chains of block hashes: a block's name is the path to it.
+# Paths in a ternary tree as chains of block hashes; a block's hash is its path.
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 
 

@@ -1,4 +1,4 @@
-"""The cost formulas of docs/engine-model.md against numbers worked out by hand."""
+"""Tests of the cost formulas of docs/engine-model.md with calculated numbers."""
 
 from dataclasses import FrozenInstanceError
 
@@ -11,7 +11,7 @@ from dualmap_sim.presets import PRESETS, DecodeCost, slowed
 DECODE = DecodeCost(step_s=0.03, per_kv_token_s=1e-7, per_request_s=2e-4)
 
 
-def test_cold_prefill_pays_overhead_compute_and_attention() -> None:
+def test_cold_prefill_costs_overhead_compute_and_attention() -> None:
     seconds = PRESETS["7b"].prefill.seconds(new_tokens=10_000, cached_tokens=0)
 
     # 0.02 + (10000 + 1.5e-5 * 1e8) / 7000
@@ -30,7 +30,7 @@ def test_decode_step_costs_weights_kv_and_requests() -> None:
 
 
 @given(steps=st.integers(0, 300), requests=st.integers(1, 50), kv_tokens=st.integers(1, 200_000))
-def test_decode_steps_cost_the_sum_of_single_steps(steps: int, requests: int, kv_tokens: int) -> None:
+def test_several_decode_steps_cost_the_sum_of_single_steps(steps: int, requests: int, kv_tokens: int) -> None:
     one_by_one = sum(
         DECODE.steps_s(1, requests=requests, kv_tokens=kv_tokens + step * requests) for step in range(steps)
     )
@@ -44,14 +44,16 @@ def test_decode_steps_cost_the_sum_of_single_steps(steps: int, requests: int, kv
     kv_tokens=st.integers(1, 200_000),
     per_kv_token_s=st.sampled_from([0.0, 1e-12, 1e-7, 1e-3]),
 )
-def test_steps_within_inverts_the_duration(steps: int, requests: int, kv_tokens: int, per_kv_token_s: float) -> None:
+def test_steps_within_is_the_inverse_of_the_step_duration(
+    steps: int, requests: int, kv_tokens: int, per_kv_token_s: float
+) -> None:
     cost = DecodeCost(step_s=0.03, per_kv_token_s=per_kv_token_s, per_request_s=2e-4)
     seconds = cost.steps_s(steps, requests=requests, kv_tokens=kv_tokens)
 
     assert abs(cost.steps_within(seconds, requests=requests, kv_tokens=kv_tokens) - steps) <= 1
 
 
-def test_presets_are_immutable() -> None:
+def test_engine_presets_are_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         PRESETS["7b"].cache_tokens = 1  # type: ignore[misc]  # the assignment under test
     with pytest.raises(TypeError):

@@ -1,7 +1,7 @@
-"""The engine model beside recordings of a real vLLM: fitted to half the rounds, it predicts the other half.
+"""Tests the engine model against recordings of a real vLLM: a fit to half of the rounds predicts the other half.
 
-The bounds are the errors of docs/engine-model.md with some room; nothing here depends on time or chance.
-``e2e/test_real_vllm.py`` makes such a recording anew. ``bench`` is in the source tree only, hence the imports by name.
+The bounds are the errors of docs/engine-model.md plus a margin. The tests are deterministic. ``e2e/test_real_vllm.py``
+creates a new recording. The tests import ``bench`` by name, because it is only in the source tree.
 """
 
 import importlib
@@ -30,10 +30,11 @@ MODEL = EngineConfig(
 )
 Bench = Callable[[str], ModuleType]
 WHOLE, STEPS = 0, 1
-"""The model's two modes: whole prefills, and steps of as many tokens as the engine's."""
+"""The model's two modes: unchunked prefills, and steps with the engine's number of tokens."""
 
 BOUNDS = {
-    # Recording: scenario: median error of TTFT of a model of such steps, as fitted and at the group's own rate.
+    # Maps a recording and a scenario to the median error of the model's TTFT: with the fitted rate, and with the
+    # group's own rate.
     "vllm_chunked": {
         "alone cold": (0.12, None),
         "alone warm": (0.13, 0.11),
@@ -86,7 +87,7 @@ def recording(bench: Bench, *groups: Any):
 
 
 def alone(bench: Bench) -> Iterator[Any]:
-    """Yield requests whose TTFT is the model's."""
+    """Yield requests with the model's TTFT."""
     for text, (new, cached) in enumerate([(256, 0), (1024, 0), (4000, 0), (1024, 1024), (32, 3968), (500, 2048)]):
         ttft_s = MODEL.prefill.seconds(new_tokens=new, cached_tokens=cached)
         asked = seen(bench, (text, new + cached), cached=cached, token_s=(ttft_s,))
@@ -94,7 +95,7 @@ def alone(bench: Bench) -> Iterator[Any]:
 
 
 def decoding(bench: Bench) -> Iterator[Any]:
-    """Yield batches whose steps take what the model's do."""
+    """Yield batches with the model's step times."""
     assert MODEL.decode is not None
     for prompt in (64, 2000):
         for batch in (1, 4, 16):
@@ -118,25 +119,25 @@ def test_fit_recovers_parameters_of_a_model_engine(bench: Bench) -> None:
     assert (fitted.kv_memory_tokens, fitted.block_tokens) == (65_536, 32)
 
 
-def test_fit_ignores_batch_that_never_decoded_together(bench: Bench) -> None:
+def test_fit_ignores_batches_without_common_decode_steps(bench: Bench) -> None:
     apart = (seen(bench, (1, 64), token_s=(0.1, 0.2, 0.3)), seen(bench, (2, 64), token_s=(0.4, 0.5, 0.6)))
     measured = recording(bench, *alone(bench), *decoding(bench), group(bench, "decode", *apart))
 
     assert bench("fit").fit(measured, measured.groups, chunk_tokens=None).decode.step_s == pytest.approx(0.02, rel=1e-3)
 
 
-def test_fit_refuses_too_few_requests(bench: Bench) -> None:
+def test_fit_rejects_too_few_requests(bench: Bench) -> None:
     measured = recording(bench, *list(alone(bench))[:4])
 
     with pytest.raises(bench("fit").FitError, match="alone"):
         bench("fit").fit(measured, measured.groups, chunk_tokens=None)
 
 
-def test_replay_sends_same_requests_at_same_times(bench: Bench) -> None:
+def test_replay_sends_the_recorded_requests_at_the_recorded_times(bench: Bench) -> None:
     first = seen(bench, (1, 320), sent_s=1.0, token_s=(1.5, 1.6))
-    # Shares 256 tokens with it, which the cache holds by then, and waits for it.
+    # The second request shares 256 cached tokens with the first request, and waits for the first request's end.
     second = seen(bench, (1, 256), (2, 2000), cached=256, sent_s=1.1, token_s=(2.0,))
-    # Shares all but the end of its third block.
+    # The third request shares all tokens except the end of its third block.
     third = seen(bench, (1, 90), (3, 38), cached=64, sent_s=2.1, token_s=(3.0,), wave=1)
 
     one, two, three = bench("replay").replay(MODEL, group(bench, "queue", first, second, third))
@@ -151,7 +152,7 @@ def test_replay_sends_same_requests_at_same_times(bench: Bench) -> None:
     assert two.ttft_error == pytest.approx(two.ttft_s / 0.9 - 1)
 
 
-def test_replay_wave_never_precedes_the_end_of_the_last(bench: Bench) -> None:
+def test_replay_wave_starts_after_the_previous_wave_ends(bench: Bench) -> None:
     replay = bench("replay").replay
     random = Random(0)
 
@@ -161,7 +162,7 @@ def test_replay_wave_never_precedes_the_end_of_the_last(bench: Bench) -> None:
         assert len(replay(slowed(MODEL, 30.0), group(bench, "queue", first, later))) == 2
 
 
-def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
+def test_recording_round_trip_is_lossless(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     measured = recording(
         bench, group(bench, "decode", seen(bench, (1, 64), (2, 8), sent_s=0.1, token_s=(0.25, 0.3005)))
@@ -175,16 +176,16 @@ def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "1: not JSON"),
-        ("[]\n", "1: not a JSON object"),
+        ("", "1: the line is not JSON"),
+        ("[]\n", "1: the line is not a JSON object"),
         ("{}\n", "the first line"),
         (
             '{"format": "dualmap engine recording 1", "engine": {}, "machine": {}}\n{"scenario": "x"}\n',
-            "2: not a group",
+            "2: the line is not a valid group of requests",
         ),
     ],
 )
-def test_malformed_recording_is_refused_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
+def test_malformed_recording_is_rejected_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "recording.jsonl"
     path.write_text(text)
 
@@ -192,7 +193,7 @@ def test_malformed_recording_is_refused_with_its_line(bench: Bench, tmp_path: Pa
         bench("recording").read_recording(path)
 
 
-def test_cut_prompt_is_a_prefix_and_groups_share_none(bench: Bench) -> None:
+def test_cut_prompt_is_a_prefix_and_groups_share_no_prefix(bench: Bench) -> None:
     scenarios = bench("scenarios")
     planned = list(scenarios.planned(2, tokens_per_s=1000.0))
 
@@ -207,7 +208,7 @@ def test_cut_prompt_is_a_prefix_and_groups_share_none(bench: Bench) -> None:
 
 @pytest.fixture(name="fits", scope="module")
 def _fits() -> Callable[[str], tuple[Any, Any]]:
-    """Return both fits of a recording, made once."""
+    """Return both fits of a recording, computed once."""
 
     @cache
     def fits(name: str) -> tuple[Any, Any]:
@@ -231,7 +232,7 @@ def median_errors(bench: Bench, replayed: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, name: str) -> None:
+def test_engine_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, name: str) -> None:
     steps = fits(name)[STEPS]
 
     as_fitted, at_own_rate = median_errors(bench, steps.replayed), median_errors(bench, steps.at_own_rate)
@@ -243,7 +244,7 @@ def test_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, n
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
+def test_engine_model_caches_the_same_tokens_as_vllm(fits: Any, name: str) -> None:
     wrong = [
         (each.group.scenario, each.position, each.cached_tokens, each.seen.cached_tokens)
         for each in fits(name)[STEPS].replayed
@@ -252,7 +253,7 @@ def test_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
     assert wrong == []
 
 
-def test_engine_of_another_speed_exceeds_the_bounds(bench: Bench, fits: Any) -> None:
+def test_engine_of_another_speed_exceeds_the_error_bounds(bench: Bench, fits: Any) -> None:
     steps = fits("vllm_chunked")[STEPS]
     groups = [group for group, _ in groupby(each.group for each in steps.replayed)]
     slower = slowed(steps.config, 1.5)
@@ -264,7 +265,9 @@ def test_engine_of_another_speed_exceeds_the_bounds(bench: Bench, fits: Any) -> 
 
 
 @pytest.mark.parametrize(("name", "scenario"), [("vllm_whole", "queue cold"), ("vllm_chunked", "decode")])
-def test_whole_prefill_model_misses_vllm_prompt_packing(bench: Bench, fits: Any, name: str, scenario: str) -> None:
+def test_engine_model_without_chunking_exceeds_the_error_bounds(
+    bench: Bench, fits: Any, name: str, scenario: str
+) -> None:
     one_by_one, together = (median_errors(bench, fits(name)[mode].at_own_rate)[scenario] for mode in (WHOLE, STEPS))
 
     assert one_by_one > 0.2
@@ -291,12 +294,12 @@ def test_engine_report_has_every_scenario_and_a_chart(bench: Bench, fits: Any, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["record", "--step-tokens", "512", "--out", "x"], "one of --url and --python"),
+        (["record", "--step-tokens", "512", "--out", "x"], "give either --url or --python"),
         (["record", "--url", "http://127.0.0.1:9", "--whole", "--step-tokens", "512", "--out", "x"], "--whole"),
-        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
+        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: the line is not JSON"),
     ],
 )
-def test_engine_bench_with_bad_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:
+def test_engine_bench_with_invalid_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(bench("command").engine, arguments)
 
     assert result.exit_code == 2

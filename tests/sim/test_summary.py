@@ -1,4 +1,4 @@
-"""The figures of a run, by hand."""
+"""Tests of a run's figures with calculated values."""
 
 from math import isnan
 
@@ -13,7 +13,7 @@ from dualmap_sim.summary import percentile, summarise
 def record(
     number: int, *, ttft_s: float | None = None, e2e_s: float | None = None, failed: bool = False, refused: bool = False
 ) -> Record:
-    """A request of 100 tokens that arrived at the second of its number."""
+    """Return a request of 100 tokens with its number as the arrival time in seconds."""
     arrival = one_block_prompts(*map(float, range(number + 1)))[number]
     return Record(
         arrival=arrival,
@@ -26,7 +26,7 @@ def record(
     )
 
 
-def test_summary_times_served_requests_and_counts_rest_as_missed() -> None:
+def test_summary_counts_requests_not_served_as_slo_misses() -> None:
     records = [
         record(0, ttft_s=1.0, e2e_s=2.0),
         record(1, ttft_s=3.0, e2e_s=5.0),
@@ -48,7 +48,7 @@ def test_summary_without_data_gives_nan() -> None:
     assert all(map(isnan, (summary.ttft_p50_s, summary.e2e_p90_s, summary.hit_rate, summary.pending_cv)))
 
 
-def test_pending_cv_is_the_mean_over_loaded_samples() -> None:
+def test_pending_token_cv_is_the_mean_over_samples_with_load() -> None:
     samples = [
         LoadSample(at_s=0.0, pending_tokens={"a": 0, "b": 0}),
         LoadSample(at_s=1.0, pending_tokens={"a": 5, "b": 5}),
@@ -60,7 +60,7 @@ def test_pending_cv_is_the_mean_over_loaded_samples() -> None:
     assert isnan(summarise([record(0, ttft_s=1.0, e2e_s=1.0)], slo_ttft_s=1.0, samples=samples[:1]).pending_cv)
 
 
-def test_percentile_is_one_of_the_values() -> None:
+def test_percentile_is_always_an_observed_value() -> None:
     assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.25, 0.26, 0.5, 0.99, 1.0)] == [
         1,
         1,

@@ -1,4 +1,4 @@
-"""Traces and what is made of them: transformations, statistics, prompts, and the default workload."""
+"""Tests of traces: transformations, statistics, prompts, and the default workload."""
 
 import os
 import subprocess
@@ -30,33 +30,33 @@ def trace(*requests: TraceRequest, block_tokens: int = 100) -> Trace:
 
 
 class TestTrace:
-    def test_at_rate_scales_arrivals_and_keeps_bursts(self):
+    def test_trace_at_rate_scales_arrivals_and_keeps_bursts(self):
         scaled = trace(request(10.0), request(10.0), request(12.0), request(14.0)).at_rate(8.0)
 
         assert [r.arrival_s for r in scaled.requests] == [0.0, 0.0, 0.25, 0.5]
         assert len(scaled.requests) / scaled.duration_s == 8.0
 
-    def test_at_rate_keeps_simultaneous_requests_together(self):
+    def test_trace_at_rate_keeps_simultaneous_requests_together(self):
         assert [r.arrival_s for r in trace(request(3.0), request(3.0)).at_rate(8.0).requests] == [0.0, 0.0]
 
-    def test_sped_up_divides_every_arrival(self):
+    def test_trace_sped_up_divides_every_arrival_time(self):
         assert [r.arrival_s for r in trace(request(1.0), request(6.0)).sped_up(4).requests] == [0.25, 1.5]
 
     @pytest.mark.parametrize(
         ("cap", "blocks", "tokens"), [(200, (1, 2), 200), (199, (1, 2), 199), (100, (1,), 100), (101, (1, 2), 101)]
     )
-    def test_cap_cuts_prompts_and_their_blocks(self, cap, blocks, tokens):
+    def test_trace_cap_cuts_prompts_and_their_blocks(self, cap, blocks, tokens):
         (capped,) = trace(request()).capped(cap).requests
 
         assert (capped.blocks, capped.input_tokens) == (blocks, tokens)
 
     @pytest.mark.parametrize(("cap", "longer"), [(request().input_tokens, 0), (request().input_tokens - 1, 1)])
-    def test_longer_than_counts_prompts_over_the_cap(self, cap, longer):
+    def test_trace_longer_than_counts_prompts_over_the_cap(self, cap, longer):
         assert trace(request()).longer_than(cap) == longer
 
 
 class TestClosedLoop:
-    """Three sessions; the second pauses, the third asks for nothing more."""
+    """Three sessions; the second session pauses, and the third session has only one request."""
 
     def closed(self) -> Trace:
         return Trace(
@@ -72,14 +72,14 @@ class TestClosedLoop:
             ),
         )
 
-    def test_at_rate_scales_session_starts_not_pauses(self):
+    def test_closed_loop_at_rate_scales_session_starts_but_not_pauses(self):
         scaled = self.closed().at_rate(1.0)
 
         assert [r.arrival_s for r in scaled.requests] == [0.0, 0.0, 1.0, 2.0, 5.0]
         assert scaled.requests[3].pause_s == 1.0
         assert scaled.closed_loop
 
-    def test_at_rate_keeps_requests_ordered(self):
+    def test_closed_loop_at_rate_keeps_requests_ordered(self):
         scaled = self.closed().at_rate(5.0)
 
         assert [(r.arrival_s, r.session, r.turn) for r in scaled.requests] == [
@@ -90,20 +90,20 @@ class TestClosedLoop:
             (1.0, 2, 1),
         ], "the pause of a second alone takes the time of five requests"
 
-    def test_at_rate_beyond_pauses_starts_sessions_at_once(self):
+    def test_closed_loop_at_unreachable_rate_starts_sessions_at_once(self):
         assert [r.arrival_s for r in self.closed().at_rate(100.0).requests] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
-    def test_sped_up_keeps_pauses(self):
+    def test_closed_loop_sped_up_keeps_pauses(self):
         assert [r.arrival_s for r in self.closed().sped_up(2).requests] == [5.0, 5.0, 6.0, 7.0, 10.0]
 
 
 class TestText:
-    def test_equal_ids_give_equal_text_of_estimated_length(self):
+    def test_equal_block_ids_give_equal_text_of_estimated_length(self):
         assert block_text(7, tokens=128) == block_text(7, tokens=128)
         assert block_text(7, tokens=128) != block_text(8, tokens=128)
         assert len(block_text(7, tokens=128)) == 128 * BYTES_PER_TOKEN
 
-    def test_partial_block_is_a_prefix_of_the_block(self):
+    def test_partial_block_text_is_a_prefix_of_the_block_text(self):
         assert block_text(7, tokens=128).startswith(block_text(7, tokens=33))
 
     @given(st.integers(1, 1000))
@@ -114,7 +114,7 @@ class TestText:
 
         assert len(text) == tokens * BYTES_PER_TOKEN
 
-    def test_prompts_share_as_many_router_blocks_as_ids(self):
+    def test_prompts_share_as_many_router_blocks_as_block_ids(self):
         one = prompt_text(request(blocks=(1, 2, 3), input_tokens=300), block_tokens=100)
         two = prompt_text(request(blocks=(1, 2, 4), input_tokens=300), block_tokens=100)
 
@@ -155,7 +155,7 @@ class TestStatistics:
         assert (facts.input_tokens_mean, facts.output_tokens_mean) == (150.0, 20.0)
         assert facts.ideal_hit_rate == pytest.approx(100 / 300)
 
-    def test_trace_without_sessions_counts_none(self):
+    def test_trace_without_sessions_has_zero_sessions(self):
         assert measure(trace(request(session=1), request())).sessions is None
 
     def test_prefill_work_is_computed_with_and_without_reuse(self):
@@ -197,12 +197,14 @@ class TestDefaultWorkload:
         assert len(digests) == 1
         assert default_workload(300, seed=5) != default_workload(300, seed=6)
 
-    def test_shorter_workload_is_the_start_of_a_longer_one(self):
+    def test_shorter_workload_equals_the_start_of_a_longer_workload(self):
         assert default_workload(50).requests == default_workload(200).requests[:50]
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_generated_statistics_are_near_the_papers_traces(self, seed):
-        """A.2.1: inputs of 8.6 k and 12 k tokens, 59 % and 40 % reusable; short answers keep the demo quick."""
+    def test_generated_statistics_are_close_to_the_papers_traces(self, seed):
+        """Paper section A.2.1: inputs of 8.6 k and 12 k tokens, 59 % and 40 % reusable. The answers are short, so that
+        the demo is fast.
+        """
         facts = measure(default_workload(1500, seed=seed))
 
         assert 6_500 < facts.input_tokens_mean < 8_800
@@ -211,7 +213,7 @@ class TestDefaultWorkload:
         assert facts.sessions is not None
         assert facts.sessions > 500
 
-    def test_turn_extends_the_previous_prompt(self):
+    def test_session_turn_extends_the_previous_prompt(self):
         last: dict[int, TraceRequest] = {}
         continued = 0
         for turn in default_workload(600).requests:
@@ -225,15 +227,15 @@ class TestDefaultWorkload:
 
         assert continued > 100
 
-    def test_requests_fit_their_blocks_and_arrivals_are_ordered(self):
+    def test_prompt_lengths_fit_their_blocks_and_arrivals_are_ordered(self):
         workload = default_workload(600)
 
         for one in workload.requests:
             assert len(one.blocks) == -(-one.input_tokens // workload.block_tokens)
         assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(workload.requests))
 
-    def test_few_shared_prefixes_are_hot(self):
-        """The skew that makes following the prefix alone overload an engine."""
+    def test_workload_has_few_hot_shared_prefixes(self):
+        """With this skew, routing only by prefix overloads an engine."""
         firsts = Counter(one.blocks[0] for one in default_workload(1500).requests)
         shares = [count / 1500 for _, count in firsts.most_common()]
 

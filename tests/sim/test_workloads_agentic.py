@@ -1,4 +1,4 @@
-"""The agentic closed loop: the skew and the reuse that EAR reports, seed by seed, and the shape of its sessions."""
+"""Tests of the agentic closed loop: EAR's skew and reuse for each seed, and the shape of the sessions."""
 
 import hashlib
 from functools import cache
@@ -35,7 +35,7 @@ def sessions(trace: Trace) -> list[list[TraceRequest]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_agentic_workload_matches_ear_statistics(seed):
+def test_agentic_workload_matches_statistics_of_the_ear_paper(seed):
     facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
 
     assert set(TOLERANCES) <= set(facts)
@@ -44,7 +44,7 @@ def test_agentic_workload_matches_ear_statistics(seed):
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7, 300, 1000])
-def test_agentic_workload_of_any_size_is_as_unequal(requests):
+def test_agentic_workload_of_any_size_has_the_same_session_skew(requests):
     trace = workload(0, requests)
 
     assert len(trace.requests) == requests
@@ -61,7 +61,7 @@ def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert digest == "61c16e9322c6529376ce9a03e95c6f1d2d395c0cbb0c9c7e0dc363e4d48c1727"
 
 
-def test_closed_loop_gives_only_session_starts():
+def test_closed_loop_turns_have_session_start_times_and_no_pauses():
     trace = workload(0)
     begun_s = [turns[0].arrival_s for turns in sessions(trace)]
 
@@ -72,7 +72,7 @@ def test_closed_loop_gives_only_session_starts():
     assert trace.at_rate(4.0).duration_s == pytest.approx(1000.0)
 
 
-def test_turn_extends_previous_prompt_and_answer_within_context():
+def test_turn_extends_previous_prompt_and_output_within_context():
     longest = 0
     for turns in sessions(workload(0)):
         assert [r.turn for r in turns] == list(range(len(turns)))

@@ -1,4 +1,4 @@
-"""Workloads by name and by file, windows of them, and the sessions of a trace that names none."""
+"""Tests of workloads by name and by file, of their windows, and of sessions in a trace without session names."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Five requests: a conversation of three turns, with another of one, and a fork of the first."""
+    """Five requests: a conversation of three turns, a conversation of one turn, and a fork of the first one."""
     prompts = [(1, 2), (1, 9), (1, 2, 3), (1, 2, 4), (1, 2, 3, 5)]
     path = tmp_path / "recorded.jsonl"
     path.write_text(
@@ -28,14 +28,14 @@ def recorded(tmp_path):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 class TestGenerated:
-    def test_workload_loads_the_requested_number_repeatably(self, name):
+    def test_workload_loads_equal_requests_for_equal_seeds(self, name):
         workload = Workload(name=name, requests=40)
 
         assert len(workload.load().requests) == 40
         assert workload.load() == workload.load()
         assert workload.load() != Workload(name=name, requests=40, seed=1).load()
 
-    def test_later_window_drops_earlier_requests(self, name):
+    def test_workload_window_drops_earlier_requests(self, name):
         assert (
             Workload(name=name, requests=30, start=10).load().requests
             == (Workload(name=name, requests=40).load().requests[10:])
@@ -48,7 +48,7 @@ class TestGenerated:
         assert {workload: 1}[Workload(name=name, requests=40)] == 1
 
 
-def test_facts_show_requested_and_actual_values(recorded):
+def test_workload_facts_show_requested_and_actual_values(recorded):
     generated = Workload(name="tool_agent", requests=40)
     recorded_one = Workload(name="tool_agent", trace=recorded, requests=5)
 
@@ -60,7 +60,7 @@ def test_facts_show_requested_and_actual_values(recorded):
     assert [fact.asked for fact in recorded_one.facts(recorded_one.load())] == [None] * 6
 
 
-def test_unknown_workload_is_refused_with_known_names():
+def test_unknown_workload_is_rejected_with_accepted_names():
     with pytest.raises(UnknownWorkload, match=r"'nosuch' is not accepted; give one of default, .*"):
         Workload(name="nosuch").load()
 
@@ -76,7 +76,7 @@ def test_recorded_trace_is_read_in_its_window_with_sessions(recorded):
     ]
 
 
-def test_unreadable_recorded_trace_is_refused(tmp_path):
+def test_unreadable_recorded_trace_is_rejected(tmp_path):
     with pytest.raises(TraceError, match="readable file"):
         Workload(trace=tmp_path / "missing").load()
 
@@ -91,7 +91,7 @@ class TestLabelSessions:
             (r.session, r.turn) for r in label_sessions(Trace(name="t", block_tokens=100, requests=requests)).requests
         ]
 
-    def test_prompt_containing_a_sessions_last_is_its_next_turn(self):
+    def test_prompt_extending_last_prompt_of_session_is_its_next_turn(self):
         assert self.labelled(((1, 2), 200), ((1, 9), 200), ((1, 2, 3), 300), ((1, 2, 3, 4), 400)) == [
             (0, 0),
             (1, 0),
@@ -99,7 +99,7 @@ class TestLabelSessions:
             (0, 2),
         ]
 
-    def test_first_of_two_continuations_gets_the_session(self):
+    def test_first_of_two_continuing_prompts_gets_the_session(self):
         assert self.labelled(((1, 2), 200), ((1, 2, 3), 300), ((1, 2, 4), 300)) == [(0, 0), (0, 1), (2, 0)]
 
     def test_common_system_prompt_continues_no_session(self):

@@ -1,4 +1,4 @@
-"""Mooncake's JSONL: what is read, and what is refused in which words."""
+"""Tests of Mooncake's JSONL: the fields that are read, and the error messages."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_equal_timestamps_stay_in_order_after_rounding():
     assert len(parse_mooncake(lines, source="t").requests) == 200
 
 
-def test_window_reads_only_its_own_lines():
+def test_trace_window_reads_only_its_own_lines():
     lines = ["not json", line(timestamp=1), "", line(timestamp=2), line(timestamp=3), "not json"]
 
     trace = parse_mooncake(lines, source="t", start=1, limit=2)
@@ -41,8 +41,8 @@ def test_window_reads_only_its_own_lines():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("{", ["not JSON", "one JSON object a line"]),
-        ("[1, 2]", ["[1, 2]", "one JSON object a line"]),
+        ("{", ["not JSON", "one JSON object per line"]),
+        ("[1, 2]", ["[1, 2]", "one JSON object per line"]),
         (line(timestamp="0"), ["timestamp", '"0"', "milliseconds"]),
         (line(timestamp=True), ["timestamp", "true"]),
         (line(timestamp=None), ["timestamp", "nothing"]),
@@ -59,7 +59,7 @@ def test_window_reads_only_its_own_lines():
         (line(timestamp=9, hash_ids=list(range(400))), ["hash_ids", "..."]),
     ],
 )
-def test_bad_line_is_refused_with_place_and_accepted_value(bad, words):
+def test_invalid_line_is_rejected_with_line_and_accepted_value(bad, words):
     with pytest.raises(TraceError) as refusal:
         parse_mooncake([line(timestamp=5), bad], source="some/trace.jsonl")
 
@@ -71,12 +71,12 @@ def test_bad_line_is_refused_with_place_and_accepted_value(bad, words):
     assert len(message) < 250
 
 
-def test_trace_without_requests_is_refused():
+def test_trace_without_requests_is_rejected():
     with pytest.raises(TraceError, match="no request at or after number 3"):
         parse_mooncake([line(), ""], source="t", start=3)
 
 
-def test_unreadable_file_is_refused(tmp_path):
+def test_unreadable_trace_file_is_rejected(tmp_path):
     with pytest.raises(TraceError, match="readable file"):
         read_mooncake(tmp_path / "missing.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -84,7 +84,7 @@ def test_unreadable_file_is_refused(tmp_path):
         read_mooncake(tmp_path / "binary.jsonl")
 
 
-def test_conversation_trace_matches_the_paper():
+def test_conversation_trace_matches_the_papers_statistics():
     """A.2.1, table 1: 12,035 input and 343 output tokens on average, about 40 % of it reusable."""
     facts = measure(read_mooncake(shared_file("traces/mooncake_conversation.jsonl")))
 

@@ -1,4 +1,4 @@
-"""What is measured of a trace beside its means: sharing by blocks, skew of sessions, arrivals; and draws as asked."""
+"""Tests of a trace's statistics (shared blocks, skew of sessions, arrivals), and of random draws."""
 
 import math
 from random import Random
@@ -44,26 +44,26 @@ def trace(*prompts: tuple[tuple[int, ...], int], sessions=(), arrivals_s=(), clo
 
 
 class TestSharing:
-    def test_ideal_reuse_counts_leading_whole_blocks(self):
+    def test_ideal_reuse_counts_only_complete_leading_blocks(self):
         grown = trace(((1, 2), 150), ((1, 2), 200), ((1, 2, 3), 250), ((9, 2), 200))
 
         assert ideal_block_tokens(grown) == (0, 100, 200, 0)
         assert ideal_block_hit_rate(grown) == 300 / 800
 
-    def test_hit_rates_are_shares_of_each_prompt_in_order(self):
+    def test_shared_prefix_rates_are_shares_of_each_prompt_in_order(self):
         grown = trace(((1, 2), 200), ((1, 2, 3, 4), 400), ((1, 2, 3), 250))
 
         assert shared_prefix_rates(grown) == (0.0, 0.5, 0.8)
         assert share_reusing(grown, 0.5) == pytest.approx(2 / 3)
         assert share_reusing(grown, 0.51) == pytest.approx(1 / 3)
 
-    def test_prefixes_are_ranked_by_requests(self):
+    def test_prefixes_are_ranked_by_number_of_requests(self):
         mixed = trace(((1, 2), 200), ((1, 2), 200), ((1, 3), 200), ((4,), 100))
 
         assert [prefix_share(mixed, rank=rank) for rank in range(3)] == [0.75, 0.25, 0.0]
         assert [prefix_share(mixed, blocks=2, rank=rank) for rank in range(2)] == [0.5, 0.25]
 
-    def test_reuse_from_another_session_is_not_intra_session(self):
+    def test_reuse_from_other_sessions_is_not_intra_session_reuse(self):
         two = trace(((1, 2), 200), ((1, 2, 3), 300), ((1, 8), 200), ((1, 8, 9), 300), sessions=(0, 0, 1, 1))
 
         assert intra_session_share(two) == pytest.approx(3 / 5), "2 blocks of session 0, block 8 of session 1"
@@ -78,7 +78,7 @@ class TestSharing:
 
 
 class TestSkewAndArrivals:
-    def test_top_sessions_include_a_fraction_of_the_last(self):
+    def test_top_sessions_share_includes_a_fraction_of_the_last_session(self):
         four = trace(
             ((1,), 60), ((1, 2, 3), 300), ((1,), 40), ((2,), 100), ((3, 4, 5, 6, 7), 500), sessions=(0, 1, 0, 2, 3)
         )
@@ -106,7 +106,7 @@ class TestSkewAndArrivals:
 
 
 class TestCompare:
-    def test_facts_list_requested_ones_first_and_once(self):
+    def test_facts_list_requested_values_first_and_once(self):
         one = trace(((1,), 100))
 
         facts = compare(one, [Asked("input tokens, mean", 99, lambda _: 100.0), Asked("answers", 1, lambda _: 2.0)])
@@ -118,7 +118,7 @@ class TestCompare:
         assert len({fact.name for fact in facts}) == len(facts)
         assert all(fact.asked is None for fact in facts[2:])
 
-    def test_fact_lines_are_aligned(self):
+    def test_workload_fact_lines_are_aligned(self):
         facts = (
             Fact(name="long name", asked=8596, produced=8483.4),
             Fact(name="rate", asked=0.59, produced=0.5871),
@@ -134,7 +134,7 @@ class TestCompare:
 
 
 class TestDraws:
-    def test_deck_draws_each_stratum_once_per_round(self):
+    def test_stratified_deck_draws_each_stratum_once_per_round(self):
         deck = Deck(Random(1), strata=10)
         rounds = [[int(deck.draw() * 10) for _ in range(10)] for _ in range(3)]
 
@@ -148,12 +148,12 @@ class TestDraws:
         assert [table.at(level) for level in (0.0, 0.25, 0.5, 0.75)] == [0.0, 5.0, 10.0, 60.0]
         assert table.scaled(2).at(0.25) == 10.0
 
-    def test_log_normal_is_truncated_at_both_ends(self):
+    def test_log_normal_draws_are_truncated_at_both_ends(self):
         lengths = LogNormal(median=100, sigma=1.0)
 
         assert lengths.at(0.5) == pytest.approx(100)
         assert lengths.at(0.8413447) == pytest.approx(100 * math.e, rel=1e-5)
         assert 0 < lengths.at(0.0) < lengths.at(1.0) < 100 * math.exp(4)
 
-    def test_drawn_length_is_at_least_one_token(self):
+    def test_random_length_is_at_least_one_token(self):
         assert Deck(Random(1), strata=10).tokens(Quantiles((0, 1), (0, 0.1))) == 1

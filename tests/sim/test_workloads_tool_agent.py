@@ -1,4 +1,4 @@
-"""The rebuilt Tool&Agent trace: what the paper says of it, seed by seed, and what a router sees of it."""
+"""Tests of the reconstructed Tool&Agent trace: the paper's statistics for each seed, and the keys at a router."""
 
 import hashlib
 from collections import Counter
@@ -44,7 +44,7 @@ def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert digest == "a32d3f5fecf5203c7c55d383685065c335fb6e25e7ddd7f3b018a8338be038b7"
 
 
-def test_shorter_workload_is_the_start_of_a_longer_one():
+def test_shorter_workload_equals_the_start_of_a_longer_workload():
     assert tool_agent_workload(200).requests == workload(0).requests[:200]
 
 
@@ -59,7 +59,7 @@ def test_tool_agent_arrives_in_batches_at_a_steady_rate():
     assert max(whole) < 1.2 * sum(whole) / len(whole)
 
 
-def test_tool_agent_turn_extends_its_sessions_last():
+def test_tool_agent_turn_extends_the_last_prompt_of_its_session():
     last = {}
     continued = Counter()
     for request in workload(0).requests:
@@ -76,8 +76,11 @@ def test_tool_agent_turn_extends_its_sessions_last():
     assert min(continued.values()) > 200
 
 
-def test_key_reaches_13_and_6_blocks_after_hot_prefixes():
-    """A.1.1, figure 6: 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests; 16 engines, 14.9 % being < 2/8."""
+def test_key_of_hot_tool_agent_prefixes_grows_to_13_and_6_blocks():
+    """Paper section A.1.1, figure 6: keys of 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests.
+
+    The test uses 16 engines, because 14.9 % is below the split share 2/8 of eight engines.
+    """
     tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=120.0)
     keys = Counter(
         tree.key_blocks(one.at_s, one.chain.hashes, split_share=2 / 16, merge_share=1 / 16)

@@ -1,4 +1,4 @@
-"""Zipf bursts: the shares that were asked for, and cold prefixes that turn hot one after the other."""
+"""Tests of Zipf bursts: the requested shares, and cold prefixes that become hot one after the other."""
 
 import hashlib
 from collections import Counter
@@ -41,11 +41,11 @@ def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert digest == "c46ccb6f06a37c487a241fe76b000e4a1ac35dc3ad72508641688f834b41dc90"
 
 
-def test_shorter_workload_is_the_start_of_a_longer_one():
+def test_shorter_workload_equals_the_start_of_a_longer_workload():
     assert zipf_bursts_workload(200).requests == workload(0).requests[:200]
 
 
-def test_burst_uses_a_new_cold_prefix():
+def test_each_burst_uses_a_new_uncached_prefix():
     bursts: dict[int, Counter[int]] = {}
     calm: Counter[int] = Counter()
     for request in workload(0).requests:
@@ -61,12 +61,12 @@ def test_burst_uses_a_new_cold_prefix():
     assert all(calm[prefix] < 0.02 * calm.total() for prefix in hottest)
 
 
-def test_requests_fit_their_blocks_and_arrivals_are_ordered():
+def test_prompt_lengths_fit_their_blocks_and_arrivals_are_ordered():
     assert all(len(one.blocks) == -(-one.input_tokens // 512) for one in workload(0).requests)
     assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(workload(0).requests))
 
 
-def test_key_lengthens_in_bursts_and_shortens_after():
+def test_key_is_longer_during_bursts_and_shorter_afterwards():
     tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=60.0)
     halves: dict[bool, list[int]] = {False: [], True: []}
     for one in arrivals(workload(0), router_block_tokens=512, engine_block_tokens=512):

@@ -1,6 +1,6 @@
-"""The sections of the evaluation, one module each, by the names accepted by ``--section``.
+"""The sections of the evaluation, one module each. The modules' names are the values of ``--section``.
 
-A section defines the cells it needs, and makes a page of their figures: Markdown with tables, and plots.
+A section defines its cells, and makes a page of the cells' figures: Markdown with tables, and plots.
 """
 
 from collections.abc import Mapping

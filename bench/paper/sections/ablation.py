@@ -1,4 +1,4 @@
-"""The paper's ablation (section 4.3, Fig. 5): five configurations of DualMap on Conversation, 14b; and the default."""
+"""The DualMap paper's ablation (section 4.3, Fig. 5): five variants of DualMap and its default."""
 
 from collections.abc import Sequence
 from functools import partial

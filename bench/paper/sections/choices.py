@@ -1,8 +1,8 @@
-"""How many candidates: d = 1 to 4 (paper section 2.3, A.8, Fig. 15), by the theory and by goodput.
+"""The number of candidates: d = 1 to 4 (DualMap paper, sections 2.3, A.8, Fig. 15), by the theory and by goodput.
 
 The theory throws balls, each into the least full of d bins drawn at random. The goodput is that of the published rule
-with d candidates instead of a pair: the first d members after a key on core's ring. Rebalancing is off, because it
-works on pairs.
+with d candidates instead of a pair. The candidates are the first d members after a key on core's ring. Rebalancing is
+off, because it needs pairs.
 """
 
 import random
@@ -51,7 +51,7 @@ class OfSeveral(DualMapNoRebalance):
         self._candidates = candidates
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the first members after the key on the ring."""
+        """Return a choice among the first members after the key on the ring."""
         candidates = [situation.everyone[place] for place in islice(situation.ring_walk(), self._candidates)]
         warm = situation.least(candidates, lambda each: (-each.matched_tokens, each.pending_tokens))
         if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
@@ -60,20 +60,21 @@ class OfSeveral(DualMapNoRebalance):
 
 
 def goodput_of(experiment: Experiment, candidates: int) -> Figures:
-    """Search the goodput with so many candidates."""
+    """Search the goodput of the published rule with this number of candidates."""
     with known(candidates):
         return goodput_figures(experiment)
 
 
 def known(candidates: int) -> AbstractContextManager[object]:
-    """Register the policy with core for a while, because core chooses policies by name."""
+    """Register the policy with core for the duration of the context, because core selects policies by name."""
     return patch("dualmap.chooser.POLICIES", MappingProxyType({**POLICIES, OfSeveral.name: OfSeveral(candidates)}))
 
 
 def deviation(bins: int, candidates: int) -> Figures:
-    """Throw balls, each into the least full of some bins; return how far the fullest bin exceeds the mean.
+    """Throw balls, each into the least full of several bins; return how far the fullest bin exceeds the mean.
 
-    Each ball draws ``candidates`` bins at random. Returns the mean over ``_THROWS`` of maximum minus mean load.
+    Each ball draws ``candidates`` bins at random. The result is the mean of maximum minus mean load over ``_THROWS``
+    repetitions.
     """
     rng = random.Random(f"{bins} {candidates}")
     excesses = []
@@ -107,7 +108,7 @@ def _goodput_cell(extent: Extent, workload: str, candidates: int) -> Cell:
 
 
 def _every(extent: Extent) -> tuple[int, ...]:
-    """Return the numbers of candidates whose goodput is measured: up to all members."""
+    """Return the numbers of candidates in the goodput measurement, up to all members."""
     return (*_CHOICES, 8)
 
 

@@ -1,7 +1,8 @@
-"""Scaling under load (paper A.2.3, Fig. 12), and the share of keys that move with it (sections 3.4, A.1.3).
+"""Scaling under load (DualMap paper, A.2.3, Fig. 12), and the share of moved keys (sections 3.4, A.1.3).
 
-Tool&Agent on 7b: four instances join an overloaded four; half of eight leave, one by one, each drained before it goes.
-Attainment is over the requests that arrived within each ``_STEP_S`` seconds.
+The workload is Tool&Agent on 7b. In one run, four instances join four overloaded instances. In the other run, four of
+eight instances leave one by one, each after its drain. Attainment covers the requests that arrived within each
+``_STEP_S`` seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from dualmap_sim.records import Record
 
 _POLICIES: Final = ("cache_affinity", "min_ttft", "dualmap_paper", "dualmap")
 _UP: Final = (4.0, 5.0)
-"""The paper's rate, and one that overloads four instances of our model as much as the paper's were overloaded."""
+"""The paper's rate, and a rate that overloads four instances of our model as much as the paper's instances."""
 _UP_AT_S: Final = 74.0
 _DOWN: Final = 2.0
 _DOWN_FROM_S: Final = 200.0
@@ -46,7 +47,7 @@ _CHANGES: Final = ((4, 8), (8, 4), (8, 9), (9, 8), (32, 33))
 
 
 def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
-    """Replay a scaling; return attainment and hit rate over time, and over the time after the change."""
+    """Replay a change of the pool's size; return attainment and hit rate over time, and after the change."""
     seconds = _SECONDS / (2 if extent.quick else 1)
     trace = load_workload(extent.workload(TOOL_AGENT, 0)).capped(_ENGINE.input_tokens_max)
     trace = replace(trace, requests=trace.requests[: int(seconds * rate)]).without_sessions()
@@ -70,7 +71,7 @@ def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
 
 
 def remapped(before: int, after: int) -> Figures:
-    """Return the shares of keys with another first candidate, another pair, and no member of their old pair."""
+    """Return the shares of keys with a new first candidate, with a new pair, and with no member of their old pair."""
     old, new = (DualRing(_members(size), Ring()) for size in (before, after))
     first = pair = both = modulo = 0
     for index in range(_KEYS):
@@ -103,7 +104,7 @@ def _pool(policy: str, block_tokens: int, size: int) -> Pool:
 
 
 def _shrinking(pool: Pool) -> tuple[PoolChange, ...]:
-    """Drain the last members one after the other, and remove each once it is drained, down to four."""
+    """Return the pool changes that drain the last members one by one, and remove each after its drain, down to four."""
     changes, members = [], list(pool.members)
     for place in range(len(members) - 1, 3, -1):
         at_s = _DOWN_FROM_S + _DRAIN_S * (len(pool.members) - 1 - place)
@@ -129,7 +130,7 @@ def _attainment(records: Sequence[Record]) -> float:
 
 
 def _recovered_after_s(records: Sequence[Record], change_s: float) -> float | None:
-    """Return the time from the change until requests of ten seconds attain 90 % again; None if they never do."""
+    """Return the time from the change until the requests of ten seconds attain 90 % again; None if they never do."""
     at_s = change_s
     last_s = records[-1].arrival.at_s
     while at_s < last_s:
@@ -220,9 +221,9 @@ def _moved(results: Results) -> str:
 
 
 def expected_to_move(before: int, after: int) -> Mapping[str, float]:
-    """Return the same shares in theory, for pairs of two distinct members drawn at random.
+    """Return the expected shares of moved keys, for pairs of two distinct members drawn at random.
 
-    A pair stays exactly if both members of the larger pool's pair are among the smaller pool's.
+    A pair stays the same if both members of the pair in the larger pool are also in the smaller pool.
     """
     few, many = sorted((before, after))
     pairs, changed = many * (many - 1), many - few

@@ -1,7 +1,7 @@
-"""Goodput: the highest rate at which 90 % of the requests get their first token within 5 s (paper section 4.2, Fig. 3).
+"""Goodput: the highest rate at which 90 % of the requests get the first token within 5 s (DualMap paper, 4.2, Fig. 3).
 
-Both workloads and all three models. Our policies, the bounds that no router can reach and the two closest baselines run
-in three windows, the others in the first one. Other sections reuse single cells of this one.
+Runs cover both workloads and all three models. Our policies, the theoretical bounds and the two closest baselines run
+in three windows. All other policies run in the first window only. Other sections reuse single cells of this section.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ def cell(extent: Extent, workload: str, model: str, window: int, policy: str) ->
 
 
 def spread(results: Results, extent: Extent, workload: str, model: str, policy: str) -> Spread:
-    """Return a policy's goodput in the windows that were measured."""
+    """Return a policy's goodput in the measured windows."""
     return Spread.of(_found(results, extent, workload, model, policy).values())
 
 
 def _found(results: Results, extent: Extent, workload: str, model: str, policy: str) -> dict[int, float]:
-    """Return a policy's goodput by window, where there is one."""
+    """Return a policy's goodput by window, without the windows that have none."""
     kept = {w: results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)}
     return {w: each["goodput_qps"] for w, each in kept.items() if each and each["goodput_qps"] is not None}
 
@@ -109,7 +109,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 
 
 def _price(results: Results, extent: Extent, workload: str, model: str, policy: str) -> str:
-    """Show TTFT P99.9 and the refused share at the goodput, in the worst window."""
+    """Return TTFT P99.9 and the share of rejected requests at the goodput, in the worst window."""
     kept = [results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)]
     told = [each for each in kept if each and "ttft_p999_s" in each]
     if not told:
@@ -123,7 +123,7 @@ def _shares(rates: _Rates, of: _Rates) -> list[float]:
 
 
 def _gain(ours: _Rates, rivals: Sequence[_Rates]) -> str:
-    """Return our gain in goodput over the best other policy, each compared in the windows that both have."""
+    """Return our gain in goodput over the best other policy. Each comparison covers the windows of both policies."""
     gains = []
     for other in rivals:
         both = [window for window in ours if window in other]

@@ -1,7 +1,7 @@
-"""The lengths of hash keys (paper appendix A.1.1, Fig. 6), and what prompts share (A.4, Fig. 14).
+"""The lengths of hash keys (DualMap paper, appendix A.1.1, Fig. 6), and the prompts' shared prefixes (A.4, Fig. 14).
 
-Core's hotness tree replays the arrivals; no other part of the router is used. In the published rule a prefix is hot
-from 2/n of the traffic; the default policy has its own rule.
+Core's hotness tree replays the arrivals, without the rest of the router. In the published rule, a prefix is hot if it
+starts at least 2/n of the requests, for n members. The default policy has its own rule.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ _LONGEST_SHOWN: Final = 16
 
 
 def key_lengths(extent: Extent, workload: str, policy: str, instances: int = 8) -> Figures:
-    """Return how many of the counted requests had keys of each length in blocks, and how many keys there were."""
+    """Return the number of counted requests by key length in blocks, and the number of keys."""
     trace = (
         load_workload(extent.workload(workload, 0)).capped(PRESETS[_MODEL].input_tokens_max).at_rate(_RATES[workload])
     )
@@ -61,7 +61,7 @@ def key_lengths(extent: Extent, workload: str, policy: str, instances: int = 8) 
 
 
 def shared_prefixes(extent: Extent, workload: str) -> Figures:
-    """Return how much a workload's prompts share with earlier ones, and the frequencies of its hottest prefixes."""
+    """Return how much of a workload's prompts earlier prompts share, and the frequencies of its hottest prefixes."""
     trace = load_workload(extent.workload(workload, 0))
     return {
         "requests": len(trace.requests),

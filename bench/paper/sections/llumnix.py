@@ -1,6 +1,6 @@
-"""Cache-aware routing against round robin: Llumnix, and a stateful router that follows the cache.
+"""Cache-aware routing against round robin: the claims of Llumnix and of a stateful cache-aware router.
 
-The stateful router (Stateful Cache-Aware Routing for Distributed LLM Inference, Purdue CS 59200, 2025) aims at 30 to
+The stateful router (Stateful Cache-Aware Routing for Distributed LLM Inference, Purdue CS 59200, 2025) claims 30 to
 50 % less TTFT than round robin on conversations. Llumnix's documentation gives no figures.
 """
 
@@ -27,7 +27,7 @@ _RATES: Final[Mapping[str, tuple[float, ...]]] = {
     _CHATS: (3.0, 6.0, 8.0),
     TOOL_AGENT: (2.0, 4.0, 6.0),
 }
-"""A low load, a medium one, and one at which round robin is past its knee."""
+"""A low rate, a medium rate, and a rate that overloads round robin."""
 _FIGURES: Final = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s")
 
 

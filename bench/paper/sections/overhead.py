@@ -1,7 +1,7 @@
-"""The router's own cost (paper appendix A.3.2, Fig. 13b): time of a decision, of rebalancing, and its memory.
+"""The router's own cost (DualMap paper, appendix A.3.2, Fig. 13b): time of a decision, of rebalancing, and its memory.
 
-Unlike in other sections these are wall-clock figures of this machine, comparable within one run only.
-``bench/results/core.md`` has more of them.
+Unlike in other sections, the figures are wall-clock times of this machine, comparable within one run only.
+``bench/results/core.md`` has more of such figures.
 """
 
 import time
@@ -36,14 +36,14 @@ _PAPER_BLOCK_BYTES: Final = 16
 
 
 def decision(members: int, policy: str) -> Figures:
-    """Return the microseconds of a decision on a prompt of 16,000 tokens, with all members idle and with all loaded."""
+    """Return the microseconds of a decision on a prompt of 16,000 tokens, with idle members and with loaded members."""
     chains = prompts(PROMPT_BYTES[_PROMPT])
     idle, loaded = (cost(members, policy, chains, loaded=each) for each in (False, True))
     return {"idle_us": idle.decide_us, "loaded_us": loaded.decide_us, "events_us": idle.events_us}
 
 
 def in_a_run(extent: Extent, policy: str) -> Figures:
-    """Return the microseconds of decisions and rebalancing rounds in a run of Tool&Agent past the knee."""
+    """Return the microseconds of decisions and rebalancing rounds in an overloaded run of Tool&Agent."""
     decisions_s: list[float] = []
     rounds_s: list[float] = []
     experiment = extent.experiment(TOOL_AGENT, "7b", 0, policy, _RATE)
@@ -61,7 +61,7 @@ def in_a_run(extent: Extent, policy: str) -> Figures:
 
 
 def memory() -> Figures:
-    """Return the bytes of index per cached block, with the prompts of conversations."""
+    """Return the bytes of the index per cached block, with the prompts of conversations."""
     return {"bytes_per_block": bytes_per_block(conversations, tree_indexes)}
 
 

@@ -1,6 +1,6 @@
-"""Goodput where the router's assumptions are wrong: several routers, a slow instance, wrong speeds, another SLO.
+"""Goodput under difficult conditions: several routers, a slow instance, wrong speeds, another SLO.
 
-First window of both workloads on 7b, and the strongest baselines (four routers: every window, compared with one).
+Both workloads run on 7b with the strongest baselines, in the first window. Four routers run in every window.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 def _found(results: Results, extent: Extent, condition: str, workload: str, policy: str) -> Spread:
-    """Return the goodput under a condition, in the windows measured for that condition."""
+    """Return the goodput under a condition, in the windows measured under this condition."""
     cells = [_cell(extent, condition, workload, window, policy) for window in _windows(condition, extent)]
     return Spread.of(figures["goodput_qps"] for cell in cells if (figures := results.figures(cell)) is not None)
 
@@ -138,7 +138,7 @@ def _routers(results: Results, extent: Extent) -> str:
 
 
 def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return none: the sources make no claims about several routers, slow instances or wrong estimates."""
+    """Return no claims: the sources make none about several routers, slow instances or wrong estimates."""
     return ()
 
 

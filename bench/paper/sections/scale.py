@@ -1,7 +1,7 @@
-"""Goodput of 8 to 256 instances (paper appendix A.3.1, Fig. 13a): Tool&Agent on 7b, requests in proportion.
+"""Goodput of 8 to 256 instances (DualMap paper, appendix A.3.1, Fig. 13a): Tool&Agent on 7b, requests in proportion.
 
-The paper ends at 32 instances. Beyond that fewer policies run, and from 128 instances on at one rate instead of a
-search, to save time.
+The paper ends at 32 instances. For larger pools, fewer policies run. From 128 instances, each policy runs at one rate
+instead of a search, to save time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ _SIZES: Final[Mapping[int, tuple[str, ...]]] = {
 _LARGE: Final = (128, 256)
 _AT_ONE_RATE: Final = ("limit", "dualmap")
 _RATE_EACH: Final = 0.95
-"""Requests per second for each instance."""
+"""Requests per second per instance."""
 _REQUESTS: Final = 250
-"""For each instance; a quarter of the paper's."""
+"""Requests per instance, a quarter of the paper's number."""
 _WARMUP: Final = 40
 _TOLERANCE: Final = 0.02
 
@@ -76,7 +76,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 def _large(extent: Extent) -> tuple[int, ...]:
-    """Return the sizes measured by one run, with the smallest size to compare with."""
+    """Return the sizes with one run instead of a search, and the smallest size for comparison."""
     return (8,) if extent.quick else (8, *_LARGE)
 
 

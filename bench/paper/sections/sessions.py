@@ -1,9 +1,9 @@
-"""EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last one ends.
+"""EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last turn ends.
 
-Wall-clock amplification is the time until the last request has ended, divided by the trace's span. A system that took
-no time would need exactly that span. The longest sessions alone take longer than the span on an idle system, so the
-figure is also given for the first nine tenths of the requests. With KV moves, a session that moves to another instance
-takes its KV along.
+Wall-clock amplification is the time until the last request has ended, divided by the trace's duration. An infinitely
+fast system would need exactly that duration. Even an idle system needs longer, because of the longest sessions. So the
+figure is also given for the first nine tenths of the requests. With KV moves, a session's KV moves to the new instance
+together with the session.
 """
 
 from collections import defaultdict
@@ -31,8 +31,7 @@ from dualmap_sim.summary import percentile
 from dualmap_sim.workloads.catalog import Workload
 
 _RATES: Final = (2.5, 3.5, 5.5)
-"""Nominal requests per second: half, two thirds of and slightly more than what one unlimited shared cache would admit.
-"""
+"""Nominal requests per second: 1/2, 2/3, and slightly more than the capacity with one unlimited shared cache."""
 _WITHOUT_MOVES: Final = (
     "all_cached",
     "round_robin",
@@ -47,7 +46,7 @@ _WITHOUT_MOVES: Final = (
 _WITH_MOVES: Final = ("least_loaded", "min_ttft", "ear", "dualmap")
 _OURS: Final = ("dualmap_paper", "dualmap")
 _PULL_TOKENS_PER_S: Final = 100_000.0
-"""33,600 tokens are 3.3 GB of KV (EAR): a link of 10 GB/s."""
+"""The speed of a link of 10 GB/s, with 3.3 GB of KV for 33,600 tokens (EAR)."""
 _WARMUP: Final = 200
 
 
@@ -73,7 +72,7 @@ def closed_loop(experiment: Experiment) -> Figures:
 
 
 def _worker_p90_s(records: Sequence[Record]) -> list[float]:
-    """Return the TTFT p90 of every instance that served anything."""
+    """Return the TTFT p90 of every instance that served requests."""
     times_s = defaultdict(list)
     for record in records:
         if record.ttft_s is not None and record.endpoint is not None:

@@ -1,6 +1,7 @@
-"""Effective request capacity, TTFT and E2E over the rate (paper Figs. 3, 4); hit rate and balance (Figs. 1, 10, 11).
+"""Effective request capacity, TTFT and E2E over the rate (DualMap paper, Figs. 3, 4); hit rate, balance (Figs. 1, 10).
 
-One window of each workload and model, at five rates (three for prefill-only, which the paper has not).
+The runs cover one window of each workload and model, at five rates. Prefill-only, which the paper does not measure,
+has three rates. Fig. 11 shows the balance, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 _Found = Mapping[tuple[str, float], Figures]
-"""By policy and rate."""
+"""The figures by policy and rate."""
 
 
 def _found(results: Results, extent: Extent, workload: str, model: str) -> dict[tuple[str, float], Figures]:
@@ -142,7 +143,7 @@ def _tables(found: _Found, rates: Sequence[float], ideal: Figures | None) -> str
 
 
 def _gains(found: _Found, rates: Sequence[float]) -> str:
-    """Return the differences of our policies from the best baseline, figure by figure (the best for each figure)."""
+    """Return the differences of our policies from the baselines, compared with the best baseline for each figure."""
     rows = []
     for policy in OURS:
         for rate in rates:
@@ -244,7 +245,7 @@ _CLAIMED: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def _workload_claims(results: Results, extent: Extent, workload: str) -> Sequence[Claim]:
-    """Return the claims on one workload: capacity, latency, hit rate and balance (7B and 14B in the paper)."""
+    """Return the claims on one workload: capacity, latency, hit rate and balance. The paper has only 7B and 14B."""
     models = {model: _found(results, extent, workload, model) for model in ("7b", "14b")}
     title = TITLES[workload]
     capacity, affinity, of_ideal = _CLAIMED[workload]
@@ -281,7 +282,7 @@ def _workload_claims(results: Results, extent: Extent, workload: str) -> Sequenc
 
 
 def _most(models: Mapping[str, _Found], extent: Extent, workload: str) -> str:
-    """Return our largest gain in requests within the SLO over the best baseline, and at which rate it is."""
+    """Return our largest gain in requests within the SLO over the best baseline, and the rate of this gain."""
     parts = []
     for policy in OURS:
         gains = []

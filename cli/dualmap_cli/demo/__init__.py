@@ -1,7 +1,7 @@
-"""``dualmap demo``: a workload replayed through a real Envoy, once per policy, with what each policy made of it.
+"""``dualmap demo``: replays a workload through a real Envoy, once per policy, and compares the policies.
 
-``command`` parses and prints, ``folder`` keeps other demos out of the output folder, ``experiment`` runs one policy
-after another, ``stack`` knows which processes a run needs and ``children`` keeps them, ``replay`` sends the load,
-``sampling`` watches the router's load gauges, ``report`` does the sums, ``printing`` words them and ``chart`` draws
-them. ``serve`` runs one of them on and on instead, for people to look at the dashboard.
+``command`` parses the options and prints, and ``folder`` locks the output folder. ``experiment`` runs one policy after
+another. ``stack`` starts the processes of a run, and ``children`` watches and stops them. ``replay`` sends the
+requests, and ``sampling`` reads the router's load gauges. ``report`` computes the figures, ``printing`` formats them,
+and ``chart`` draws them. ``serve`` instead runs one policy without end, for the dashboard.
 """

@@ -1,4 +1,4 @@
-"""The demo's picture: TTFT percentiles, SLO attainment, hit rate, and how TTFT went over time, per policy."""
+"""The demo's chart: TTFT percentiles, SLO attainment, hit rate, and TTFT over time, per policy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _SLO_COLOUR: Final = "#c0392b"
 _BINS: Final = 24
 _DPI: Final = 130
 _LEVEL_LABELS: Final = 2
-"""Policy names that fit side by side under a small chart."""
+"""Number of policy names that fit side by side under a small chart."""
 
 
 def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[PolicyReport]) -> None:
@@ -45,7 +45,7 @@ def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[Po
 
 
 def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict[str, str]) -> None:
-    """Bars for p50, p90 and p99 side by side per policy, with the SLO across them."""
+    """Draw bars for p50, p90 and p99 side by side per policy, and a line for the SLO."""
     names = ("p50", "p90", "p99")
     width = 0.8 / len(reports)
     for index, each in enumerate(reports):
@@ -62,7 +62,7 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
 
 
 def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[str, str]) -> None:
-    """One bar per policy, from 0 to 100 %."""
+    """Draw one bar per policy, from 0 to 100 %."""
     bars = axes.bar(range(len(shares)), [share * 100 for share in shares], 0.62, color=list(colours.values()))
     _label(axes, bars, [f"{share:.1%}" for share in shares])
     axes.set_xticks(range(len(shares)), list(colours), fontsize=9, rotation=0 if len(shares) <= _LEVEL_LABELS else 25)
@@ -72,7 +72,7 @@ def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[
 
 
 def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: dict[str, str]) -> None:
-    """Every request as a dot, and the median and 90th percentile of each stretch of time."""
+    """Draw every request as a dot, and the median and 90th percentile of each time interval as lines."""
     bin_s = plan.trace.duration_s / _BINS or 1.0
     for run in runs:
         points = ttfts_s(run, speed=plan.speed)
@@ -96,7 +96,7 @@ def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: 
 
 
 def _mark_slo(axes: Axes) -> None:
-    """Draw the SLO across, behind what is drawn, with its name at the right end."""
+    """Draw the SLO as a line behind the data, with a label at the right end."""
     axes.axhline(SLO_TTFT_S, color=_SLO_COLOUR, linewidth=1.2, linestyle="--", zorder=0.5)
     axes.annotate(
         "SLO",
@@ -113,18 +113,18 @@ def _mark_slo(axes: Axes) -> None:
 
 
 def _label(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
-    """Write each bar's value above it, on white, so that a line across the chart ends before the number."""
+    """Write each bar's value above the bar, on white, so that no line crosses the number."""
     for label in axes.bar_label(bars, texts, fontsize=9, color=_INK, padding=3):
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
 
 
 def _halo() -> withStroke:
-    """White around letters that stand on lines."""
+    """Return a white outline for letters that cross lines."""
     return withStroke(linewidth=3, foreground="white")
 
 
 def _finish(axes: Axes, title: str) -> None:
-    """Give axes their title and take away what only decorates."""
+    """Set the title of the axes and remove decoration."""
     axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)

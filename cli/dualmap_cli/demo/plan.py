@@ -1,7 +1,8 @@
 """The plan of a demo: workload, rate, engines, TTFT objective and clock speed.
 
-Everything is in model seconds, those of an engine of the ``7b`` preset: the engines run ``speed`` times as fast as
-the model, arrivals and the pool's own durations are shortened with them, and measured times are multiplied back.
+All times are model seconds, the seconds of an engine with the ``7b`` preset. The engines run ``speed`` times as fast as
+the model. Arrivals and the pool's durations are shortened by the same factor. Measured times are multiplied by the
+factor.
 """
 
 from collections.abc import Mapping
@@ -21,22 +22,23 @@ from dualmap_sim.workloads.trace import Trace
 MODEL: Final = "qwen"
 PRESET: Final = "7b"
 SLO_TTFT_S: Final = 5.0
-"""The paper's objective for the first token (section 4)."""
+"""The DualMap paper's objective for the first token (section 4)."""
 HALF_REUSE_LOAD: Final = 1.0
-"""Default load: how busy the engines would be if half of the reusable prompt tokens were reused.
+"""The default load: the engines' utilisation if half of the reusable prompt tokens are reused.
 
-At 1 a router that reuses less than half overloads them sooner or later, and one that reuses more does not: where
-routing decides whether a pool copes. Checked to strain round robin; not tuned by another policy's results.
+At 1, a router that reuses less than half overloads the engines sooner or later, and a router that reuses more does not.
+So routing decides whether the pool is overloaded. The value was chosen so that round robin is overloaded. The results
+of other policies did not influence the value.
 """
 _WINDOW_S_LEAST: Final = 5.0
-"""What the pool's schema admits for ``routing.prefix.window``."""
+"""The minimum of ``routing.prefix.window`` in the pool's schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Work offered, as a share of what the engines can do: with no reuse at all, and with an ideal cache.
+    """The offered work as a share of the engines' capacity: without reuse, and with an ideal cache.
 
-    Prefill as the engine model computes it, and decoding in the largest batches that fit the KV memory.
+    The work includes prefill by the engine model, and decoding in the largest batches that fit into the KV memory.
     """
 
     without_reuse: float
@@ -45,9 +47,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One demo. ``trace`` arrives at ``rate`` requests a model second; ``speed`` is model seconds a wall second.
+    """One demo. ``rate`` is requests per model second; ``speed`` is model seconds per wall-clock second.
 
-    ``prompts_cut`` of its prompts were longer than what an engine computes, and hold only that much now.
+    ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut.
     """
 
     engines: int
@@ -63,11 +65,11 @@ class Plan:
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine model that every engine runs."""
+        """The engine model of every engine."""
         return PRESETS[PRESET]
 
     def wall_s(self, model_s: float) -> float:
-        """Return model seconds in wall seconds."""
+        """Convert model seconds to wall-clock seconds."""
         return model_s / self.speed
 
 
@@ -83,7 +85,7 @@ def make_plan(
     seed: int,
     out: Path,
 ) -> Plan:
-    """Read or generate the workload and set its rate (None: that of HALF_REUSE_LOAD). Raises TraceError."""
+    """Read or generate the workload and set its rate, by default for HALF_REUSE_LOAD. Raises TraceError."""
     engine = PRESETS[PRESET]
     if trace_file is None:
         trace = default_workload(requests, seed=seed)
@@ -115,7 +117,7 @@ def make_plan(
 def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[str, object]:
     """Return the InferencePool of a run; ``engines`` maps member ids to ``IP:PORT``.
 
-    Durations that engines live by are shortened by the speed, down to what the schema admits.
+    Durations that depend on the engines are divided by the speed, down to the schema's minimum.
     """
     members = [
         {"id": name, "address": address.rpartition(":")[0], "port": int(address.rpartition(":")[2])}

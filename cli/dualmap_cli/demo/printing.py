@@ -1,4 +1,4 @@
-"""Prints the demo's figures: a table below a description of the workload, and JSON."""
+"""Formats the demo's figures: a table after a description of the workload, and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,13 +13,13 @@ _COLUMNS: Final = (
     *("pending CV", "pending/engine", "errors"),
 )
 _TELLING_ATTAINMENT: Final = 0.99
-"""If no policy is below it, differences between policies are random."""
+"""If every policy reaches this attainment, differences between policies are random."""
 _LAG_SHARE: Final = 0.1
-"""Share of the SLO; a later load generator distorts the measurement."""
+"""Share of the SLO that the load generator's delay may reach without distorting the measurement."""
 
 
 def announcement(plan: Plan) -> str:
-    """Return a description of the runs and their expected time, without the time that processes take to start."""
+    """Return a description of the runs and their expected time, without the start-up time of the processes."""
     replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
     return (
         f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: "
@@ -28,7 +28,7 @@ def announcement(plan: Plan) -> str:
 
 
 def served(plan: Plan, url: str, dashboard_urls: Sequence[str]) -> str:
-    """Return where what ``--serve`` runs is reached, and how it ends."""
+    """Return the addresses of a demo with ``--serve``, and how to end it."""
     dashboards = "\n".join(f"dashboard: {each}" for each in dashboard_urls)
     return (
         f"{dashboards}\n"
@@ -39,7 +39,7 @@ def served(plan: Plan, url: str, dashboard_urls: Sequence[str]) -> str:
 
 
 def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object]:
-    """Return what ``--json`` prints and ``demo.json`` holds."""
+    """Return the content of ``--json`` and ``demo.json``."""
     return {
         "workload": {
             "name": plan.trace.name,
@@ -88,11 +88,11 @@ LEGEND: Final = (
     "pending: prefill tokens not yet computed, as the routers count them; CV: their standard deviation over the\n"
     "engines by their mean (0 is even; a few requests on idle engines are uneven by nature, so read both columns)"
 )
-"""Stands below the table."""
+"""The explanation after the table."""
 
 
 def preamble(plan: Plan) -> str:
-    """Return a description of the workload, for the lines above the table."""
+    """Return a description of the workload, for the lines before the table."""
     facts = measure(plan.trace)
     sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
     cut = (
@@ -113,7 +113,7 @@ def preamble(plan: Plan) -> str:
 
 
 def notes(reports: Sequence[PolicyReport], plan: Plan) -> str:
-    """Return what to know before reading anything into the figures."""
+    """Return notes on the reliability of the figures."""
     lines = [lag_note(reports, plan)]
     if all(one.slo_attainment >= _TELLING_ATTAINMENT for one in reports) and len(reports) > 1:
         lines.append(
@@ -124,7 +124,7 @@ def notes(reports: Sequence[PolicyReport], plan: Plan) -> str:
 
 
 def lag_note(reports: Sequence[PolicyReport], plan: Plan) -> str:
-    """Return how late the load generator was, and whether that matters."""
+    """Return how late the load generator was, with a warning if the delay distorts the figures."""
     worst = max(reports, key=lambda one: one.send_lag_p99_wall_s)
     p99_s, max_s = worst.send_lag_p99_wall_s, max(one.send_lag_max_wall_s for one in reports)
     line = (

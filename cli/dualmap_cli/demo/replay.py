@@ -1,8 +1,8 @@
-"""Open-loop load: every request leaves at its time, whatever became of those before it, as real users' do.
+"""Open-loop load: every request leaves at its arrival time, without waiting for earlier requests, like real traffic.
 
-Runs beside the engines, the router and Envoy on the same cores, so it is kept light and measures itself: ``sent_s``
-against ``due_s`` says how late the generator was. TTFT ends at the first chunk of the response body, as
-Envoy and the router measure it; vLLM sends the headers earlier.
+The load generator shares the cores with the engines, the router and Envoy, so it uses little CPU time. The load
+generator measures its own delay as ``sent_s`` minus ``due_s``. TTFT ends at the first chunk of the response body,
+because vLLM sends the headers earlier. Envoy and the router measure TTFT in the same way.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 DONE_EVENT: Final = b"data: [DONE]"
 _TAIL_BYTES: Final = 4096
-"""Kept of each response's end: enough for the usage event and the [DONE] after it."""
+"""Bytes kept from the end of each response: enough for the usage event and the following [DONE]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one request; times in wall seconds since the replay began.
+    """The result of one request, with times in wall-clock seconds since the replay began.
 
-    ``error`` is None for a whole stream with status 200. ``first_byte_s`` is None when no body ever came.
+    ``error`` is None for a complete stream with status 200. ``first_byte_s`` is None without a response body.
     """
 
     due_s: float
@@ -42,7 +42,7 @@ async def replay(
 ) -> tuple[Outcome, ...]:
     """Send ``trace`` to the chat completions of ``url`` at its arrival times and return one outcome per request.
 
-    ``deadline_s`` bounds each request; ``finished`` is called as each one ends.
+    ``deadline_s`` limits the duration of each request. The replay calls ``finished`` at the end of each request.
     """
     loop = asyncio.get_running_loop()
     connector = aiohttp.TCPConnector(limit=0)
@@ -60,7 +60,7 @@ async def replay(
 
 
 class _Sender:
-    """Sends requests of one replay."""
+    """Sends the requests of one replay."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, trace: Trace, began: float) -> None:
         self.began = began
@@ -107,7 +107,7 @@ class _Sender:
 
 
 def chat_body(request: TraceRequest, *, model: str, block_tokens: int) -> bytes:
-    """Return a request as a streamed chat completion whose last event reports the usage."""
+    """Return the body of a streamed chat completion request whose last event reports the usage."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt_text(request, block_tokens=block_tokens)}],
@@ -119,7 +119,7 @@ def chat_body(request: TraceRequest, *, model: str, block_tokens: int) -> bytes:
 
 
 def read_usage(tail: bytes) -> tuple[int, int]:
-    """Return (prompt tokens, cached tokens) from the end of an event stream; zeros where it holds no usage."""
+    """Return (prompt tokens, cached tokens) from the end of an event stream, zeros without a usage event."""
     for line in reversed(tail.splitlines()):
         if line.startswith(b"data: {") and b'"usage"' in line:
             usage = json.loads(line.removeprefix(b"data: ")).get("usage")

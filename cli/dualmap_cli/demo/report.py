@@ -1,7 +1,7 @@
 """Computes each policy's figures from the outcomes of its requests.
 
 The definitions are those of the DualMap paper, section 5.1. Times are model seconds (see ``plan``) unless the name
-says wall seconds. ``printing`` and ``chart`` show the figures.
+contains ``wall``. ``printing`` and ``chart`` show the figures.
 """
 
 import math
@@ -17,7 +17,7 @@ from dualmap_cli.demo.sampling import LoadSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRun:
-    """The measurements under one policy."""
+    """The measurements of one policy's run."""
 
     policy: str
     outcomes: tuple[Outcome, ...]
@@ -27,10 +27,10 @@ class PolicyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyReport:
-    """One policy's figures. Percentiles are over the requests that succeeded, None when none did.
+    """One policy's figures. Percentiles cover the successful requests; they are None without such requests.
 
-    ``slo_attainment`` is over all requests: one that failed missed the objective. ``pending_cv`` is the mean over the
-    samples in which anything was pending of the paper's equation 1; None when there was no such sample.
+    ``slo_attainment`` covers all requests: a failed request counts as a miss. ``pending_cv`` is the paper's equation 1,
+    averaged over the samples with pending tokens. ``pending_cv`` is None without such samples.
     """
 
     policy: str
@@ -53,20 +53,20 @@ class PolicyReport:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Return the nearest-rank percentile: the least value that ``share`` of all do not exceed; None of nothing."""
+    """Return the nearest-rank percentile: the lowest value that ``share`` of the values do not exceed, or None."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def coefficient_of_variation(sample: LoadSample) -> float | None:
-    """Return standard deviation over mean of the endpoints' pending tokens (equation 1); None when all are zero."""
+    """Return standard deviation over mean of the endpoints' pending tokens (equation 1); None if all are zero."""
     mean = fmean(sample.pending_tokens)
     return pstdev(sample.pending_tokens) / mean if mean > 0 else None
 
 
 def ttfts_s(run: PolicyRun, *, speed: float) -> list[tuple[float, float]]:
-    """Return (due time, TTFT) of each request that succeeded, in model seconds."""
+    """Return (due time, TTFT) of each successful request, in model seconds."""
     return [
         (outcome.due_s * speed, (outcome.first_byte_s - outcome.sent_s) * speed)
         for outcome in run.outcomes

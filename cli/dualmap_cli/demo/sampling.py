@@ -1,7 +1,7 @@
 """Samples the routers' load gauges at a steady interval while the replay runs.
 
-The gauges are each endpoint's pending prefill tokens as the routers estimate them, in flight or queued
-(docs/metrics.md). The DualMap paper measures imbalance on them (equation 1).
+The gauges are each endpoint's pending prefill tokens, in flight or queued, as estimated by the routers
+(docs/metrics.md). The DualMap paper computes imbalance from these tokens (equation 1).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class LoadSample:
 
 
 def read_pending(pages: Sequence[str], *, endpoints: int) -> LoadSample:
-    """Return the sums of the gauges of the routers' metrics pages; an endpoint without one has nothing pending."""
+    """Return each endpoint's gauges, summed over the routers' metrics pages. An endpoint without a gauge counts 0."""
     pending: defaultdict[str, float] = defaultdict(float)
     for page in pages:
         for endpoint, value in _SAMPLE.findall(page):
@@ -38,7 +38,7 @@ def read_pending(pages: Sequence[str], *, endpoints: int) -> LoadSample:
 async def sample_until_cancelled(
     metrics_urls: Sequence[str], *, endpoints: int, every_s: float, into: list[LoadSample]
 ) -> None:
-    """Append a sample every ``every_s`` seconds. A scrape that fails is left out: the replay matters more."""
+    """Append a sample every ``every_s`` seconds. A failed scrape is skipped, because the replay must not stop."""
     timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:

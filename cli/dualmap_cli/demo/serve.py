@@ -1,6 +1,6 @@
-"""``dualmap demo --serve``: one policy's stack with the workload on it, round after round, for people to look at.
+"""``dualmap demo --serve``: runs one policy's stack and repeats the workload, so that users can watch the dashboard.
 
-Nothing is measured: the routers' dashboards show what happens. It ends on SIGINT or SIGTERM.
+With this option, the demo measures nothing: the routers' dashboards show the state. The demo ends on SIGINT or SIGTERM.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from dualmap_sim.workloads.trace import Trace
 async def serve(plan: Plan, ready: Callable[[Stack], None]) -> None:
     """Start the stack of the plan's last policy, call ``ready``, and send traffic until cancelled.
 
-    Raises DemoError; leaves no process behind, however it ends.
+    Raises DemoError. All processes end, also after an error.
     """
     policy = plan.policies[-1]
     folder = logs_folder(plan, policy)
@@ -33,9 +33,9 @@ async def serve(plan: Plan, ready: Callable[[Stack], None]) -> None:
 
 
 async def _send_rounds(plan: Plan, stack: Stack) -> None:
-    """Send the workload; a round begins when the last request of the one before has left, not when all have ended."""
+    """Send the workload in rounds. A round begins after the last request of the previous round was sent."""
     trace = plan.trace.sped_up(plan.speed)
-    # One more gap at the end, as between two requests, so that the rate stays what it is.
+    # The gap between two rounds equals the mean gap between requests, so that the rate stays constant.
     round_s = trace.duration_s * (1 + 1 / len(trace.requests)) or plan.wall_s(1 / plan.rate)
     async with asyncio.TaskGroup() as rounds:
         for number in count():
@@ -52,9 +52,9 @@ async def _send_rounds(plan: Plan, stack: Stack) -> None:
 
 
 def reworded(trace: Trace, number: int) -> Trace:
-    """Return the trace with prompts of the same lengths and shared prefixes, but other words for each ``number``.
+    """Return the trace with prompts of the same lengths and shared prefixes, but new text for each ``number``.
 
-    What one round left in the engines' caches shall be of no use to the next, as if other people came.
+    So a round cannot reuse cached blocks of an earlier round.
     """
     most = 1 + max(block for request in trace.requests for block in request.blocks)
     requests = (

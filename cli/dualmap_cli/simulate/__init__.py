@@ -1,7 +1,7 @@
-"""``dualmap simulate`` and ``dualmap goodput``: policies compared in virtual time, on the router and engine that ship.
+"""``dualmap simulate`` and ``dualmap goodput``: compare policies in virtual time, with the production router code.
 
-``simulate_command`` and ``goodput_command`` are the commands; ``options`` are those both have, ``engine_options`` the
-engine's parameters among them, ``values`` what single options look like. ``plan`` turns them into experiments, ``runs``
-does those in other processes, ``progress`` shows how far they are, ``tables`` and ``documents`` print what came out,
-``charts`` draws it.
+``simulate_command`` and ``goodput_command`` are the commands. ``options`` has their common options, ``engine_options``
+the parameters of the engine model, and ``values`` the parsers of option values. ``plan`` turns the options into
+experiments, and ``runs`` runs the experiments in other processes. ``progress`` shows a progress bar, ``tables`` and
+``documents`` print the results, and ``charts`` draws them.
 """

@@ -1,4 +1,4 @@
-"""What simulations look like: TTFT and attainment, hit rate against balance (paper, Figure 1), loads (Figure 8)."""
+"""Charts of simulations: TTFT, attainment, hit rate against balance (DualMap paper, Figure 1), and loads (Figure 8)."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -15,14 +15,14 @@ _COLOURS: Final = (
     *("#0f766e", "#c2571a", "#6d4bc3", "#2f6db5", "#b8860b", "#8a94a3", "#a61e4d", "#4d7c0f", "#0891b2", "#7c2d12"),
 )
 _MARKERS: Final = "os^Dv"
-"""Each round of colours uses another marker."""
+"""After all colours are used, the same colours follow with the next marker."""
 _INK: Final = "#22303c"
 _SLO_COLOUR: Final = "#c0392b"
 _DPI: Final = 130
 _ROW_INCHES: Final = 3.3
 _COLUMNS: Final = 3
 _LINES_MOST: Final = 16
-"""The most instances whose loads are drawn as separate lines; above it the chart shows range and median."""
+"""The maximum number of instances with one line per instance. With more instances, the chart shows range and median."""
 
 
 def draw_runs(path: Path, runs: Sequence[Run]) -> None:
@@ -50,7 +50,7 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
         first = first or axes
         _draw_loads(axes, run, styles)
     if first is not None:
-        # Behind the last panel: whatever sets a limit ends the growing of all axes that share it.
+        # The limit is set after the last panel, because it ends the automatic scaling of all panels with shared axes.
         first.set_ylim(bottom=0)
     base = runs[0].experiment
     figure.suptitle(
@@ -65,7 +65,7 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
 def draw_goodputs(
     path: Path, found: Sequence[tuple[str, Sequence[float]]], *, attainment: float, slo_ttft_s: float
 ) -> None:
-    """Draw each policy's mean goodput as a bar, with a dot for the rate of each window and a line between extremes."""
+    """Draw each policy's mean goodput as a bar, each window's rate as a dot, and a line from lowest to highest."""
     figure = Figure(figsize=(max(5.0, 1.1 * len(found) + 2), 4.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     styles = _styles([policy for policy, _ in found])
@@ -81,7 +81,7 @@ def draw_goodputs(
 
 
 _Styles = Mapping[str, tuple[str, str]]
-"""Policy -> colour and marker."""
+"""The colour and the marker of each policy."""
 
 
 def _styles(policies: Sequence[str]) -> _Styles:
@@ -136,7 +136,7 @@ def _draw_attainment(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
 
 
 def _draw_balance(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
-    """Hit rate against CV, with a line from each policy's lowest rate to its highest; top left is best."""
+    """Draw hit rate against CV, with a line from each policy's lowest rate to its highest; top left is best."""
     for policy, (colour, marker) in styles.items():
         own = _by_rate(runs, policy)
         across, up = [run.summary.pending_cv for run in own], [100 * run.summary.hit_rate for run in own]
@@ -149,7 +149,7 @@ def _draw_balance(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
 
 
 def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
-    """What each instance owes over time."""
+    """Draw each instance's pending tokens over time."""
     colour, _ = styles[run.experiment.policy]
     at_s = [sample.at_s for sample in run.samples]
     members = list(run.samples[0].pending_tokens)
@@ -166,7 +166,7 @@ def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
 
 
 def _draw_legend(figure: Figure, styles: _Styles) -> None:
-    """Name the policies once for all panels, below them."""
+    """Draw one legend of the policies for all panels, at the bottom."""
     axes = figure.axes[0]
     handles = [
         axes.plot([], [], marker=marker, color=colour, linestyle="", label=policy)[0]
@@ -195,7 +195,7 @@ def _by_rate(runs: Sequence[Run], policy: str) -> list[Run]:
 
 
 def _finish(axes: Axes, title: str) -> None:
-    """Give axes their title and take away what only decorates."""
+    """Set the title of the axes and remove decoration."""
     axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)

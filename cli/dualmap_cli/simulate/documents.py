@@ -1,4 +1,4 @@
-"""The results as JSON documents, which ``--json`` prints; a missing figure is null."""
+"""The results as JSON documents for ``--json``. A missing figure is null."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from dualmap_sim.goodput import Goodput
 
 
 def runs_document(runs: Sequence[Run]) -> str:
-    """Return what ``dualmap simulate --json`` prints."""
+    """Return the JSON document of ``dualmap simulate --json``."""
     return json.dumps({"runs": [_run(run) for run in runs]}, indent=2, allow_nan=False)
 
 
 def goodputs_document(plan: Plan, attainment: float, found: Found) -> str:
-    """Return what ``dualmap goodput --json`` prints."""
+    """Return the JSON document of ``dualmap goodput --json``."""
     results = [
         {
             "policy": policy,

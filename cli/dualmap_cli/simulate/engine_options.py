@@ -1,4 +1,4 @@
-"""Parameters of the engine model as ``--set NAME=NUMBER`` changes them (docs/engine-model.md)."""
+"""The parameters of the engine model that ``--set NAME=NUMBER`` changes (docs/engine-model.md)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ _HINT: Final = "--set"
 _SPEED_MOST: Final = 1e12
 _SECONDS_MOST: Final = 1e4
 _TOKENS_MOST: Final = 10**12
-"""No engine exceeds these bounds, and some runs would not end beyond them."""
+"""No engine exceeds these bounds, and with larger values some runs would never end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Parameter:
     most: float
     whole: bool
     decodes: bool = False
-    """Whether only engines that decode have it."""
+    """Whether only engines with a decode phase have the parameter."""
     change: Callable[[EngineConfig, float], EngineConfig]
 
 
@@ -79,16 +79,16 @@ PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType(
         ),
     }
 )
-"""By the names that docs/engine-model.md uses, where it has one."""
+"""The parameters by name. The names are those of docs/engine-model.md, if the page has the parameter."""
 
 
 def described() -> str:
-    """Return the parameters for ``--help``, one a line."""
+    """Return the parameters for ``--help``, one per line."""
     return "\n".join(f"  {name:<6} {parameter.meaning}" for name, parameter in PARAMETERS.items())
 
 
 def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> EngineConfig:
-    """Return an engine with some parameters set. Raises click.BadParameter for a bad name or value."""
+    """Return an engine with some parameters changed. Raises click.BadParameter for an invalid name or value."""
     for name, value in values:
         parameter = PARAMETERS.get(name)
         if parameter is None:

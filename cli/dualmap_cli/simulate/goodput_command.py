@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         callback=numbers(int, 0, 10_000_000),
         default="0",
         show_default=True,
-        help="First request of each window, separated by commas.",
+        help="Number of the first request of each window, separated by commas.",
     ),
     click.option(
         "--seeds",
@@ -35,36 +35,38 @@ if TYPE_CHECKING:
         callback=numbers(int, 0, 2**31),
         default="0",
         show_default=True,
-        help="Seeds of a generated workload, separated by commas; a window is taken from each.",
+        help="Seeds of a generated workload, separated by commas. Each seed adds one window for each value of "
+        "--starts.",
     ),
     click.option(
         "--attainment",
         type=FiniteFloatRange(0.01, 1.0),
         default=0.9,
         show_default=True,
-        help="Share of the requests whose first token must come within the SLO.",
+        help="Share of requests that must receive their first token within the SLO.",
     ),
     click.option(
         "--tolerance",
         type=FiniteFloatRange(0.0001, 1.0),
         default=0.01,
         show_default=True,
-        help="Relative precision of the rate that is found.",
+        help="Relative precision of the resulting rate.",
     ),
 )
 def goodput(
     starts: tuple[int, ...], seeds: tuple[int, ...], attainment: float, tolerance: float, **options: Any
 ) -> None:
-    """Find the highest rate at which a policy meets the SLO.
+    """Find the highest request rate at which each policy meets the SLO.
 
-    Searches the rate by bisection for each policy and window. Runs happen in virtual time with the production router
-    code; a run that can no longer meet the SLO stops early. The table shows each policy's mean over the windows, with
-    the lowest and highest value. For capacity planning, use the lowest, and windows that last many times the SLO.
+    The command searches the rate by bisection for each policy and window. Each run executes the production router
+    code in virtual time. A run stops early if it can no longer meet the SLO. The table shows each policy's mean over
+    the windows, with the lowest and highest value. For capacity planning, use the lowest value, and windows that are
+    much longer than the SLO.
 
-    A rejected request counts as a miss; warm-up requests do not count. By default there is ONE router with immediate
-    feedback. To simulate several behind one gateway, use
-    --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a closed loop: its rate is nominal,
-    because sessions wait for their answers.
+    A rejected request counts as a missed SLO. Warm-up requests do not count. By default, one router serves all requests
+    and receives feedback without delay. To simulate several routers behind one gateway, use
+    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, the rate is
+    nominal, because each session waits for an answer before the next request.
 
     --plot draws the means as bars and each window's value as a dot.
 
@@ -84,7 +86,7 @@ def goodput(
 
 
 def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
-    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import Search, search
     from dualmap_cli.simulate.tables import announcement
@@ -133,7 +135,7 @@ def _publish(plan: Plan, attainment: float, found: "Found") -> None:
     if not overloaded:
         sys.exit(1)
     if plan.plot is not None:
-        # Imported here: the library takes half a second.
+        # Imported here because the library takes half a second to load.
         from dualmap_cli.simulate.charts import draw_goodputs
 
         with writing(str(plan.plot)):

@@ -29,11 +29,11 @@ PICTURES: Final = (".png", ".svg")
 
 
 def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Return the path of the chart; refuse one that cannot be written before the simulation starts."""
+    """Return the path of the chart; reject a path that is not writable before the simulation starts."""
     if value is not None and value.suffix not in PICTURES:
         raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
     if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"{str(value)!r}: there is no folder {str(value.absolute().parent)!r}")
+        raise click.BadParameter(f"{str(value)!r}: the folder {str(value.absolute().parent)!r} does not exist")
     if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
         raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a writable folder")
     return value
@@ -54,8 +54,8 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--sessions/--no-sessions",
         default=None,
-        help="Send session ids to the router. In a trace, a prompt that starts with an earlier prompt belongs to "
-        "that prompt's session.  [default: on for a generated workload, off for a trace]",
+        help="Send session ids to the router. A trace has no session ids: a prompt that starts with an earlier prompt "
+        "gets the session id of the earlier prompt.  [default: on for a generated workload, off for a trace]",
     ),
     click.option(
         "--requests",
@@ -65,7 +65,7 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--warmup",
         type=click.IntRange(0),
-        help="Number of first requests to leave out of the results.  [default: 500, at most a quarter]",
+        help="Number of warm-up requests, which the results leave out.  [default: 500, at most a quarter of all]",
     ),
 )
 _POOL: Final[tuple[Decorator, ...]] = (
@@ -76,8 +76,8 @@ _POOL: Final[tuple[Decorator, ...]] = (
         callback=policies,
         default="round_robin,dualmap",
         show_default=True,
-        help="Policies to compare, separated by commas (see: dualmap policies), or theoretical bounds (below): "
-        f"{', '.join(ORACLES)}.",
+        help="Policies to compare, separated by commas. 'dualmap policies' lists all policies. The option also accepts "
+        f"these theoretical bounds: {', '.join(ORACLES)}.",
     ),
     click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Number of engines."),
     click.option(
@@ -85,7 +85,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         type=click.Choice(list(PRESETS)),
         default="7b",
         show_default=True,
-        help="Preset for each engine: speeds, memory and cache; pd is prefill-only.",
+        help="Engine preset with speeds, memory and cache of each engine. The preset pd is prefill-only.",
     ),
     click.option(
         "--set",
@@ -93,14 +93,14 @@ _POOL: Final[tuple[Decorator, ...]] = (
         metavar="NAME=NUMBER",
         multiple=True,
         callback=named_numbers,
-        help="Set a parameter of the engine model, such as c=500000; repeat for several (names below).",
+        help="Set a parameter of the engine model, such as c=500000. Repeat the option for several parameters.",
     ),
     click.option(
         "--slow",
         metavar="MEMBER=SPEED",
         multiple=True,
         callback=named_numbers,
-        help="Run one engine at a share of its speed: qwen-0=0.5. Engines are named qwen-0, qwen-1, ...",
+        help="Run one engine at a fraction of its speed, such as qwen-0=0.5. The engines are qwen-0, qwen-1, ...",
     ),
     click.option(
         "--slo",
@@ -127,7 +127,7 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         callback=duration(0.001, 60.0),
         default="100ms",
         show_default=True,
-        help="Mean age of what a router knows about other routers.",
+        help="Mean age of a router's data about other routers.",
     ),
     click.option(
         "--feedback-delay",
@@ -136,12 +136,12 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         callback=duration(0.0, 60.0),
         default="0ms",
         show_default=True,
-        help="Delay until a router learns of a first token or completion.",
+        help="Delay until a router receives a first token or a completion.",
     ),
     click.option(
         "--believed-speed",
         type=FiniteFloatRange(1.0, 1e9),
-        help="Prefill speed in tokens per second in the pool's spec.  [default: the true speed, r]",
+        help="Prefill speed in the pool's spec, in tokens per second.  [default: the engine's real speed, parameter r]",
     ),
 )
 _OUTPUT: Final[tuple[Decorator, ...]] = (
@@ -156,7 +156,7 @@ _OUTPUT: Final[tuple[Decorator, ...]] = (
 
 
 def with_options(*own: Decorator) -> Decorator:
-    """Return a decorator that gives a command the shared options, its own after those of the workload."""
+    """Return a decorator that adds the shared options to a command; ``own`` follows the options of the workload."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed((*_WORKLOAD, *own, *_POOL, *_ROUTERS, *_OUTPUT)):

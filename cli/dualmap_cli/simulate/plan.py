@@ -1,6 +1,6 @@
-"""Turns options into experiments and checks them before anything runs.
+"""Turns options into experiments, and checks them before a run starts.
 
-Each error is a click.BadParameter that names the option, the value and the accepted values.
+Each error is a click.BadParameter with the option, the value and the accepted values.
 """
 
 import math
@@ -25,19 +25,19 @@ REQUESTS: Final = 4000
 WARMUP: Final = 500
 WARMUP_SHARE: Final = 0.25
 _SAMPLES_MOST: Final = 2000
-"""Of the engines' loads during a run: more would only be drawn on top of each other."""
+"""Maximum number of load samples of a run. In a chart, more samples would overlap."""
 _SLOWEST: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The options of both commands. ``base`` is the experiment whose policy, workload and rate vary."""
+    """The options of both commands. ``base`` is an experiment; its policy, workload and rate vary between runs."""
 
     policies: tuple[str, ...]
     base: Experiment
     windows: tuple[Workload, ...]
     model: str
-    """A name of ``PRESETS``; ``base`` has its engine, with what ``--set`` changed."""
+    """A key of ``PRESETS``. ``base`` has the preset's engine, with the changes of ``--set``."""
     processes: int
     plot: Path | None
     as_json: bool
@@ -66,7 +66,7 @@ def make_plan(
     plot: Path | None,
     as_json: bool,
 ) -> Plan:
-    """Read the options, load every window once, and check that its requests can be served. Raises BadParameter."""
+    """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
     engine = changed(PRESETS[model], parameters)
     base = Experiment(
         requests_per_s=1.0,
@@ -84,7 +84,8 @@ def make_plan(
     )
     if base.kv_moves and not base.sessions:
         raise click.BadParameter(
-            "pull moves the KV of sessions, which have to be named; give --sessions", param_hint="--set"
+            "the parameter pull moves the KV cache of sessions and needs session ids; give --sessions",
+            param_hint="--set",
         )
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
@@ -92,7 +93,8 @@ def make_plan(
         warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
     elif warmup >= shortest:
         raise click.BadParameter(
-            f"{warmup} leaves none of {shortest} requests to count; give less than {shortest}", param_hint="--warmup"
+            f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
+            param_hint="--warmup",
         )
     return Plan(
         policies=policies,
@@ -106,9 +108,10 @@ def make_plan(
 
 
 def half_reuse_rate(experiment: Experiment) -> float:
-    """Return the requests per second, to two digits, that busy the engines if half of what can be reused is.
+    """Return the rate, to two digits, at which the engines are fully loaded if half of the reusable tokens are reused.
 
-    A policy that reuses less is overloaded there sooner or later, one that reuses more is not: where policies differ.
+    At this rate a policy with less reuse becomes overloaded, and a policy with more reuse does not. So this rate shows
+    the differences between policies.
     """
     trace, engine = load_trace(experiment), experiment.engine
     work_s = decode_work_s(trace, engine) + sum(
@@ -119,9 +122,9 @@ def half_reuse_rate(experiment: Experiment) -> float:
 
 
 def sample_s(experiment: Experiment) -> float:
-    """Return how often to look at the engines' loads: every second, unless that were too often for a long run.
+    """Return the interval between load samples: one second, or longer for a long run.
 
-    Long is also what takes its engines long after the last request has come.
+    A run is long if the requests arrive over a long time, or if the engines need a long time for them.
     """
     trace, engine = load_trace(experiment), experiment.engine
     arriving_s = len(trace.requests) / experiment.requests_per_s
@@ -130,12 +133,12 @@ def sample_s(experiment: Experiment) -> float:
 
 
 def _source(trace_file: Path | None, workload: str | None, requests: int, starts: Sequence[int]) -> Workload:
-    """Return the workload from which windows are taken. Raises UsageError or BadParameter."""
+    """Return the workload that contains the windows. Raises UsageError or BadParameter."""
     if trace_file is not None and workload is not None:
-        raise click.UsageError("--trace and --workload are two sources; give one of them")
+        raise click.UsageError("--trace and --workload exclude each other; give one of them")
     if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:
         raise click.BadParameter(
-            f"{most} requests would be generated; let the window end at {REQUESTS_MOST} at most",
+            f"the window ends at request {most}; give a window that ends at request {REQUESTS_MOST} or earlier",
             param_hint="--start and --requests",
         )
     return Workload(name=workload or "default", trace=trace_file, requests=requests)
@@ -158,33 +161,33 @@ def _slow_ones(
     for policy in policies:
         if slow and policy in ORACLES:
             raise click.BadParameter(
-                f"the bound {policy} is for equal engines only; leave one out", param_hint="--slow"
+                f"the bound {policy} requires equal engines; omit --slow or {policy}", param_hint="--slow"
             )
     return tuple((name, slowed(engine, 1 / speed)) for name, speed in dict(slow).items())
 
 
 def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
-    """Load a window and check it; return how many requests it has."""
+    """Load a window and check it; return the number of its requests."""
     try:
         trace = load_trace(replace(base, workload=window))
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
     if exactly is not None and len(trace.requests) < exactly:
         raise click.BadParameter(
-            f"{exactly} is not accepted; from number {window.start} on {window.trace} has "
-            f"{len(trace.requests)} requests, give at most that many",
+            f"{exactly} is not accepted; {window.trace} has {len(trace.requests)} requests from request "
+            f"{window.start} on, give {len(trace.requests)} or less",
             param_hint="--requests",
         )
     if trace.closed_loop and not base.sessions:
         raise click.BadParameter(
-            f"the workload {window.name} is a closed loop of sessions, which have to be named; leave it out",
+            f"the closed-loop workload {window.name} needs session ids; omit --no-sessions",
             param_hint="--no-sessions",
         )
     needed = max(request.input_tokens + request.output_tokens for request in trace.requests)
     if needed > base.engine.kv_memory_tokens:
         raise click.BadParameter(
             f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
-            "KV memory, give at least that, or a smaller cap",
+            f"KV memory, give m={needed} or more, or a smaller cap (longest prompt)",
             param_hint="--set",
         )
     return len(trace.requests)

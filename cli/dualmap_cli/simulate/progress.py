@@ -1,6 +1,6 @@
-"""How far the runs are, as one bar on stderr.
+"""The progress of the runs, as one bar on stderr.
 
-The bar is redrawn when there is news and by no thread: the runs' processes are forked from this one.
+The bar is redrawn at each report. The bar uses no thread, because this process forks the worker processes.
 """
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ class Bar:
         self._progress.update(self._task, description=what, refresh=True)
 
     def complete(self) -> None:
-        """Fill the bar, including parts that were not counted."""
+        """Fill the bar, including requests that were not reported."""
         task = next(each for each in self._progress.tasks if each.id == self._task)
         self._progress.update(self._task, completed=task.total, refresh=True)
 
 
 @contextmanager
 def bar(total: int, doing: str) -> Iterator[Bar]:
-    """Show a bar on stderr for as long as the context lasts."""
+    """Show a bar on stderr while the context is open."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         yield Bar(progress, total, doing)

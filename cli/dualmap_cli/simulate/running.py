@@ -1,4 +1,4 @@
-"""Shared by both commands: exit statuses, output errors and the check for matplotlib."""
+"""Common code of both commands: exit statuses, output errors and the check for matplotlib."""
 
 import errno
 import io
@@ -24,18 +24,18 @@ class MissingMatplotlib(Exception):
 
 
 class NotWritten(Exception):
-    """Results cannot be written; ``str()`` names the place and the reason."""
+    """Results cannot be written; the message contains the path and the reason."""
 
 
 def require_matplotlib() -> None:
-    """Raise MissingMatplotlib before the simulation starts, not after it."""
+    """Raise MissingMatplotlib before the simulation starts."""
     if find_spec("matplotlib") is None:
         raise MissingMatplotlib
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise NotWritten for a failed write. click handles a closed pipe."""
+    """Raise NotWritten if a write fails, except for a closed pipe, which click handles."""
     try:
         yield
     except OSError as error:
@@ -46,13 +46,13 @@ def writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def writing_results() -> Iterator[None]:
-    """Raise NotWritten unless everything written to stdout in this context is flushed."""
+    """Raise NotWritten if the output written to stdout in this context cannot be flushed."""
     with writing("the results"):
         try:
             yield
             sys.stdout.flush()
         except OSError:
-            # The rest stays in the buffer; Python would fail to flush it at exit and print a second error.
+            # The remaining output is dropped. Otherwise Python would fail to flush it at exit and print a second error.
             sys.stdout = io.StringIO()
             raise
 
@@ -61,7 +61,7 @@ def writing_results() -> Iterator[None]:
 def command_errors(command: str) -> Iterator[None]:
     """Exit with 1 after a failure, and with 128 plus the signal's number after SIGTERM.
 
-    Ctrl-C raises KeyboardInterrupt, which ``main`` handles. Both exceptions end the worker processes on their way.
+    Ctrl-C raises KeyboardInterrupt, which ``main`` handles. SystemExit and KeyboardInterrupt end the worker processes.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -1,4 +1,4 @@
-"""What the two commands do in other processes: one run at one rate, or one search for the rate that is just good."""
+"""The work of the worker processes: one run at one rate, or one search for the goodput."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _REPORTS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run's figures; ``requests`` were replayed, those of ``summary`` without the warm-up."""
+    """The figures of one run. ``requests`` is the number of replayed requests; ``summary`` excludes the warm-up."""
 
     experiment: Experiment
     requests: int
@@ -40,7 +40,7 @@ Found = Sequence[tuple[str, Sequence[Goodput | NeverOverloaded]]]
 
 
 def rates(answers: Sequence[Goodput | NeverOverloaded]) -> list[float] | None:
-    """Return the rates found in a policy's windows; None where one has none, for then there is no mean either."""
+    """Return the goodput of each of a policy's windows; None if a window has none, because then no mean exists."""
     found = [each.requests_per_s for each in answers if isinstance(each, Goodput)]
     return found if len(found) == len(answers) else None
 
@@ -72,7 +72,7 @@ def simulate(experiment: Experiment, report: Report, *, keep_samples: bool) -> R
 
 
 def search(what: Search, report: Report) -> Goodput | NeverOverloaded:
-    """Search for the goodput and report each rate that is tried. Without overload, return NeverOverloaded."""
+    """Search for the goodput and report each rate before its run. Return NeverOverloaded if no rate overloads."""
     try:
         return goodput(what.experiment, attainment=what.attainment, tolerance=what.tolerance, on_try=report)
     except NeverOverloaded as endless:

@@ -1,4 +1,4 @@
-"""``dualmap simulate``: policies at some rates, in virtual time."""
+"""The command ``dualmap simulate``: policies at one or more rates, in virtual time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     "o + (n + a/2 ((n+h)^2 - h^2)) / r + h / l; see docs/engine-model.md):\n" + described()
 )
 @with_options(
-    click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First request of the window."),
+    click.option(
+        "--start",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="Number of the first request of the window.",
+    ),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated workload."),
     click.option(
         "--qps",
         metavar="RATE[,RATE]",
         callback=numbers(float, 0.001, RATE_MOST),
-        help="Mean rate in requests per second; separate several by commas. Arrival times are scaled to it.  "
-        "[default: the rate that fully loads the engines at half of the possible cache reuse]",
+        help="Mean request rates per second, separated by commas. The trace's arrival times are scaled to each rate.  "
+        "[default: the rate that fully loads the engines with half of the possible cache hits]",
     ),
 )
 def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:
@@ -39,14 +45,15 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     The production code routes the requests, and a model of the engine serves them in virtual time. Equal options give
     equal results on any machine. The table has one row for each policy and rate.
 
-    All figures leave out warm-up requests. Percentiles cover served requests; the share within the SLO
-    covers all, with rejected ones as misses. By default there is ONE router with immediate feedback. For
-    several behind one gateway, use --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a
-    closed loop: its rate is nominal, because sessions wait for their answers.
+    All figures leave out warm-up requests. Percentiles cover served requests only. The share within the SLO covers all
+    requests, and counts a rejected request as a missed SLO. By default, one router serves all requests and receives
+    feedback without delay. To simulate several routers behind one gateway, use
+    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, the rate is
+    nominal, because each session waits for an answer before the next request.
 
-    --plot with one rate draws TTFT percentiles and the share within the SLO as bars; with several rates it draws both
-    over the rate. It always adds the hit rate against the load imbalance, and each instance's load over time at the
-    highest rate.
+    With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
+    these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
+    instance's load over time at the highest rate.
 
     \b
     Example:
@@ -62,7 +69,7 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
 
 
 def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
-    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import simulate as run_one
     from dualmap_cli.simulate.tables import announcement
@@ -95,7 +102,7 @@ def _publish(plan: Plan, runs: "Sequence[Run]") -> None:
             show(runs_table(runs))
             click.echo(LEGEND)
     if plan.plot is not None:
-        # Imported here: the library takes half a second.
+        # Imported here because the library takes half a second to load.
         from dualmap_cli.simulate.charts import draw_runs
 
         with writing(str(plan.plot)):

@@ -19,26 +19,26 @@ from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
 from dualmap_sim.workloads.trace import Trace
 
 _WIDTH: Final = 200
-"""Wider than any table here, so that the terminal's width cuts none of them."""
+"""Width of the output, larger than every table, so that no table is cut at the terminal's width."""
 _SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
 _CUT_SHARE: Final = 0.05
-"""Share of prompts. If more of them are cut, the replayed workload differs from the trace."""
+"""If more than this share of the prompts is cut, the replayed workload differs from the trace."""
 _SHORT_SLOS: Final = 10
-"""A window shorter than this many SLOs ends before an overload shows."""
+"""A window shorter than this many SLOs ends before an overload becomes visible."""
 LEGEND: Final = (
     "Times are seconds and cover served requests after the warm-up; rejected requests count as outside the SLO.\n"
     "CV: imbalance of pending prefill tokens between instances (standard deviation / mean; 0 is even).\n"
     "The CV is high by nature when few requests run on idle instances."
 )
-"""Stands below the table of runs."""
+"""The explanation after the table of runs."""
 GOODPUT_LEGEND: Final = (
     "Goodput is the mean over the windows, in requests/s of all instances. For capacity planning use the lowest."
 )
-"""Stands below the table of goodputs."""
+"""The explanation after the table of goodputs."""
 
 
 def announcement(plan: Plan) -> str:
-    """Return a description of the workload, with the requested and actual facts of a generated one."""
+    """Return a description of the workload, with target and actual figures for a generated workload."""
     base = plan.base
     trace = load_trace(base)
     counted = range(base.warmup, len(trace.requests))
@@ -63,7 +63,7 @@ def announcement(plan: Plan) -> str:
 
 
 def _cut(whole: Trace, cap: int) -> str:
-    """Return how much of a trace is cut off, as a warning if it is much; empty if nothing is."""
+    """Return the number of cut prompts and tokens, as a warning if many are cut; empty if none are cut."""
     longer = whole.longer_than(cap)
     if not longer:
         return ""
@@ -98,7 +98,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def goodputs_table(found: Found) -> Table:
-    """Return a table of each policy's goodput: mean, lowest and highest window, and share of the best policy's."""
+    """Return a table of each policy's goodput: mean, lowest and highest window, and share of the best policy's mean."""
     table = _table("policy", "goodput req/s", "lowest", "highest", "of the best", "windows", "runs")
     best = max((fmean(own) for _, answers in found if (own := rates(answers)) is not None), default=0.0)
     for policy, answers in found:
@@ -120,7 +120,7 @@ def goodputs_table(found: Found) -> Table:
 
 
 def short_windows(plan: Plan, found: Found) -> list[str]:
-    """Return a warning for each policy whose window is too short at the rate that was found."""
+    """Return a warning for each policy with a window that is too short at its goodput."""
     counts = [len(load_trace(replace(plan.base, workload=window)).requests) for window in plan.windows]
     least_s = _SHORT_SLOS * plan.base.slo_ttft_s
     lines = []

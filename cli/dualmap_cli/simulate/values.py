@@ -1,6 +1,6 @@
-"""What single options look like: lists, durations, pairs, as click callbacks.
+"""Parsers of option values as click callbacks: lists, durations and pairs.
 
-Each raises click.BadParameter, which names the option, the value and the accepted values.
+Each callback raises click.BadParameter with the option, the value and the accepted values.
 """
 
 import math
@@ -15,9 +15,9 @@ from dualmap.policies.registry import POLICIES
 from dualmap_sim.oracles import ORACLES
 
 RATE_MOST: Final = 100_000.0
-"""Requests per second; no pool of this world is asked more."""
+"""Requests per second, more than any pool receives."""
 REQUESTS_MOST: Final = 10_000_000
-"""Of a workload; more would not end."""
+"""Maximum length of a workload; a longer run would take too long."""
 
 N = TypeVar("N", int, float)
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -36,7 +36,7 @@ def duration(low_s: float, high_s: float) -> Callback:
 
 
 def policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read names of policies and oracles, separated by commas; each once."""
+    """Read names of policies and oracles, separated by commas; repeated names count once."""
     names = _split(value)
     for name in names:
         if name not in POLICIES and name not in ORACLES:
@@ -48,7 +48,7 @@ def policies(_context: click.Context, _parameter: click.Parameter, value: str) -
 
 
 def numbers(kind: type[N], low: N, high: N) -> Callback:
-    """Return a callback that reads numbers between two bounds, both accepted, separated by commas; each once."""
+    """Return a callback that reads comma-separated numbers from ``low`` to ``high``; repeated numbers count once."""
 
     def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[N, ...] | None:
         if value is None:
@@ -61,7 +61,7 @@ def numbers(kind: type[N], low: N, high: N) -> Callback:
 def named_numbers(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, float], ...]:
-    """Read ``NAME=NUMBER``, any number of times; what names and numbers there are is for others to know."""
+    """Read the values of a repeatable option ``NAME=NUMBER``; the caller checks names and numbers."""
     return tuple(_named_number(each) for each in value)
 
 

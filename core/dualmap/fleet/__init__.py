@@ -1,4 +1,4 @@
-"""The members of a pool as one router knows them: load, speed, prefix index, suspension, and the other replicas' load.
+"""A pool's members in one router: load, speed, prefix index, suspension, and the other replicas' load.
 
-``Fleet`` is the facade. May import queue and what queue may import.
+``Fleet`` is the facade. This package may import queue and the packages that queue may import.
 """

@@ -1,7 +1,7 @@
-"""When time alone lets queued requests be dispatched: the members with queued requests, soonest first.
+"""The next times at which queued requests can be dispatched without an event, for each member with a queue.
 
-After every event the router asks for the first of these times, and there may be as many as members. A heap keeps the
-times, and only those of loads that changed are computed anew.
+After every event, the router reads the earliest of these times. Every member may have a dispatch time, so a heap stores
+the times. Only the times of changed loads are computed again.
 """
 
 from heapq import heapify, heappop, heappush
@@ -9,7 +9,7 @@ from itertools import count
 
 from dualmap.fleet.load import MemberLoad
 
-# The heap may hold this many invalid times in addition.
+# The heap may contain this many invalid times in addition to twice the number of valid times.
 _INVALID = 64
 
 
@@ -18,16 +18,16 @@ class DispatchTimes:
 
     def __init__(self) -> None:
         self.changed: dict[MemberLoad, None] = {}
-        """The loads with queued requests that changed since the last call; the loads add themselves."""
+        """The loads with queued requests that changed since the last call; each load adds itself."""
         self._heap: list[tuple[float, int, MemberLoad]] = []
-        # The number of each load's latest entry in the heap: the others are invalid.
+        # The number of each load's latest heap entry: all earlier entries are invalid.
         self._latest: dict[MemberLoad, int] = {}
         self._numbers = count()
 
     def first_s(self, window_s: float, *, after_s: float) -> float | None:
-        """Return the first time after ``after_s``, when all members were looked at; None when it takes an event.
+        """Return the first time after ``after_s``, the time of the last check; None if only an event allows a dispatch.
 
-        A stall keeps a member closed that should have opened by then.
+        A member with an earlier time is stalled and still saturated.
         """
         for load in self.changed:
             self._compute(load, window_s, after_s)

@@ -1,10 +1,10 @@
-"""Each member's prefill speed, learnt online, for the predicted time to first token (paper eq. 7).
+"""Each member's prefill speed, learnt from observed requests, for the predicted TTFT (paper eq. 7).
 
-Computing ``n`` new tokens behind ``h`` cached ones is modelled as ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds: linear
-work plus attention that grows with the context. ``1/r`` and ``a/2r`` are fitted to observed first-token times by least
-squares with forgetting. The fit is regularised towards a prior and bounded, so that no burst of outliers makes a member
-look free or unusable. ``dualmap.fleet.samples`` bounds what each prefill may teach. A prefill whose token count turns
-out to be wrong is taken back.
+The model for a prefill of ``n`` new tokens after ``h`` cached tokens is ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds.
+``r`` is the speed of linear work in tokens per second, and ``a`` is the attention cost, which grows with the context.
+``1/r`` and ``a/2r`` are fitted to observed first-token times by least squares with exponential forgetting. The fit is
+regularised towards a prior and bounded, so that a burst of outliers cannot make a member look idle or unusable.
+``dualmap.fleet.samples`` limits what each prefill can change. A prefill with a wrong token count can be retracted.
 """
 
 from dataclasses import dataclass
@@ -12,41 +12,41 @@ from typing import NamedTuple
 
 from dualmap.fleet.samples import Agreement, RecentPrefills
 
-# The quadratic share before anything is learnt; for models of 7B to 14B parameters it is 2e-5 to 3.3e-5.
+# The prior of the attention cost ``a``; models of 7B to 14B parameters have 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
-# Learnt speed stays within this factor of the pool's prior, in both directions.
+# The learnt speed is at most this factor above or below the pool's prior.
 _SPEED_BOUND = 20.0
-# Each sample weighs this much less when the next arrives: about 50 samples of memory.
+# The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
-# A sample is clipped to this factor of the prediction: stalls and preemptions are not prefill speed.
+# A sample is clipped to this factor of the prediction, because stalls and preemptions do not show the prefill speed.
 _SAMPLE_CLIP = 3.0
-# This many undisturbed prefills among about the last 50 suffice to estimate a member's own speed; fewer count for less.
-# At this number the prefills weigh as much as the prior.
+# The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
+# number, the prefills have the same weight as the prior.
 _SOLO_SAMPLES = 4.0
-# In the fit of squares, a longer prefill weighs no more than one of this many tokens.
+# In the least-squares fit, a longer prefill weighs no more than one of this many tokens.
 _HEAVIEST_TOKENS = 20_000.0
-# Scheduling and network time dominate shorter prefills, which therefore do not show a member's speed.
+# Shorter prefills do not show a member's speed, because scheduling and network take most of their time.
 _SHORTEST_SAMPLE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds per token of linear work and per token squared of attention work."""
+    """A prefill speed: seconds per token of linear work, and seconds per squared token of attention work."""
 
     linear_s: float
     quadratic_s: float
 
     def compute_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return T_c: seconds to prefill ``new_tokens`` behind ``cached_tokens``."""
+        """Return T_c (paper eq. 7): the seconds to prefill ``new_tokens`` after ``cached_tokens``."""
         return self.linear_s * new_tokens + self.quadratic_s * _attention(new_tokens, cached_tokens)
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of linear work alone: what the pool's ``prefillTokensPerSecond`` means."""
+        """The speed of linear work without attention, as in the pool's ``prefillTokensPerSecond``."""
         return 1.0 / self.linear_s
 
 
@@ -60,21 +60,22 @@ class _Term(NamedTuple):
 
 
 class PrefillModel:
-    """The prefill speed of one member, learnt from the first tokens that it delivers."""
+    """The prefill speed of one member, learnt from the times of its first tokens."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
         self._prior = Speed(linear_s, linear_s * _PRIOR_ATTENTION / 2)
         self._bounds_s = (linear_s / _SPEED_BOUND, linear_s * _SPEED_BOUND)
-        # Sums of the normal equations: features n and q, target seconds.
+        # Sums of the normal equations for the features n (new tokens) and q (attention work), with seconds as the
+        # target.
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
         self._number = 0
         self.speed = self._prior
 
     def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> _Term | None:
-        """Learn from one prefill that kept the member busy for ``service_s`` seconds.
+        """Learn from one prefill that took ``service_s`` seconds at the member.
 
-        Return what ``retract`` needs to take the prefill back; None if nothing was learnt.
+        Return the value that ``retract`` needs; None if nothing was learnt.
         """
         if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
@@ -107,9 +108,9 @@ class PrefillModel:
     def _solve(self) -> Speed:
         """Solve the regularised normal equations over ``0 <= a <= _MOST_ATTENTION``, then bound the speed.
 
-        Where the unconstrained solution lies outside, the best one lies on one of the two borders, on each of which a
-        single number is left to fit. (Bounding the linear and the quadratic part separately is not enough. Noise that
-        trades one for the other could make an instance look many times as fast as any of its samples.)
+        If the unconstrained solution is outside the range of ``a``, the best solution is at one of the two limits of
+        ``a``. At a limit, only one parameter remains to fit. Separate limits for the two parameters are not sufficient:
+        noise could make an instance look many times faster than its samples.
         """
         ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
         ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
@@ -159,20 +160,20 @@ class LearntSpeed:
         self._agreement = agreement
         self._recent = RecentPrefills(agreement)
         self._model = PrefillModel(prior_tokens_per_second)
-        # Learnt only from prefills that no other replica's prefills delayed, as far as the replicas reported.
+        # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports.
         self._solo_model = PrefillModel(prior_tokens_per_second)
-        # How many such prefills there were lately, out of as many prefills as a model remembers.
+        # The number of such prefills among the samples that still have an effect.
         self._solo_samples = 0.0
         self.current = self._model.speed
-        """What a request can expect, apart from the backlog that other replicas report."""
+        """The speed for this router's requests; the backlog that other replicas report is counted separately."""
 
     @property
     def solo_tokens_per_second(self) -> float:
-        """The speed without other replicas' prefills: what the member can do for all replicas together.
+        """The speed without other replicas' prefills, which all replicas share.
 
-        Reports of others' prefills arrive late, so ``current`` attributes some of their time to ours, and more of it
-        the more replicas there are. If others hardly ever leave the member alone, as in overload, the solo speed stays
-        near ``current``, which continues to be learnt.
+        Reports of other replicas' prefills arrive late, so ``current`` includes some of the time of these prefills. The
+        error of ``current`` grows with the number of replicas. In overload, other replicas use the member almost
+        always. The solo speed then stays close to ``current``, which is still learnt.
         """
         known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
         return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
@@ -180,9 +181,10 @@ class LearntSpeed:
     def observe(
         self, now: float, *, client: int, new_tokens: int, cached_tokens: int, service_s: float, solo: bool
     ) -> Lesson | None:
-        """Learn from a client's prefill that kept the member busy for ``service_s``.
+        """Learn from a client's prefill that took ``service_s``.
 
-        ``solo`` is true if no other replica delayed it. Return what ``retract`` needs; None if nothing was learnt.
+        ``solo`` is true if no other replica's prefill delayed it. Return the value that ``retract`` needs; None if
+        nothing was learnt.
         """
         if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None

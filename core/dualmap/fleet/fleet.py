@@ -1,7 +1,7 @@
-"""The facade of a pool's fleet: which members may be picked, what each has cached, its load and its room.
+"""The facade of a pool's members: the members that may be picked, and each member's cache, load and free memory.
 
-The dispatcher and the chooser ask it for candidates, the router reports events to it. Its parts (membership, prefix
-indexes, ledger, peers) do not know each other, and nothing outside this folder reaches them.
+The dispatcher and the chooser read candidates from the fleet; the router reports events to it. The fleet's components
+(membership, prefix indexes, ledger, peers) do not use each other, and only this package uses them.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,39 +21,39 @@ from dualmap.replicas.peers import PEER_TTL_S, Peers
 from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
 
-# The expected output of a request in tokens before any has ended, and the weight of each one that ends in the mean.
+# The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
 _OUTPUT_WEIGHT = 0.02
-# The room for outputs is this many times their mean, since a sum of outputs varies. Exploratory simulations, which are
-# not recorded, led to the value.
+# The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
+# exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
-# A window that opens by time alone opens at a sum of floats.
+# A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
 _WINDOW_SLACK_S = 1e-6
 
 
 class Fleet:
-    """The members of one pool, as this router knows them."""
+    """The members of one pool in this router."""
 
     def __init__(self, pool: Pool) -> None:
         self._membership = Membership(pool)
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._peers = Peers()
-        # When the first of the suspended members may be tried again.
+        # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
-        """A member takes requests while its backlog is within this dispatch window."""
+        """A member receives requests while its backlog is within this dispatch window."""
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
-    # The members: which there are, and which may be picked.
+    # The pool's members, and the members that may be picked.
 
     @property
     def size(self) -> int:
-        """How many members take new keys, suspended ones included."""
+        """The number of members that new keys may map to, including suspended members."""
         return self._membership.size
 
     @property
@@ -63,40 +63,40 @@ class Fleet:
 
     @property
     def peers(self) -> int:
-        """How many other replicas reported lately."""
+        """The number of other replicas with a recent report."""
         return len(self._peers)
 
     def ring(self, subset: frozenset[str] | None) -> DualRing:
-        """Return the rings over the members that a request may use."""
+        """Return the two hash rings over the members that a request may use."""
         return self._membership.ring(subset)
 
     def endpoint(self, member: str) -> str | None:
-        """Return a member's endpoint, or None when it has left."""
+        """Return a member's endpoint, or None if the member has left."""
         instance = self._instances.get(member)
         return None if instance is None else instance.endpoint
 
-    # What decisions ask of the members.
+    # The members' state for decisions.
 
     def view(self, now: float, chain: BlockChain) -> View:
-        """Return the members as they are towards a prompt."""
+        """Return a view of the members for one prompt."""
         return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
-        """Return all members of a ring as they are towards the view's prompt."""
+        """Return all members of a ring for the view's prompt."""
         return Everyone(view, partial(self._roster, view.now, ring))
 
     def backlog_s(self, now: float, member: str) -> float:
-        """Return how many seconds of prefill were sent to a member and are not seen to have ended."""
+        """Return the seconds of prefill that were sent to a member and have no observed end."""
         load = self._ledger.loads[member]
         load.end_overdue(now)
         return load.backlog_s(now, self._stall_s)
 
     def queue_s(self, now: float, member: str) -> float:
-        """Return T_q of a member: the time until the prefill of a request placed there now would start."""
+        """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there."""
         return self._ledger.loads[member].queue_s(now, self._stall_s)
 
     def has_room(self, member: str, prompt_tokens: int) -> bool:
-        """Whether a prompt fits into a member's KV memory now; true if the size of that memory is unknown."""
+        """Return whether a prompt fits into a member's KV memory now; True if the memory's size is unknown."""
         kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
         return kv_tokens is None or self._ledger.loads[member].has_room(
             prompt_tokens, kv_tokens, output_tokens=output_tokens
@@ -107,33 +107,33 @@ class Fleet:
         return self._ledger.loads[member].queue
 
     def next_dispatch_s(self, *, after_s: float) -> float | None:
-        """Return when time alone lets a queued request be dispatched, after ``after_s``; None if it takes an event."""
+        """Return the first dispatch time after ``after_s`` without an event; None if a dispatch needs an event."""
         return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
-        """Return when a rejected request has better chances, None if that is unknown.
+        """Return the recommended time before a retry of a rejected request; None if unknown.
 
-        By then the requests that are queued for ``member`` now are served or rejected. If the pool has no member at
-        all, one may have been started.
+        By that time, the requests that are now queued for ``member`` are served or rejected. If the pool has no member,
+        a new member may have started by that time.
         """
         max_wait_s = self._pool.routing.queue.max_wait_s
         if member is not None:
             return min(self.queue_s(now, member), max_wait_s)
         return None if self.size else max_wait_s
 
-    # What becomes of requests.
+    # The progress of requests.
 
     def will_cache(self, member: str, chain: BlockChain) -> None:
-        """Record that a member caches a prompt or will cache it. Does nothing if the member has left."""
+        """Record that a member caches a prompt or will cache it; ignore a member that has left."""
         if member in self._instances:
             self._instances[member].index.add(chain.cacheable)
 
     def will_not_cache(self, request: QueuedRequest) -> None:
-        """Record that a queued request's member will not compute its prompt; what was cached before stays."""
+        """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
         self._uncache(request.member, request.request.chain, request.matched_tokens)
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
-        """Enter a request that is sent to its member now; return it as it is in flight."""
+        """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
         in_flight = InFlightRequest(
             request_id=request.id,
@@ -154,9 +154,9 @@ class Fleet:
         return in_flight
 
     def served(self, now: float, request_id: str, endpoint: str) -> tuple[InFlightRequest, str] | None:
-        """Move a request to the member that really serves it; return it and the member that it left.
+        """Move a request to the member that serves it; return the request and its former member.
 
-        None when it is unknown, or is where it was sent.
+        The result is None if the request is unknown or its chosen member serves it.
         """
         request = self._ledger.request(request_id)
         if request is None:
@@ -173,20 +173,20 @@ class Fleet:
         return request, left
 
     def heard(self, now: float, request_id: str) -> None:
-        """Record that a request is alive; ignored when it is unknown."""
+        """Record a report of a request; ignore an unknown request."""
         self._ledger.heard(now, request_id)
 
     def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Release a request's pending prefill; None when it is unknown or was released before."""
+        """Release a request's pending prefill; None if the request is unknown or already released."""
         request = self._ledger.first_token(now, request_id)
         if request is not None:
-            # The prompt is certainly cached, and used now. The index may have lost it to a request that was aborted.
+            # The member now certainly caches the prompt. An aborted request may have removed the prompt from the index.
             self.will_cache(request.member, request.chain)
             self._succeeded(now, request.member)
         return request
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> InFlightRequest | None:
-        """Remove a request that ended as it should, and learn from it; None when it is unknown."""
+        """Remove a request that ended without an error, and learn from it; None if the request is unknown."""
         request = self._ledger.finish(now, request_id)
         if request is not None:
             self._succeeded(now, request.member)
@@ -202,45 +202,45 @@ class Fleet:
             self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Remove a request that was aborted or failed; None when it is unknown."""
+        """Remove a request that was aborted or failed; None if the request is unknown."""
         request = self._ledger.leave(now, request_id)
         if request is not None:
             self._uncache_unless_prefilled(request)
         return request
 
     def failed(self, now: float, member: str, dispatched_s: float) -> bool:
-        """Count a request, sent at ``dispatched_s``, that its member failed; return whether the member is suspended."""
+        """Count a failed request that was dispatched at ``dispatched_s``; return whether its member is suspended."""
         if self._ledger.loads[member].suspension.failed(now, dispatched_s):
             self._update_suspended(now)
         return member in self._membership.suspended
 
-    # Time, the pool, and the other replicas.
+    # Deadlines, versions of the pool, and reports of other replicas.
 
     def next_deadline(self) -> float | None:
-        """Return when ``resume``, ``expire`` or ``expire_peers`` has something to do, or None."""
+        """Return the next time at which ``resume``, ``expire`` or ``expire_peers`` must run, or None."""
         times_s = (self._ledger.next_expiry(), self._peers.next_expiry(), self._resume_s)
         return min((each for each in times_s if each is not None), default=None)
 
     def resume(self, now: float) -> None:
-        """Let members that were suspended for long enough take requests again."""
+        """Resume members after the end of their suspension."""
         if self._resume_s is not None and now >= self._resume_s:
             self._update_suspended(now)
 
     def expire(self, now: float) -> list[InFlightRequest]:
-        """Remove and return the requests of which no report came for too long."""
+        """Remove and return the requests that expired without a report."""
         expired = self._ledger.expire(now)
         for request in expired:
             self._uncache_unless_prefilled(request)
         return expired
 
     def expire_peers(self, now: float) -> None:
-        """Forget the load of replicas that no longer report."""
+        """Remove the load of replicas without a recent report."""
         self._update_peers(self._peers.expire(now))
 
     def adopt(self, now: float, pool: Pool) -> set[str]:
-        """Take a new version of the pool; return the members that did not restart.
+        """Apply a new version of the pool; return the members that did not restart.
 
-        Another address or incarnation under the same id is a restarted member: it keeps its keys, but its cache is
+        A member with the same id but another address or incarnation has restarted: it keeps its keys, but its cache is
         empty.
         """
         previous, instances = self._pool, self._instances
@@ -263,33 +263,33 @@ class Fleet:
         }
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
-            # The new version also outdates every summary, since it may have other rules.
+            # others_changed also outdates every summary, because the new version of the pool may have other settings.
             self._ledger.loads[member].others_changed(partial(self._peers.load, member))
         self._update_suspended(now)
         return stayed
 
     def forget_gone(self) -> None:
-        """Forget the load of members that left the pool and have no request in flight or queued."""
+        """Remove the load of members that have left the pool and have no requests in flight or queued."""
         self._ledger.retain(set(self._membership.members))
 
     def on_loads(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad], *, age_s: float) -> None:
-        """Take another replica's load per member, as of ``said_s``; one that is too old is ignored."""
+        """Store another replica's load per member, reported at ``said_s``; ignore a report that is too old."""
         if age_s >= PEER_TTL_S:
             return
         for member in self._membership.members.keys() & loads:
-            # Only what it sent to the member: its queued requests disturb no prefill.
+            # Only requests in flight delay other prefills at the member; queued requests do not.
             if loads[member].backlog_s:
                 self._ledger.loads[member].others.busy(said_s)
         self._update_peers(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, placement: Placement) -> None:
-        """Record where another replica sent a prompt."""
+        """Record the endpoint to which another replica sent a prompt."""
         member = self._membership.at(placement.endpoint)
         if member is not None:
             self._instances[member.id].index.add(placement.hashes)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
-        """Return this replica's load per member, where it has any, for the other replicas."""
+        """Return this replica's load per member for the other replicas, without idle members."""
         loads = {}
         for member, load in self._ledger.loads.items():
             load.end_overdue(now)
@@ -304,7 +304,7 @@ class Fleet:
         return loads
 
     def statuses(self) -> tuple[EndpointStatus, ...]:
-        """Return every member as this router knows it."""
+        """Return the status of every member in this router."""
         return tuple(self._status(member) for member in self._membership.members.values())
 
     def _succeeded(self, now: float, member: str) -> None:
@@ -313,7 +313,7 @@ class Fleet:
             self._update_suspended(now)
 
     def _update_suspended(self, now: float) -> None:
-        """Take the members that are suspended now out of the rings, and put the others back."""
+        """Remove suspended members from the rings, and add resumed members again."""
         until_s = {
             member: load.suspension.until_s
             for member, load in self._ledger.loads.items()
@@ -330,9 +330,9 @@ class Fleet:
             self._ledger.loads[member].others_changed(partial(self._peers.load, member))
 
     def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
-        """Take back what an aborted or failed request was to have cached.
+        """Remove the blocks of an aborted or failed request from the index, unless its prefill ended.
 
-        An engine that fails at once must not attract the next request by a cache that it never filled.
+        A failing engine must not receive the next request because of blocks that it never cached.
         """
         if not request.prefilled:
             self._uncache(request.member, request.chain, request.matched_tokens)
@@ -342,7 +342,7 @@ class Fleet:
             self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
     def _roster(self, now: float, ring: DualRing) -> Roster:
-        """Return a ring's instances, with their summaries up to date."""
+        """Return a ring's instances with current summaries."""
         self._ledger.update(now, self._stall_s)
         roster = self._rosters.get(ring)
         if roster is None:

@@ -9,7 +9,7 @@ from dualmap.requests import Completion, Usage
 
 
 class Stage(Enum):
-    """What a member is believed to do with a request."""
+    """The assumed state of a request at its member."""
 
     PENDING = "its prefill has not ended"
     DECODING = "its answer is generated"
@@ -18,14 +18,14 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request in flight, as the ledger records it.
+    """A request in flight.
 
-    ``compute_s`` is the expected time to compute the uncached part of its prompt. The router sees the end of a prefill
-    only when the answer is ``streamed``; otherwise it assumes that the prefill ends on time. ``prefilled`` is set when
-    the end was seen or assumed by that rule. A request without reports may reach a later ``stage`` without it.
-    ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` is true if no other
-    replica had prefills at the member when this request was dispatched. ``lesson`` is what its prefill taught about the
-    member's speed; None if nothing.
+    ``compute_s`` is the expected time to compute the uncached tokens of the prompt. The router observes the end of a
+    prefill only if the response is ``streamed``; otherwise it assumes that the prefill ends at the expected time.
+    ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
+    ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
+    decoding. ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
+    ``lesson`` is what the prefill changed in the member's learnt speed; None if nothing.
     """
 
     request_id: str
@@ -48,11 +48,11 @@ class InFlightRequest:
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens that the member has to compute."""
+        """The number of prompt tokens that the member must compute."""
         return self.chain.tokens - self.matched_tokens
 
     def completion(self, usage: Usage | None) -> Completion:
-        """Return the completion that reports the request's end, with the engine's token counts where known."""
+        """Return the completion for the request's end, with the engine's token counts if known."""
         return Completion(
             request_id=self.request_id,
             member=self.member,

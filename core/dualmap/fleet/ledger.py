@@ -1,7 +1,7 @@
-"""The ledger of a pool: every request in flight, and with them the load of every member.
+"""The ledger of a pool: every request in flight, and the load of every member.
 
-A request enters when it is dispatched. It leaves at its completion, at its abort, or when no report of it came for the
-TTL. Its pending prefill leaves earlier, at the first token.
+The ledger records a request at its dispatch. The ledger removes a request at its completion, at its abort, or after
+IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefill earlier, at the first token.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ _ESTIMATE_ERROR = 2.0
 
 
 class _Loads(dict[str, MemberLoad]):
-    """Loads by member. Events ask for them so often that a method call would show in the cost of a decision."""
+    """Loads by member. The class is a dict, because a method call for each lookup would make decisions slower."""
 
     def __init__(self, new: Callable[[], MemberLoad]) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class _Loads(dict[str, MemberLoad]):
 
 
 class Ledger:
-    """The requests in flight of a pool, and the load of every member that has one or may get one."""
+    """A pool's requests in flight, and the load of every member that has or may get requests."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         self._prior_tokens_per_second = prior_tokens_per_second
         self._agreement = Agreement()
-        # The loads whose summary is outdated.
+        # The loads with an outdated summary.
         self._outdated: dict[MemberLoad, None] = {}
-        # When the first of the other summaries becomes invalid.
+        # The time at which the first of all other summaries becomes invalid.
         self._update_s = inf
         self.dispatch_times = DispatchTimes()
         self.loads = _Loads(
@@ -48,13 +48,13 @@ class Ledger:
             )
         )
         """The load of every member by id; a lookup of an unknown member adds an empty load."""
-        # The request without a report for longest comes first, so that expiry looks only at what has expired.
+        # The request with the oldest report is first, so that ``expire`` reads expired requests only.
         self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
         # The last requests that ended and taught a speed, since the engine's token counts may come later.
         self._taught: OrderedDict[str, InFlightRequest] = OrderedDict()
 
     def update(self, now: float, decode_stall_s: float) -> None:
-        """Bring every member's summary up to date, looking only at those that changed."""
+        """Update every outdated summary."""
         if now >= self._update_s:
             self._outdated.update(dict.fromkeys(self.loads.values()))
             self._update_s = inf
@@ -68,7 +68,7 @@ class Ledger:
                 self._outdated[load] = None
 
     def set_prior(self, tokens_per_second: float) -> None:
-        """Take another prior of the prefill speed; what was learnt from the old one is forgotten."""
+        """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""
         if tokens_per_second != self._prior_tokens_per_second:
             self._prior_tokens_per_second = tokens_per_second
             self._agreement = Agreement()
@@ -76,17 +76,17 @@ class Ledger:
                 load.set_prior(tokens_per_second, self._agreement)
 
     def request(self, request_id: str) -> InFlightRequest | None:
-        """Return a request in flight, or None when it is unknown or has ended."""
+        """Return a request in flight, or None if it is unknown or has ended."""
         return self._in_flight.get(request_id)
 
     def enter(self, now: float, request: InFlightRequest) -> None:
-        """Enter a request that was dispatched to ``request.member``; its id must not be in flight."""
+        """Record a request that was dispatched to ``request.member``; its id must not be in flight."""
         assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
         self._in_flight[request.request_id] = request
         self.loads[request.member].enter(now, request)
 
     def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Release a request's pending prefill and learn from it; None when it is unknown or was released before."""
+        """Release a request's pending prefill and learn from it; None if the request is unknown or already released."""
         request = self.heard(now, request_id)
         if request is None or request.prefilled:
             return None
@@ -94,7 +94,7 @@ class Ledger:
         return request
 
     def leave(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Remove a request; None when it is unknown or has ended before."""
+        """Remove and return a request; None if it is unknown or has ended."""
         request = self._in_flight.pop(request_id, None)
         if request is not None:
             self.loads[request.member].leave(now, request)
@@ -115,20 +115,20 @@ class Ledger:
                 load.retract(request.lesson)
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Remove a request that ended as it should, and learn from it; otherwise like ``leave``."""
+        """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
         request = self._in_flight.get(request_id)
         if request is not None and request.prefilled:
             self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
         return self.leave(now, request_id)
 
     def move(self, now: float, request: InFlightRequest, *, to: str, matched_tokens: int, compute_s: float) -> None:
-        """Move a request in flight to the member that really serves it."""
+        """Move a request in flight to the member that serves it."""
         self.loads[request.member].leave(now, request)
         request.member, request.matched_tokens, request.compute_s = to, matched_tokens, compute_s
         self.loads[to].enter(now, request)
 
     def heard(self, now: float, request_id: str) -> InFlightRequest | None:
-        """Record a report of a request, which postpones its expiry; return it, or None when it is unknown."""
+        """Record a report of a request, which postpones its expiry; return the request, or None if it is unknown."""
         request = self._in_flight.get(request_id)
         if request is not None:
             request.heard_s = now
@@ -137,12 +137,12 @@ class Ledger:
         return request
 
     def next_expiry(self) -> float | None:
-        """Return when the request without a report for longest expires, or None when none is in flight."""
+        """Return the time at which the request with the oldest report expires, or None without requests in flight."""
         oldest = next(iter(self._in_flight.values()), None)
         return None if oldest is None else oldest.heard_s + IN_FLIGHT_TTL_S
 
     def expire(self, now: float) -> list[InFlightRequest]:
-        """Remove and return the requests of which no report came for the TTL."""
+        """Remove and return the requests without a report for IN_FLIGHT_TTL_S."""
         expired = []
         while (expiry := self.next_expiry()) is not None and expiry <= now:
             request = self.leave(now, next(iter(self._in_flight)))
@@ -151,7 +151,7 @@ class Ledger:
         return expired
 
     def retain(self, members: set[str]) -> None:
-        """Drop the loads of members that left the pool and have no request in flight."""
+        """Remove the loads of members that have left the pool and have no request in flight."""
         for member in [name for name, load in self.loads.items() if name not in members and not load.in_flight]:
             load = self.loads.pop(member)
             self._outdated.pop(load, None)

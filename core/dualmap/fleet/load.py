@@ -1,8 +1,9 @@
-"""One member's load: what it works on, what is queued for it, and what other replicas sent it.
+"""One member's load: requests in flight, requests queued for the member, and the other replicas' load.
 
-``MemberLoad`` composes one account per subject and keeps them consistent. Every number is a sum over live requests, so
-none can become negative or leak. Reports get lost, and a lost report must not close a member for ever. A prefill that
-was overtaken or is silent for long is no longer pending. A request whose end was missed frees its KV (``update``).
+``MemberLoad`` contains one account for each kind of load and keeps the accounts consistent. Every number is a sum over
+requests that have not ended, so it cannot become negative or grow without limit. Reports may be lost, and a lost report
+must not make a member saturated forever. Therefore, an overtaken prefill and a prefill without reports are no longer
+pending after some time. A request with a lost end releases its KV memory (``update``).
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ from dualmap.replicas.update import SharedLoad
 
 @dataclass(slots=True)
 class LoadSummary:
-    """A member's load in the numbers that decisions compare; ``MemberLoad`` updates them in place.
+    """A member's load as the numbers that decisions compare; ``MemberLoad`` updates the summary in place.
 
-    They include queued requests and the other replicas' load, and are valid before ``until_s``. T_q falls with time
-    towards ``ends_s``, but not below ``least_queue_s``: the prefills behind the head take their time, however long the
-    head has run. ``requests`` and ``placed_tokens`` are what would be in flight if nothing were queued: a queued
-    request adds the tokens to compute.
+    The numbers include queued requests and the other replicas' load, and are valid before ``until_s``. T_q (paper eq.
+    7) decreases with time until ``ends_s``, but not below ``least_queue_s``, the compute time of the prefills after the
+    head. ``requests`` and ``placed_tokens`` are the requests in flight and KV tokens after a dispatch of all queued
+    requests. Each queued request adds its uncached prompt tokens.
     """
 
     until_s: float = -inf
@@ -42,7 +43,7 @@ class LoadSummary:
     placed_tokens: int = 0
 
     def queue_s(self, now: float) -> float:
-        """Return T_q at ``now``."""
+        """Return T_q (paper eq. 7) at ``now``."""
         return max(self.ends_s - now, self.least_queue_s)
 
 
@@ -51,9 +52,9 @@ class ReplicasLoad:
 
     def __init__(self) -> None:
         self.busy_s = -inf
-        """The last time at which another replica is known to have had prefills at the member."""
+        """The last time at which another replica reported prefills at the member."""
         self._load = NO_LOAD
-        # Replicas report far more often than their sum is read, so the sum is computed on demand.
+        # Reports arrive far more often than the sum is read, so the sum is computed on demand.
         self._sum: Callable[[], SharedLoad] | None = None
 
     @property
@@ -64,19 +65,20 @@ class ReplicasLoad:
         return self._load
 
     def changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
-        """Take note that the sum changed; ``sum_loads`` computes it."""
+        """Record that the sum changed; ``sum_loads`` computes the new sum."""
         self._sum = sum_loads
 
     def busy(self, at_s: float) -> None:
-        """Take note that another replica had prefills at the member at ``at_s``."""
+        """Record that another replica had prefills at the member at ``at_s``."""
         self.busy_s = max(at_s, self.busy_s)
 
 
 class MemberLoad:
     """The load of one member.
 
-    ``agreement``, ``outdated`` and ``redispatch`` are shared by all loads of a pool. A load that changes adds itself to
-    ``outdated``, and to ``redispatch`` if requests are queued for it; both keep the order of the changes.
+    All loads of a pool share ``agreement``, ``outdated`` and ``redispatch``. A changed load adds itself to
+    ``outdated``. A changed load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep
+    the order of the changes.
     """
 
     def __init__(
@@ -94,28 +96,29 @@ class MemberLoad:
         self.others = ReplicasLoad()
         self.summary = LoadSummary()
         self.in_flight = 0
-        """Every request sent to the member and not known to have ended, silent ones included."""
+        """The requests that were sent to the member and have no observed end, including silent requests."""
         self._outdated = outdated
         outdated[self] = None
         self._redispatch = redispatch
         # The time of the next overdue event; NaN if it must be recomputed.
         self._overdue_s = nan
-        # When the backlog reaches the dispatch window, and for which window that was computed; NaN for none.
+        # The time at which the backlog reaches the dispatch window, and the window of that computation (NaN: not
+        # computed).
         self._opens_s = inf
         self._opens_window_s = nan
 
     @property
     def working(self) -> int:
-        """How many requests the member is believed to work on: those in flight without the silent ones."""
+        """The number of requests in flight without silent requests."""
         return len(self.prefills.pending) + len(self.kv.decoding)
 
     def set_prior(self, tokens_per_second: float, agreement: Agreement) -> None:
-        """Take another prior of the prefill speed and forget what was learnt."""
+        """Set another prior of the prefill speed and reset the learnt speed."""
         self.speed = LearntSpeed(tokens_per_second, agreement)
         self._changed()
 
     def others_changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
-        """Take note that the other replicas' load changed; ``sum_loads`` computes it."""
+        """Record that the other replicas' load changed; ``sum_loads`` computes the new load."""
         self.others.changed(sum_loads)
         self._changed()
 
@@ -126,27 +129,28 @@ class MemberLoad:
             self.kv.decode(now, request)
         else:
             request.stage = Stage.PENDING
-            # The prefills that other replicas sent before come first.
+            # Prefills that other replicas sent earlier run first.
             self.prefills.add(request, now + self.others.load.backlog_s)
         self.in_flight += 1
         self._changed()
 
     def first_token(self, now: float, request: InFlightRequest) -> None:
-        """Record that a prefill ended now, and learn the speed from it."""
+        """Record that a prefill ended at ``now``, and learn the speed from it."""
         prefills = self.prefills
-        # A prefill that overtook others (chunked prefill, short before long) is no sample of the speed.
+        # A prefill that overtook earlier prefills (chunked prefill, short before long) is not a sample of the speed.
         in_order, busy_s = prefills.head is request, now - prefills.busy_since_s(request)
         if request.stage is Stage.PENDING:
-            # Engines serve first come, first served: the prefills before it ended without a report. If the scheduler
-            # let this one pass instead, they delay nothing; their first tokens may still come and teach no speed.
+            # Engines usually serve prefills in order of arrival, so all earlier prefills have ended without a report.
+            # If the engine's scheduler ran this prefill first, the earlier prefills count as ended too early. First
+            # tokens of these earlier prefills may still arrive, but are not samples of the speed.
             while (passed := prefills.head) is not None and passed is not request:
                 self._end_prefill(now, passed)
             self._end_prefill(now, request)
         request.prefilled = True
-        # Assume that other replicas' prefills are spread evenly among our remaining ones.
+        # Assume that the other replicas' prefills run evenly between this replica's remaining prefills.
         others_s = self.others.load.backlog_s
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
-        # A prefill that may have waited behind another replica's is no sample of the speed either.
+        # A prefill that may have waited for another replica's prefill is also not a sample of the speed.
         if in_order and request.streamed and request.alone and not others_s:
             request.lesson = self.speed.observe(
                 now,
@@ -165,7 +169,7 @@ class MemberLoad:
         self._changed()
 
     def heard(self, now: float, request: InFlightRequest) -> None:
-        """Record that a request is alive; a silent one counts as decoding again."""
+        """Record a report of a request; a silent request counts as decoding again."""
         if request.stage is Stage.PENDING:
             return
         if request.stage is Stage.SILENT:
@@ -174,7 +178,7 @@ class MemberLoad:
         self._changed()
 
     def leave(self, now: float, request: InFlightRequest) -> None:
-        """Forget a request that ended, and its prefill if that is pending."""
+        """Remove an ended request and its pending prefill."""
         if request.stage is Stage.PENDING:
             was_head = self.prefills.head is request
             self.prefills.remove(request)
@@ -185,20 +189,20 @@ class MemberLoad:
         self._changed()
 
     def update(self, now: float, decode_stall_s: float) -> LoadSummary:
-        """Return the summary, brought up to date where it is no longer valid."""
+        """Return the summary; update it first if it is no longer valid."""
         if now >= self.summary.until_s:
             self.end_overdue(now)
             self._summarize(now, decode_stall_s)
         return self.summary
 
     def end_overdue(self, now: float) -> None:
-        """End the prefills and requests that must have ended by now although no report came.
+        """End the prefills and requests that count as ended at ``now`` without a report.
 
-        A prefill whose answer is not streamed ends on time. A prefill at the head that is silent for long ended without
-        a report, as did a decoding request. If the member is stalled instead, the time without a completed prefill
-        still counts (``PrefillAccount.backlog_s``) as long as another prefill is pending.
+        The prefill of a response without streaming ends at its expected time. A prefill at the head and a decoding
+        request count as ended after a long time without reports. If the member is stalled instead, the time without a
+        completed prefill still counts (``PrefillAccount.backlog_s``) while another prefill is pending.
         """
-        if self._overdue_s > now:  # Mostly. False for NaN.
+        if self._overdue_s > now:  # The usual case; False for NaN.
             return
         while (overdue_s := self._next_overdue_s()) <= now:
             head = self.prefills.head
@@ -213,18 +217,18 @@ class MemberLoad:
                 self.first_token(overdue_s, head)
 
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
-        """Return how many seconds of prefill all replicas sent that are not seen to have ended."""
+        """Return the seconds of prefill that all replicas have sent and that have no observed end."""
         return self.prefills.backlog_s(now, decode_stall_s) + self.others.load.backlog_s
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
-        """Return T_q: seconds until the prefill of a request placed here now would start."""
+        """Return T_q (paper eq. 7): the seconds until a new request's prefill would start at this member."""
         return self.backlog_s(now, decode_stall_s) + self.queue.compute_s + self.others.load.held_s
 
     def dispatches_s(self, window_s: float, *, after_s: float) -> float | None:
-        """Return when time alone may let a queued request be dispatched; None if that takes an event.
+        """Return the next time at which a queued request may be dispatched without an event; None if it needs an event.
 
-        That is when the backlog comes down to ``window_s`` or something is overdue, whichever comes first after
-        ``after_s``.
+        The returned time is the first time after ``after_s`` at which the backlog reaches ``window_s`` or a report is
+        overdue.
         """
         if self._opens_window_s != window_s:
             self._opens_s = self.prefills.reaches_s(window_s - self.others.load.backlog_s)
@@ -233,9 +237,9 @@ class MemberLoad:
         return min((each for each in times_s if after_s < each < inf), default=None)
 
     def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
-        """Whether a prompt fits into the member's KV memory beside its requests; a member without any has room.
+        """Return whether a prompt fits into the member's free KV memory; True for a member without requests.
 
-        Each request is expected to generate ``output_tokens``.
+        ``output_tokens`` is the expected number of generated tokens per request.
         """
         others = self.others.load
         requests = self.working + others.in_flight

@@ -1,37 +1,38 @@
-"""The pending prefills of one member: how many tokens, and how long they keep the member busy."""
+"""The pending prefills of one member: their tokens and their expected compute time."""
 
 from collections import OrderedDict
 from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest
 
-# A prefill at the head without a report counts as ended when no prefill of the member ended for this time. The limit is
-# this many times the prefill's own expected time if that is longer.
+# A prefill at the head counts as ended if no prefill of the member ended for a time limit. The limit is
+# SILENT_PREFILL_S or SILENT_PREFILL_FACTOR times the prefill's expected time, whichever is longer.
 SILENT_PREFILL_S = 30.0
 SILENT_PREFILL_FACTOR = 10.0
 
 
 class PrefillAccount:
-    """The prefills not yet seen to end, in order of dispatch: engines serve first come, first served."""
+    """The prefills without an observed end, in order of dispatch: engines serve requests in order of arrival."""
 
     def __init__(self) -> None:
         self.tokens = 0
         """Pending prefill tokens."""
         self.compute_s = 0.0
         self.head: InFlightRequest | None = None
-        """The first of the pending prefills. Kept beside them, since every event asks for it several times."""
+        """The first pending prefill, stored separately because every event reads it several times."""
         self.pending: OrderedDict[str, InFlightRequest] = OrderedDict()
-        # The earliest time at which the head can have begun: the end of the prefill before it, or its own dispatch.
+        # The earliest possible start of the head's prefill: the end of the previous prefill, or the head's dispatch.
         self._head_since_s = 0.0
-        # Since when the head is first and no prefill ended. Later than `_head_since_s` if the one before was given up.
+        # The start of the time without a report for the head. Later than `_head_since_s` if the previous prefill
+        # counted as ended without a report.
         self._silent_since_s = 0.0
 
     def add(self, request: InFlightRequest, begins_s: float) -> None:
-        """Add a dispatched request; if no other is pending, its prefill starts at ``begins_s``."""
+        """Add a dispatched request; if no other request is pending, its prefill starts at ``begins_s``."""
         if self.head is None:
             self.head = request
             self._head_since_s = self._silent_since_s = begins_s
-            self.compute_s = 0.0  # Removes the rounding error of earlier sums.
+            self.compute_s = 0.0  # Remove the rounding error of earlier sums.
         self.pending[request.request_id] = request
         self.compute_s += request.compute_s
         self.tokens += request.new_tokens
@@ -49,19 +50,19 @@ class PrefillAccount:
         self._head_since_s = self._silent_since_s = begins_s
 
     def give_up_head(self, now: float) -> None:
-        """Remove the head as ended without a report; a stall of the member continues."""
+        """Count the head as ended without a report and remove it; a stall of the member continues."""
         if self.head is not None:
             self.remove(self.head)
             self._silent_since_s = now
 
     def busy_since_s(self, request: InFlightRequest) -> float:
-        """Return since when the member can have worked on a request's prefill if it is the head."""
+        """Return the earliest time at which the prefill of ``request`` can have started as the head."""
         return max(self._head_since_s, request.dispatched_s)
 
     def overdue_s(self) -> float:
-        """Return when the head's prefill counts as ended without a report; infinity without a head.
+        """Return the time at which the head's prefill counts as ended without a report; infinity without a head.
 
-        An answer that is not streamed shows no first token, so its prefill is assumed to end on time.
+        Without streaming, no first token is observable, so the prefill counts as ended at its expected end.
         """
         head = self.head
         if head is None:
@@ -71,17 +72,17 @@ class PrefillAccount:
         return self.busy_since_s(head) + head.compute_s
 
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
-        """Return how many seconds of prefill are pending.
+        """Return the seconds of pending prefill.
 
-        The head's progress so far is deducted. If the head runs ``decode_stall_s`` longer than its own computation
-        should take, the member is in the paper's decode bottleneck (section A.7). The time without a completed prefill
-        is then added. Deviation: the paper compares the whole interval with T, which flags every prefill that is longer
-        than T for good reason, such as one of 20 000 tokens.
+        The head's progress reduces the backlog. If the head runs ``decode_stall_s`` longer than its expected time, the
+        member is in the paper's decode bottleneck (section A.7). The time without a completed prefill is then added to
+        the backlog. Deviation: the paper compares the complete interval with a threshold. The paper's rule would also
+        report a stall for every long prefill, such as a prefill of 20 000 tokens.
         """
         head = self.head
         if head is None:
             return 0.0
-        # Comparisons instead of min and max: every member with queued requests computes this at every event.
+        # Comparisons instead of min and max, for speed: every event calls this method for every member with a queue.
         interval_s, compute_s = now - self._head_since_s, head.compute_s
         if interval_s <= 0.0:
             backlog_s = self.compute_s
@@ -107,7 +108,7 @@ class PrefillAccount:
         return began_s + self.compute_s, behind_s, stalls_s
 
     def reaches_s(self, backlog_s: float) -> float:
-        """Return when the backlog comes down to ``backlog_s`` by time alone; infinity if it takes an event."""
+        """Return when the backlog decreases to ``backlog_s`` without an event; infinity if it needs an event."""
         head = self.head
         if head is None:
             return inf

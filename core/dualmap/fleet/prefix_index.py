@@ -1,12 +1,13 @@
-"""The index of what each member is believed to cache: one tree of block runs per pool, one account per member.
+"""The index of the blocks that each member is assumed to cache: one tree per pool, and one index per member.
 
-The tree stores blocks that are always used together as one run, an array of eight bytes per block, and branches where
-prompts differ. A block's hash names everything before it (``dualmap.prompts.blocks``), so two chains that agree in one
-block agree in all before it. Bisection finds where a prompt leaves a run, and one walk down the tree shows for every
-member how much of a prompt it holds.
+A node of the tree is a run: consecutive blocks without a branch, stored as an array of eight bytes per block. The tree
+branches at the blocks at which prompts differ. A block's hash includes all earlier blocks (``dualmap.prompts.blocks``),
+so two chains with one equal block also have equal earlier blocks. Bisection therefore finds the block at which a prompt
+differs from a run. One search of the tree returns, for every member, how many of a prompt's blocks the member holds.
 
-A member holds whole runs, and with a run everything before it. Beyond its capacity it evicts the least recently used
-leaf first, as engines do; of a run that no other member holds it evicts only as much as needed.
+A member holds complete runs, and for each run all earlier runs. Above its capacity, a member's index evicts the least
+recently used leaf first, as engines do. If no other member holds the run, the index evicts only as many of its blocks
+as necessary.
 """
 
 from array import array
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 
 class _Run:
-    """Blocks that follow each other, from one parting of prompts to the next."""
+    """A node of the tree: consecutive blocks between two branches."""
 
     __slots__ = ("children", "hashes", "holders", "parent")
 
@@ -23,30 +24,30 @@ class _Run:
         self.hashes = array("Q", hashes)
         self.parent = parent
         self.holders = holders
-        # The runs that follow, by first block. Most runs are the ends of prompts and have none.
+        # The next runs, by first block. Most runs are ends of prompts without next runs.
         self.children: dict[int, _Run] | None = None
 
     def attach(self, child: "_Run") -> None:
-        """Make ``child`` follow this run, in place of any run that began with the same block."""
+        """Add ``child`` as a next run; it replaces a run with the same first block."""
         if self.children is None:
             self.children = {}
         self.children[child.hashes[0]] = child
         child.parent = self
 
 
-# The runs that a prompt follows from block 0 on, each with how many of the prompt's blocks it has followed by its end.
-# The prompt may leave the last run early.
+# The runs with a prompt's blocks, from block 0 on. Each run has the number of the prompt's blocks up to its end. The
+# prompt may match only the first blocks of the last run.
 Path = list[tuple[_Run, int]]
 
 
 class PrefixTree:
-    """Every prefix that some member of a pool is believed to cache."""
+    """Every prefix that any member of a pool is assumed to cache."""
 
     def __init__(self) -> None:
         self.root = _Run((), None, ())
 
     def path(self, hashes: Sequence[int]) -> Path:
-        """Return the path of a prompt's blocks down the tree, valid until the tree changes."""
+        """Return the path of a prompt's blocks in the tree; it is valid until the tree changes."""
         path: Path = []
         run, at, blocks = self.root, 0, len(hashes)
         while at < blocks and run.children:
@@ -63,38 +64,38 @@ class PrefixTree:
         return path
 
     def holders(self, path: Path) -> "Mapping[PrefixIndex, int]":
-        """Return how many of a prompt's blocks each member holds from block 0 on, for those that hold any."""
+        """Return each member's number of held blocks of a prompt from block 0 on, without members that hold none."""
         held: dict[PrefixIndex, int] = {}
         for run, at in path:
-            # A member that holds a run holds all before it, so a member's deepest run counts.
+            # A member that holds a run also holds all earlier runs, so the last run per member counts.
             held.update(dict.fromkeys(run.holders, at))
         return held
 
 
 class PrefixIndex:
-    """The blocks that one member is believed to cache, at most ``capacity_blocks`` of them.
+    """The blocks that one member is assumed to cache, at most ``capacity_blocks``.
 
-    Members of a pool share its tree; an index without one has a tree to itself.
+    The members of a pool share one tree; an index without ``tree`` creates its own.
     """
 
     def __init__(self, capacity_blocks: int, tree: PrefixTree | None = None) -> None:
         self._tree = tree or PrefixTree()
         self._capacity = capacity_blocks
         self._blocks = 0
-        # Least recently used first, and every run after all runs that follow it in the tree.
+        # The least recently used run is first, and every run is after all its next runs in the tree.
         self._held: dict[_Run, None] = {}
-        # The holders of a run that only this member holds: most runs, which share this one tuple.
+        # The holders of a run that only this member holds. Most runs have one holder and share this tuple.
         self._alone = (self,)
 
     def __len__(self) -> int:
         return self._blocks
 
     def matched_blocks(self, hashes: Sequence[int]) -> int:
-        """Return how many blocks of a prompt are held from block 0 on."""
+        """Return the number of a prompt's blocks from block 0 on that are in the index."""
         return self.matched_on(self._tree.path(hashes))
 
     def matched_on(self, path: Path) -> int:
-        """Return how many blocks of a prompt with a known path in the tree are in the index."""
+        """Return the number of a prompt's blocks that are in the index, from the prompt's path in the tree."""
         held = self._held
         for run, at in reversed(path):
             if run in held:
@@ -102,9 +103,9 @@ class PrefixIndex:
         return 0
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Record that a prompt's blocks are (about to be) cached, as the most recent use.
+        """Record that a prompt's blocks are cached or will be cached, as the most recently used blocks.
 
-        Only the head of a prompt longer than the whole capacity is recorded, since only that could be reused.
+        If a prompt is longer than the capacity, only its leading blocks are recorded, because only they can be reused.
         """
         head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
         path = self._tree.path(head)
@@ -124,7 +125,7 @@ class PrefixIndex:
         self._drop_excess()
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
-        """Forget all but the first ``blocks`` blocks of a prompt, and everything that is held behind the others."""
+        """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
         began = 0
         for run, at in self._tree.path(hashes):
             if run not in self._held:
@@ -137,12 +138,12 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity; evict what no longer fits, least recently used first."""
+        """Set another capacity; evict the least recently used blocks above the capacity."""
         self._capacity = capacity_blocks
         self._drop_excess()
 
     def clear(self) -> None:
-        """Forget everything: the member restarted or left the pool, or its cache was reset."""
+        """Remove all blocks: the member restarted or left the pool, or its cache was reset."""
         for run in list(self._held):
             self._give_up(run)
 
@@ -158,7 +159,7 @@ class PrefixIndex:
         runs.append(run)
 
     def _use(self, runs: Sequence[_Run]) -> None:
-        """Make a prompt's runs the most recently used, the first of them last."""
+        """Make a prompt's runs the most recently used runs, in reverse order, so that its first run is evicted last."""
         held = self._held
         for run in reversed(runs):
             held.pop(run, None)
@@ -183,7 +184,7 @@ class PrefixIndex:
             self._give_up(run)
 
     def _give_up_from(self, run: _Run) -> None:
-        """Stop holding a run and all that is held behind it."""
+        """Remove a run and all runs of this member that follow it."""
         behind = [run]
         for each in behind:
             behind.extend(child for child in (each.children or {}).values() if child in self._held)
@@ -191,7 +192,7 @@ class PrefixIndex:
             self._give_up(each)
 
     def _give_up(self, run: _Run) -> None:
-        """Stop holding a run behind which nothing is held; a run without any holder leaves the tree."""
+        """Remove a run without held next runs from this member; a run without holders is removed from the tree."""
         del self._held[run]
         self._blocks -= len(run.hashes)
         run.holders = tuple(each for each in run.holders if each is not self)
@@ -205,10 +206,10 @@ class PrefixIndex:
 
 
 def _split(run: _Run, at: int) -> _Run:
-    """Cut a run before its block ``at`` and return the new first part; ``run`` becomes what follows it.
+    """Split a run before its block ``at``; return the new first run. ``run`` keeps the other blocks.
 
-    The second part keeps its age at every holder. The first part must be evicted later, so it counts as just used, and
-    so do all runs before it.
+    ``run`` keeps its time of last use at every holder. The first run must be evicted after ``run``, so the first run
+    and all earlier runs count as just used.
     """
     parent = run.parent
     assert parent is not None
@@ -226,6 +227,6 @@ def _split(run: _Run, at: int) -> _Run:
 
 
 def _agreement(run: Sequence[int], hashes: Sequence[int], began: int) -> int:
-    """Return how many blocks of a run agree with a prompt's from its block ``began`` on; the first one does."""
+    """Return how many blocks of a run are equal to a prompt's blocks from ``began`` on; the first block is equal."""
     most = min(len(run), len(hashes) - began)
     return bisect_left(range(most), True, lo=1, key=lambda block: run[block] != hashes[began + block])

@@ -1,16 +1,16 @@
-"""The suspension of a member after failures in a row (a circuit breaker)."""
+"""The suspension of a member after consecutive failures (a circuit breaker)."""
 
 from math import inf
 
-# After this many failures in a row a member is suspended for FIRST_SUSPENSION_S. Each further failure doubles the time,
-# up to LONGEST_SUSPENSION_S. Any success resets the count.
+# After FAILURES_IN_A_ROW consecutive failures, a member is suspended for FIRST_SUSPENSION_S. Each further failure
+# doubles the time, up to LONGEST_SUSPENSION_S. Any success resets the count.
 FAILURES_IN_A_ROW = 3
 FIRST_SUSPENSION_S = 1.0
 LONGEST_SUSPENSION_S = 30.0
 
 
 class Suspension:
-    """The failures in a row of one member, and until when it is suspended."""
+    """One member's consecutive failures, and the end of its suspension."""
 
     def __init__(self) -> None:
         self.until_s: float | None = None
@@ -20,7 +20,7 @@ class Suspension:
     def failed(self, now: float, dispatched_s: float) -> bool:
         """Count a request that the member failed; return whether this suspends the member.
 
-        A request that was dispatched before the last suspension proves nothing new when it fails.
+        A failure does not count if the request was dispatched before the last suspension.
         """
         if dispatched_s < self._since_s:
             return False
@@ -33,6 +33,6 @@ class Suspension:
         return True
 
     def succeeded(self) -> None:
-        """End the row of failures and the suspension."""
+        """Reset the failure count and end the suspension."""
         self._failures = 0
         self.until_s = None

@@ -1,8 +1,8 @@
-"""Read-only views of a pool's members towards one prompt at one moment.
+"""Read-only views of a pool's members for one prompt at one time.
 
-Making a member's Candidate takes microseconds, so a decision does that only for its pair and its choice. What it must
-know of all members comes in columns: lists of plain numbers, one number per member of a ring, computed in one pass.
-``fleet`` makes views, ``situation`` passes them to policies.
+The creation of a Candidate takes microseconds, so a decision creates candidates only for its pair and its choice. For
+all members of a ring, a view computes lists of plain numbers with one number per member. ``fleet`` creates views;
+``situation`` passes them to policies.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from dualmap.prompts.blocks import BlockChain
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
-    """A member with what this router knows about it; ``endpoint`` and ``state`` are formatted once."""
+    """A member with its load and index in this router; ``endpoint`` and ``state`` are formatted only once."""
 
     member: Member
     endpoint: str
@@ -28,7 +28,7 @@ class Instance:
 
 
 class Roster:
-    """The members that a ring's keys may go to, by id; the summaries are valid after ``Ledger.update``."""
+    """The members of a ring, by id; the summaries are valid after ``Ledger.update``."""
 
     def __init__(self, instances: tuple[Instance, ...]) -> None:
         self.instances = instances
@@ -37,7 +37,7 @@ class Roster:
 
 
 class View:
-    """The members of a pool towards one prompt; valid until the next event."""
+    """The members of a pool for one prompt; valid until the next event."""
 
     def __init__(
         self, now: float, chain: BlockChain, instances: Mapping[str, Instance], tree: PrefixTree, *, stall_s: float
@@ -76,7 +76,7 @@ class View:
 
 
 class Everyone:
-    """Every member of a ring towards one prompt: see ``dualmap.policies.situation.Everyone``."""
+    """Every member of a ring for one prompt: see ``dualmap.policies.situation.Everyone``."""
 
     def __init__(self, view: View, find_roster: Callable[[], Roster]) -> None:
         self._view = view
@@ -84,7 +84,7 @@ class Everyone:
 
     @cached_property
     def _roster(self) -> Roster:
-        # Most decisions need only the pair, so the roster is found when it is first needed.
+        # Most decisions need only the pair, so the roster is read at its first use.
         return self._find_roster()
 
     def __len__(self) -> int:
@@ -99,7 +99,8 @@ class Everyone:
     def costs_s(self, weights: Weights) -> list[float]:
         """Return each member's cost by ``weights``."""
         now, tokens, summaries = self._view.now, self._view.chain.tokens, self._roster.summaries
-        # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n: first without any.
+        # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n. The first pass computes the
+        # cost with h = 0, and the second pass subtracts the cached tokens.
         kv, linear, quadratic = weights.active_kv, weights.compute * tokens, weights.compute * tokens**2
         costs_s = [
             (left_s if (left_s := each.ends_s - now) > each.least_queue_s else each.least_queue_s)
@@ -120,22 +121,22 @@ class Everyone:
         return [each.pending_tokens for each in self._roster.summaries]
 
     def in_flight(self) -> list[int]:
-        """Return each member's requests in flight."""
+        """Return each member's number of requests in flight."""
         return [each.in_flight for each in self._roster.summaries]
 
     def requests(self) -> list[int]:
-        """Return each member's requests, in flight or queued."""
+        """Return each member's number of requests in flight and queued."""
         return [each.requests for each in self._roster.summaries]
 
     def placed_tokens(self) -> list[int]:
-        """Return the KV tokens of each member's requests in flight, and those that its queued requests will add."""
+        """Return each member's KV tokens of requests in flight, plus the tokens that its queued requests will add."""
         return [each.placed_tokens for each in self._roster.summaries]
 
     def matched_tokens(self) -> list[int]:
-        """Return how much of the prompt each member is believed to have cached."""
+        """Return the number of the prompt's tokens that each member is assumed to cache."""
         positions, chain = self._roster.positions, self._view.chain
         held = self._view.tree.holders(self._view.path)
-        # Most members that hold some of a prompt hold the same number of its blocks.
+        # Most members that hold blocks of the prompt hold the same number of blocks.
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         matched_tokens = [0] * len(positions)
         for index, blocks in held.items():

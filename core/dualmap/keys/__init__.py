@@ -1,4 +1,4 @@
-"""From a prompt's chain to its pair of members: key length by hotness, hash rings, ring membership, sessions.
+"""Maps a prompt's chain to its pair of members: key length by hotness, hash rings, ring membership, sessions.
 
-May import replicas, pools, prompts and errors.
+This package may import replicas, pools, prompts and errors.
 """

@@ -1,18 +1,19 @@
-"""The prefix hotness tree: how many blocks a request's hash key spans (paper section 3.2, A.1.1).
+"""The prefix hotness tree: decides the number of blocks in a request's hash key (paper section 3.2, A.1.1).
 
-A key starts at ``initial_blocks``. A prefix is *split* when it carries more than ``split_share`` of the window's
-requests. The key then has one more block, so that the requests behind a hot prefix spread over more pairs. A split
-prefix is merged again when its share falls below ``merge_share``. A node is named by its block's chained hash, which
-already names the whole path above it, so the tree is a dictionary.
+A key has at least ``initial_blocks`` blocks. A prefix with more than ``split_share`` of the window's requests is split:
+keys with this prefix have one more block. The requests with a hot prefix therefore spread over more pairs. A split
+prefix is merged again if its share decreases below ``merge_share``. A node's id is the chained hash of its block, which
+includes all earlier blocks, so the tree is a dictionary.
 
-Counts live in buckets of a sliding window. A request counts its prefixes from the initial length down to one block
-below what earlier requests have counted. A prefix seen once costs one node. A prefix of many requests is known as deep
-as they share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so the counts of other
-router replicas are added to them. Replicas that have exchanged their counts and split nodes agree on every key.
+Counts are stored in buckets of a sliding window. A request counts its prefixes from the initial length up to the first
+prefix that is not in the tree. The request adds that prefix to the tree. A prompt without shared blocks therefore adds
+one node. The tree contains all blocks that many requests share, so a key can grow by many blocks at once if its prefix
+becomes hot. Counts are sums, so the counts of other router replicas are added. Replicas that have exchanged their
+counts and split nodes compute the same keys.
 
-Deviations from the paper: the policy sets the thresholds relative to ``1/n`` (published: 2/n and 1/n). Shares are
-compared at every request instead of between windows, over the window and over its newest two buckets. No prefix splits
-on fewer than MIN_SPLIT_REQUESTS requests.
+There are three deviations from the paper. The policy sets the thresholds as multiples of ``1/n`` for n members
+(published: 2/n and 1/n). Shares are compared at every request instead of between windows, over the window and over its
+newest two buckets. A prefix with fewer than MIN_SPLIT_REQUESTS requests is never split.
 """
 
 from bisect import bisect_left
@@ -22,17 +23,18 @@ from dataclasses import dataclass, field
 
 from dualmap.replicas.update import HotnessCounts
 
-# A bucket is a twelfth of the window, but never longer than this: recent traffic is the newest two buckets.
+# A bucket is a twelfth of the window, but at most LONGEST_BUCKET_S, because the newest two buckets are the recent
+# traffic.
 BUCKETS = 12
 LONGEST_BUCKET_S = 5.0
 MAX_NODES = 65_536
-# Fewer requests than this are too few to estimate a prefix's share.
+# The smallest number of requests for an estimate of a prefix's share.
 MIN_SPLIT_REQUESTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotnessRule:
-    """Shares of the window's requests above which a prefix splits and below which it merges, in units of 1/n."""
+    """The shares of requests above which a prefix is split and below which it is merged, in units of 1/n."""
 
     split: float
     merge: float
@@ -43,13 +45,13 @@ class _Bucket:
     began_s: float
     requests: int = 0
     nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    # Counted here and not yet sent to the other replicas; dropped with the bucket if it is never taken.
+    # The counts of this replica that are not yet sent to the other replicas; they are removed with the bucket.
     unsent_requests: int = 0
     unsent_nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class HotnessTree:
-    """The traffic shares of prefixes over a sliding window, and the key lengths that result."""
+    """The traffic shares of prefixes over a sliding window, and the resulting key lengths."""
 
     def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float) -> None:
         self._initial = initial_blocks
@@ -65,16 +67,16 @@ class HotnessTree:
 
     @property
     def nodes(self) -> int:
-        """How many prefixes the window knows."""
+        """The number of prefixes in the window."""
         return len(self._nodes)
 
     @property
     def split_prefixes(self) -> int:
-        """How many prefixes are split at the moment."""
+        """The number of prefixes that are split now."""
         return len(self._split)
 
     def key_blocks(self, now: float, hashes: Sequence[int], *, split_share: float, merge_share: float) -> int:
-        """Count a request and return how many blocks its key spans: at least one if there are any, at most all.
+        """Count a request and return the number of blocks in its key: at least 1 unless ``hashes`` is empty.
 
         ``split_share`` and ``merge_share`` are shares of the window's requests (0 to 1).
         """
@@ -86,11 +88,11 @@ class HotnessTree:
         if deepest < self._initial:
             return deepest
         self._count(bucket, hashes[self._initial - 1 : deepest])
-        # The key's last block is the deepest one that may be added, so its own split does not matter.
+        # The last of these blocks is the last block that a key may have, so its own split has no effect.
         return self._initial + self._split_run(hashes[self._initial - 1 : deepest - 1], split_share, merge_share)
 
     def take_counts(self) -> HotnessCounts:
-        """Return what was counted here since the last call, for the other replicas."""
+        """Return this replica's counts since the last call, for the other replicas."""
         requests, nodes = 0, dict[int, int]()
         for bucket in self._buckets:
             if not bucket.unsent_requests:
@@ -102,7 +104,7 @@ class HotnessTree:
         return HotnessCounts(requests=requests, nodes=nodes, split=self._take_split())
 
     def merge(self, said_s: float, counts: HotnessCounts) -> None:
-        """Add what another replica counted around ``said_s``; ignored if that is before the window."""
+        """Add another replica's counts at the time ``said_s``; ignore counts from before the window."""
         newest = self._bucket_at(said_s)
         if said_s <= newest.began_s - self._window_s:
             return
@@ -111,7 +113,7 @@ class HotnessTree:
         self._requests += counts.requests
         for node, requests in counts.nodes.items():
             self._add(bucket, node, requests)
-        # If one of them is cold by now, the next request behind it merges it.
+        # If one of these nodes is no longer hot, the next request with its prefix merges it.
         self._split.update(node for node in counts.split if node in self._nodes)
 
     def _take_split(self) -> tuple[int, ...]:
@@ -122,7 +124,7 @@ class HotnessTree:
         return tuple(self._split)
 
     def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:
-        """Count a request's prefixes, down to the first one that was unknown."""
+        """Count a request's prefixes up to the first prefix that is not in the tree, and add that prefix."""
         nodes, in_bucket, unsent = self._nodes, bucket.nodes, bucket.unsent_nodes
         for node in path:
             before = nodes.get(node)
@@ -135,10 +137,11 @@ class HotnessTree:
             unsent[node] += 1
 
     def _split_run(self, path: Sequence[int], split_share: float, merge_share: float) -> int:
-        """Split or merge prefixes by their shares; return how many from the first on are split now.
+        """Split or merge prefixes by their shares; return the number of leading prefixes that are split.
 
-        Recent traffic alone can split a node, so a prefix that turns hot is noticed within seconds while the window is
-        still full of other traffic. A node is merged only if it is cold in both.
+        Recent traffic alone can split a node, so a new hot prefix is detected within seconds even if the window
+        contains much other traffic. A node is merged only if its shares of the window and of the recent traffic are
+        both below the threshold.
         """
         last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else None
         recent_requests = last.requests + (prior.requests if prior else 0)
@@ -162,7 +165,7 @@ class HotnessTree:
         return len(path)
 
     def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
-        """Add to a node's count; return False if there is nothing to add, or the node is new and the tree is full."""
+        """Add to a node's count; return False if ``requests`` is 0, or the node is new and the tree is full."""
         before = self._nodes.get(node)
         if requests <= 0 or (before is None and len(self._nodes) >= MAX_NODES):
             return False
@@ -175,13 +178,13 @@ class HotnessTree:
         began_s = now - now % self._bucket_s
         while self._buckets and self._buckets[0].began_s <= began_s - self._window_s:
             self._forget(self._buckets.popleft())
-        # If the clock stood still or was set back, the newest bucket counts.
+        # If the clock did not advance or was set back, use the newest bucket.
         if not self._buckets or self._buckets[-1].began_s < began_s:
             self._buckets.append(_Bucket(began_s))
         return self._buckets[-1]
 
     def _bucket_before(self, newest: _Bucket, said_s: float) -> _Bucket:
-        """Return the bucket of a time before the newest one's, which may have had no requests until now."""
+        """Return the bucket of ``said_s``, a time before the newest bucket; create it if it does not exist."""
         began_s = said_s - said_s % self._bucket_s
         at = bisect_left(self._buckets, began_s, key=lambda each: each.began_s)
         if self._buckets[at].began_s != began_s:

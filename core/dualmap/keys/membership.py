@@ -1,8 +1,8 @@
-"""The members that may take a request, as rings: all of them, or a subset, without the suspended ones.
+"""Hash rings over the members that a request may use: all members or a subset, without suspended members.
 
-Rings are immutable; each is built when it is first needed. A suspended member leaves the rings like a draining one, so
-only its own keys go elsewhere, and it returns to the same keys. If all members are suspended, all stay in the rings: a
-doubtful member is better than none.
+Rings are immutable; each ring is created at its first use. A suspended member leaves the rings like a draining member:
+only its own keys map to other members. When the member resumes, it gets the same keys. If all members are suspended,
+all members stay in the rings, so that requests still have a destination.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,16 @@ class Membership:
         self.members: dict[str, Member] = {member.id: member for member in pool.members}
         self.suspended: frozenset[str] = frozenset()
         self._pool = pool
-        # Every response asks for the member that served it. If two share an endpoint, the first one is returned.
+        # Every response needs the member that served it. If two members have the same endpoint, the first member is
+        # returned.
         self._at = {member.endpoint: member for member in reversed(pool.members)}
         self._rings: dict[frozenset[str] | None, DualRing] = {}
         self._ring = self._build(None)
         self.size = len(self._ring.members)
-        """How many members take new keys, suspended ones included; hotness thresholds are relative to their share."""
+        """The number of members that new keys may map to, including suspended members; hotness thresholds use it."""
 
     def ring(self, subset: frozenset[str] | None) -> DualRing:
-        """Return the rings over the members a request may use; a bare ip in ``subset`` allows any port of it."""
+        """Return the rings over the members that a request may use; an ``ip`` in ``subset`` allows all its ports."""
         if subset is None:
             return self._ring
         ring = self._rings.get(subset)
@@ -44,7 +45,7 @@ class Membership:
         return self._at.get(endpoint)
 
     def suspend(self, members: Iterable[str]) -> None:
-        """Leave exactly these members out of the rings."""
+        """Set the suspended members, and remove exactly these members from the rings."""
         self.suspended = frozenset(members)
         self._rings.clear()
         self._ring = self._build(None)

@@ -1,12 +1,14 @@
-"""Two independent hash rings: a key to its pair of members (paper sections 3.2 and 3.4).
+"""Two independent hash rings that map a key to its pair of members (paper sections 3.2 and 3.4).
 
-A ring is an immutable snapshot of the members that take new keys; a change of membership makes a new one. Identity is
-the member's id: order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
+A ring is an immutable snapshot of the members that new keys may map to; a change of membership creates a new ring. The
+mapping depends on the members' ids and weights only, not on their order, addresses or restarts. A member that leaves
+and joins again gets the same keys.
 
-Deviations from the paper: instead of one anchor per instance, whose arcs are very unequal, a ring has one of two forms.
-In weighted rendezvous hashing every member scores every key, and the best score wins. The other form has
-``virtual_nodes`` anchors per member. When both rings map a key to one member, the second candidate is the *next
-distinct member on ring 2* instead of ``id + 1 mod n`` (eq. 5), which keeps the pair stable when membership changes.
+There are two deviations from the paper. The paper's ring has one anchor per instance, so the shares of the instances
+are very unequal. This module's rings use weighted rendezvous hashing (a key maps to the member with the highest score)
+or ``virtual_nodes`` anchors per member. If both rings map a key to the same member, the paper's second candidate is
+``id + 1 mod n`` (eq. 5). This module uses the next distinct member on ring 2, which keeps the pair stable when
+membership changes.
 """
 
 from bisect import bisect_left
@@ -26,29 +28,29 @@ Pair = tuple[str, ...]
 
 
 class HashRing(Protocol):
-    """One ring: the best members for a key, best first."""
+    """One ring: an order of the members for each key."""
 
     def best(self, key: int) -> str:
-        """Return the member a key maps to."""
+        """Return the member that a key maps to."""
 
     def best_two(self, key: int) -> tuple[str, str]:
-        """Return the two distinct members a key meets first; the ring must have two."""
+        """Return the first two distinct members for a key; the ring must have at least two members."""
 
     def walk(self, key: int) -> Iterator[str]:
-        """Return every member once, in the order a key meets them."""
+        """Return every member once, in the ring's order for the key."""
 
     def shares(self) -> dict[str, float]:
         """Return the share of all keys (0 to 1) that maps to each member."""
 
 
 class RendezvousRing:
-    """Weighted rendezvous (highest random weight) hashing; exact in proportion, O(members) per key."""
+    """Weighted rendezvous (highest random weight) hashing: shares are proportional to weights, O(members) per key."""
 
     def __init__(self, members: Sequence[Member], *, seed: int) -> None:
         self._ids = [member.id for member in members]
         self._seeds = [xxh3_64_intdigest(member.id.encode(), seed) for member in members]
         weights = {member.weight for member in members}
-        # With equal weights the scores have the order of the hashes, so the logarithm is not needed.
+        # With equal weights, the order of the scores is the order of the hashes, so no logarithm is needed.
         self._weights = None if len(weights) == 1 else [member.weight for member in members]
 
     def _scores(self, key: int) -> Sequence[float]:
@@ -71,19 +73,19 @@ class RendezvousRing:
         return self._ids[first], self._ids[scores.index(max(scores))]
 
     def walk(self, key: int) -> Iterator[str]:
-        """Return every member once, in the order of falling score for the key."""
+        """Return every member once, in the order of decreasing score for the key."""
         scores = self._scores(key)
         return (self._ids[each] for each in sorted(range(len(scores)), key=scores.__getitem__, reverse=True))
 
     def shares(self) -> dict[str, float]:
-        """Return each member's share of the weights, which is its share of the keys."""
+        """Return each member's share of the keys, which is its share of the weights."""
         weights = self._weights or [1] * len(self._ids)
         total = sum(weights)
         return {member: weight / total for member, weight in zip(self._ids, weights, strict=True)}
 
 
 class VirtualNodeRing:
-    """Consistent hashing with many anchors per member, in proportion to its weight; O(log anchors) per key."""
+    """Consistent hashing: each member has anchors in proportion to its weight; O(log anchors) per key."""
 
     def __init__(self, members: Sequence[Member], *, seed: int, virtual_nodes: int) -> None:
         anchors = [
@@ -105,14 +107,14 @@ class VirtualNodeRing:
         return self._owners[self._first(key)]
 
     def best_two(self, key: int) -> tuple[str, str]:
-        """Return the owners of the first anchor clockwise of the key and of the next that is another's."""
+        """Return the owner of the first anchor clockwise of the key, and the next different owner."""
         start = self._first(key)
         first = self._owners[start]
         for step in range(1, len(self._owners)):
             owner = self._owners[(start + step) % len(self._owners)]
             if owner != first:
                 return first, owner
-        raise AssertionError("best_two asked of a ring with one member")
+        raise AssertionError("best_two requires a ring with at least two members")
 
     def walk(self, key: int) -> Iterator[str]:
         """Return every member once, in the order of their first anchors clockwise of the key."""
@@ -124,7 +126,7 @@ class VirtualNodeRing:
                 yield owner
 
     def shares(self) -> dict[str, float]:
-        """Return how much of the circle lies before each member's anchors."""
+        """Return each member's share of the keys: the total length of the arcs before its anchors."""
         shares = dict.fromkeys(self._owners, 0.0)
         before = self._points[-1] - _TWO_64
         for point, owner in zip(self._points, self._owners, strict=True):
@@ -134,7 +136,7 @@ class VirtualNodeRing:
 
 
 class DualRing:
-    """An immutable snapshot of both rings over the members that take new keys."""
+    """An immutable snapshot of both rings over the members that new keys may map to."""
 
     def __init__(self, members: Iterable[Member], spec: Ring) -> None:
         self.members = tuple(sorted((m for m in members if m.takes_new_keys), key=lambda member: member.id))
@@ -142,7 +144,7 @@ class DualRing:
         self.ids = frozenset(self._positions)
         self._spec = spec
         self._rings = (self._ring(1), self._ring(2)) if len(self.members) > 1 else None
-        # Conversations use the same keys again and again, and a key's pair never changes within a snapshot.
+        # A cache of pairs: conversations repeat the same keys, and a key's pair never changes within a snapshot.
         self._memo: dict[int, Pair] = {}
 
     def _ring(self, number: int) -> HashRing:
@@ -154,7 +156,7 @@ class DualRing:
     def pair(self, key: int) -> Pair:
         """Return the ids of the key's two distinct candidates, in ring order.
 
-        A ring of one member gives that one; an empty ring an empty tuple.
+        The result has one id if the ring has one member, and is empty for an empty ring.
         """
         if self._rings is None:
             return tuple(member.id for member in self.members)
@@ -174,7 +176,7 @@ class DualRing:
         return ring_1.shares(), ring_2.shares()
 
     def walk(self, key: int) -> Iterator[int]:
-        """Return the position in ``members`` of each, in the order the key meets them on ring 1."""
+        """Return the positions of all members in ``members``, in the order of ring 1 for the key."""
         if self._rings is None:
             return iter(range(len(self.members)))
         return map(self._positions.__getitem__, self._rings[0].walk(key))

@@ -1,13 +1,14 @@
-"""Sessions: requests that a client declares to belong together, and which member has each session's KV.
+"""Sessions: requests with the same session id from the client, and the member that has each session's KV.
 
-A session's name roots the key of its requests, so that all of them have one pair regardless of their prompts. The
-binding names the member that computed the last turn. Bindings follow the traffic: the member that a turn goes to has
-the session's KV afterwards. With ``session.migration`` a turn goes to the session's host unless EAR's rule moves the
-session (``dualmap.policies.migration``). Without it the policy chooses, with the host as one more candidate.
+A session's key replaces the leading blocks of its requests, so that all requests of a session have the same pair. A
+session's binding contains its host: the member that computed the last turn (request). Each turn updates the binding,
+because the member that computes the turn then has the KV cache of the session. With ``session.migration``, a turn goes
+to the session's host unless EAR's rule moves the session (``dualmap.policies.migration``). Without
+``session.migration``, the policy chooses a member, with the host as an additional candidate.
 
-Replicas share bindings: a session's ``version`` counts its moves, and of two bindings the one with the higher version
-is valid. The table is bounded: the least recently used binding is evicted first, and a binding expires ``ttl_s`` after
-its last turn.
+Replicas exchange bindings. A session's ``version`` counts its moves, and the binding with the higher version is valid.
+The table has a maximum size and evicts the least recently used binding first. A binding expires ``ttl_s`` after its
+last turn.
 """
 
 from collections import OrderedDict
@@ -19,16 +20,16 @@ from xxhash import xxh3_64_intdigest
 from dualmap.replicas.update import SharedBinding
 
 MAX_SESSIONS = 65_536
-# The store answers within about a tenth of a second. A later binding does not correct a guess.
+# The time in which a binding from the store may correct a guessed binding; the store usually answers within 0.1 s.
 GUESS_S = 5.0
 
 
 @dataclass(slots=True)
 class Binding:
-    """The member with a session's KV: ``host``.
+    """A session's binding to ``host``, the member with its KV.
 
-    ``hint_tokens`` of its context are believed to be cached there although the prefix index has no entry for them: the
-    binding came from the store. ``guessed_s`` is when the session was bound before the store's answer arrived.
+    ``hint_tokens`` is set for a binding from the store: the host is assumed to cache this many tokens, which the prefix
+    index does not contain. ``guessed_s`` is the time at which the session was bound without an answer from the store.
     """
 
     host: str
@@ -46,7 +47,10 @@ def session_key(name: str, root: int) -> int:
 
 
 class SessionTable:
-    """The bindings that this router knows; ``replicated`` keeps what ``take_changes`` and ``take_wanted`` return."""
+    """The bindings in this router.
+
+    If ``replicated`` is true, the table stores changes and unknown sessions for ``take_changes`` and ``take_wanted``.
+    """
 
     def __init__(self, ttl_s: float, *, replicated: bool) -> None:
         self.ttl_s = ttl_s
@@ -59,7 +63,7 @@ class SessionTable:
         return len(self._bindings)
 
     def get(self, now: float, session: int) -> Binding | None:
-        """Return a session's binding, or None; an unknown session is recorded as wanted."""
+        """Return a session's binding, or None; an unknown session is added to the sessions of ``take_wanted``."""
         binding = self._bindings.get(session)
         if binding is None or now - binding.used_s > self.ttl_s:
             if self._replicated:
@@ -85,10 +89,10 @@ class SessionTable:
             self._changed[session] = None
 
     def adopt(self, now: float, shared: SharedBinding, *, hinted: bool) -> None:
-        """Take another replica's binding unless the one known here is newer; ``hinted``: it comes from the store.
+        """Apply another replica's binding unless this router's binding is newer; ``hinted``: it is from the store.
 
-        A turn that was sent before the store's answer arrived has moved the session: its version is one more than the
-        store's.
+        If a turn was sent to another member before the store answered, that turn has moved the session. The version of
+        a session that moved in this way is the store's version plus one.
         """
         known = self._bindings.get(shared.session)
         if known is not None and known.version > shared.version:
@@ -111,7 +115,7 @@ class SessionTable:
         self._trim(now)
 
     def take_changes(self, now: float) -> tuple[SharedBinding, ...]:
-        """Return the bindings that changed here since the last call."""
+        """Return the bindings that this router has changed since the last call."""
         changed, self._changed = self._changed, {}
         return tuple(
             SharedBinding(
@@ -131,7 +135,7 @@ class SessionTable:
         return tuple(wanted)
 
     def _trim(self, now: float) -> None:
-        """Drop the bindings that expired or exceed the bound, least recently used first."""
+        """Remove expired bindings and bindings above the maximum size, least recently used first."""
         while self._bindings:
             session, oldest = next(iter(self._bindings.items()))
             if len(self._bindings) <= MAX_SESSIONS and now - oldest.used_s <= self.ttl_s:

@@ -1,5 +1,5 @@
-"""Kubernetes objects to values: InferencePools and pods, as the router and the operator both read them.
+"""Converts Kubernetes objects (InferencePools and pods) into values for the router and the operator.
 
-May import ``dualmap.errors``, ``dualmap.pools`` and policies (their registry); no other module of the core imports it.
-No I/O: bodies arrive already parsed.
+This package may import ``dualmap.errors``, ``dualmap.pools`` and the registry of policies. No other package of the core
+imports this package. The package has no I/O: callers pass parsed objects.
 """

@@ -1,8 +1,8 @@
-"""Kubernetes pods to the facts that router and operator share: whether a pod serves, and whether it terminates.
+"""Converts Kubernetes pods into facts for the router and the operator, such as ``serving`` and ``terminating``.
 
-The operator puts pods on the rings by these facts (``dualmap_operator.decide.pod_reading``). The router stops picking
-a pod by them before the operator updates the ring. Bodies are the API's JSON. Any user may have created the pods, so
-no content of a body raises: a field that cannot be read counts as absent.
+The operator uses these facts to add pods to the rings (``dualmap_operator.decide.pod_reading``). The router uses them
+to stop picking a pod before the operator updates the ring. Any user may have created a pod, so its object may have any
+content. No function raises: an invalid field counts as absent.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any, Final
 from dualmap.objects.pool_reader import GROUP
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
-"""The readiness gate that keeps a pod unready in Kubernetes until the operator has put it on the rings."""
+"""The readiness gate that keeps a pod unready in Kubernetes until the operator adds the pod to the rings."""
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
@@ -21,14 +21,15 @@ _MAX_RESTARTS: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFacts:
-    """The facts about one pod that routing and draining use.
+    """The facts about one pod for routing and draining.
 
-    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but the in-ring gate
-    true, its node not lost. It is independent of ``terminating``: a pod that is being deleted still finishes its
-    requests. ``serving_since`` is the latest transition among the conditions that decide it (RFC 3339, as the API wrote
-    it), empty without one. ``ready`` is the pod's Ready condition, which includes the in-ring gate. ``in_ring`` is that
-    gate, None for a pod without it. ``incarnation`` differs between pods and after each restart of a container; empty
-    if unknown. ``address`` is empty until the pod has one.
+    ``serving`` is true if the engine can receive requests. The containers are then ready, all readiness gates except
+    the in-ring gate are true, and the node is not lost. ``serving`` may be true for a terminating pod, because that pod
+    still finishes its requests. ``serving_since`` is the latest transition of the conditions for ``serving``, as an RFC
+    3339 text from the API; empty if there is no transition. ``ready`` is the pod's Ready condition, which includes the
+    in-ring gate. ``in_ring`` is the condition of the in-ring gate, None for a pod without this gate. ``incarnation``
+    differs between pods and after each restart of a container; empty if unknown. ``address`` is empty until the pod has
+    an IP address.
     """
 
     name: str
@@ -46,7 +47,7 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Condition:
-    """One condition of the pod's status; ``since`` is its last transition as the API wrote it."""
+    """One condition of the pod's status; ``since`` is its lastTransitionTime as text."""
 
     holds: bool = False
     since: str = ""
@@ -81,19 +82,19 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
 
 
 def mapping_in(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping at ``key``; an empty one for any other value."""
+    """Return the mapping at ``key``, or an empty mapping for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings_in(mapping: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in the list at ``key``; none for any other value."""
+    """Return the mappings in the list at ``key``, or an empty list for any other value."""
     value = mapping.get(key)
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def text_in(mapping: Mapping[str, Any], key: str) -> str:
-    """Return the text at ``key``; an empty one for any other value."""
+    """Return the text at ``key``, or an empty text for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, str) else ""
 
@@ -110,16 +111,17 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 
 
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
-    """Return whether the node lifecycle controller took the pod's readiness away because its node stopped reporting.
+    """Return whether the node lifecycle controller set Ready to false because the pod's node stopped reporting.
 
-    That controller sets Ready to false without a reason and leaves ContainersReady as it was. A kubelet gives a reason
-    for Ready false. For one that gives none, two facts explain Ready false: Ready was false before the containers
-    became ready, or our gate was closed first. A gate closed later is our own answer to the loss.
+    The node lifecycle controller sets Ready to false without a reason and does not change ContainersReady. Most
+    kubelets write a reason when they set Ready to false. A kubelet that writes no reason has two causes for Ready
+    false. Either the containers were not ready yet, or the in-ring gate became false first. If the gate became false
+    after Ready, the operator closed the gate because of the lost node.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
     gate = conditions.get(IN_RING_GATE)
-    # The API writes every time as UTC in whole seconds, so that the order of the texts is the order of the times. A
-    # kubelet answers to the gate within the second.
+    # The API writes every time in UTC with whole seconds, so the order of the texts is the order of the times. A
+    # kubelet updates Ready within a second after a change of the gate.
     gate_explains = gate is not None and not gate.holds and gate.since <= ready.since
     return not ready.holds and not ready.reason and ready.since > containers.since and not gate_explains
 

@@ -1,9 +1,8 @@
-"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values.
+"""Converts InferencePool objects, parsed from YAML or from the Kubernetes API, into Pool values.
 
-Every error is a PoolError that names the field's path, the value found and the values accepted. Unknown fields under
-``spec`` and of a ring's members are errors too: a misspelled setting must not be ignored. ``metadata``, the rest of
-``status`` and ``spec.workload`` may hold anything, so that the output of ``kubectl get dmpool -o yaml`` is accepted
-unchanged.
+Every error is a PoolError with the field's path, its value and the accepted values. Unknown fields in ``spec`` and in a
+ring's members are also errors, so that a misspelled setting is not ignored. ``metadata``, ``spec.workload`` and the
+other fields of ``status`` may have any content, so that the output of ``kubectl get dmpool -o yaml`` is valid input.
 """
 
 import re
@@ -52,7 +51,7 @@ _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII
 def read_pools(document: object) -> tuple[Pool, ...]:
     """Read one InferencePool, a ``List`` or an ``InferencePoolList``.
 
-    Raises PoolError for anything else, for a field that is not accepted, and for pools that claim one name or model.
+    Raises PoolError for any other document, for an invalid field, and for two pools with the same name or model.
     """
     root = _Fields(document, "")
     if root.raw.get("kind") in _LISTS:
@@ -65,7 +64,7 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:
-    """Raise PoolError when two pools share a name, or a model name, alias or adapter: a request names only these."""
+    """Raise PoolError if two pools have the same name, or the same model name, alias or adapter."""
     ids: set[str] = set()
     owners: dict[str, str] = {}
     for pool in pools:
@@ -80,7 +79,7 @@ def check_distinct(pools: Iterable[Pool]) -> None:
 
 
 def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: float = 86_400.0) -> float:
-    """Return a duration such as ``500ms``, ``5s``, ``10m`` or ``1h`` in seconds; raises PoolError for ``field``."""
+    """Return a duration such as ``500ms``, ``5s``, ``10m`` or ``1h`` in seconds; raise PoolError for ``field``."""
     accepted = f"a number and a unit (ms, s, m or h) from {_spell_s(low_s)} to {_spell_s(high_s)}, such as 5s"
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -92,7 +91,7 @@ def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: f
 
 
 class _Fields:
-    """A mapping and its path. Each accessor returns one checked field, or raises a PoolError with the field's path."""
+    """A mapping and its path. Each method returns one checked field, or raises PoolError with the field's path."""
 
     def __init__(self, value: object, path: str) -> None:
         if value is None and path:
@@ -387,7 +386,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             )
         members[member.id] = member
         endpoints[member.endpoint] = member.id
-    # The order in the file must not affect rings, ties or round robin.
+    # Sort by id: the order in the file must not affect rings, tie-breaking or round robin.
     return tuple(sorted(members.values(), key=lambda member: member.id))
 
 
@@ -402,13 +401,13 @@ def _read_address(fields: _Fields) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """Return a field's name as one short printable line, since an unknown field may have any name."""
+    """Return a field's name as a short printable line, because an unknown field may have any name."""
     shown = name if name.isprintable() else repr(name)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _spell_s(seconds: float) -> str:
-    """Return a bound as a pool spells durations."""
+    """Return a limit in the pool's format for durations."""
     for unit in ("h", "m", "s"):
         if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
             return f"{seconds / _UNIT_S[unit]:g}{unit}"

@@ -1,5 +1,5 @@
-"""The routing policies: their input (``situation``), the rule of each, and their registry.
+"""The routing policies, their input (``situation``) and their registry.
 
-One file per policy, in three folders by the signals it uses. May import keys, pools and errors,
-never prompts or replicas. A policy keeps no state.
+Each policy has one module, in one of three packages by the signals that the policy uses. A policy has no state. This
+package may import keys, pools and errors, but not prompts or replicas.
 """

@@ -1,12 +1,13 @@
-"""EAR's move rule: the member for a session's next turn while sessions stay with their host.
+"""EAR's rule for sessions: decides whether a session's next turn goes to its host or moves to another member.
 
-A session stays where its KV is. The session moves when its host is hot, it has not moved within the cooldown, and a
-member has room for its context and a much smaller load. The least loaded such member is chosen. The KV is not
-transferred; the new host computes it again.
+A session normally stays at the member with its KV, its host. The session moves if the host is hot and the session has
+not moved within the cooldown. Another member must have much less load and enough memory for the session's context. If
+several members are possible, the rule chooses the least loaded member. The KV is not transferred; the new host computes
+it again.
 
-Deviations: the threshold is relative, since with a fixed one sessions thrash when all members are hot. The host is hot
-when its predicted TTFT exceeds the share of the SLO at which the ``dualmap`` policy leaves a pair. A target must have
-less than ``hot_ratio`` of the host's pending prefill tokens. The policy ``ear`` is the rule as published.
+Deviations from EAR: the load threshold is relative, because with a fixed threshold sessions move constantly if all
+members are hot. If the predicted TTFT exceeds ``spill.slo_fraction`` of the SLO, the host is hot. A target must have
+less than ``hot_ratio`` of the host's pending prefill tokens. The policy ``ear`` implements the published rule.
 """
 
 from dualmap.policies.situation import Candidate, Choice, Rule, Situation
@@ -16,7 +17,7 @@ SESSION_MOVE = Rule("session-move", "the session's host is hot, and this member 
 
 
 def session_choice(situation: Situation, host: Candidate, *, hot_ratio: float) -> Choice:
-    """Return the host of the request's session, or the member the session moves to."""
+    """Return the host of the request's session, or the member to which the session moves."""
     hot_s = situation.spill.slo_fraction * situation.slo_ttft_s
     if not situation.may_move or situation.waited_s + host.ttft_s <= hot_s:
         return Choice(host, SESSION_HOST)

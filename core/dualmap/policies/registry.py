@@ -1,4 +1,4 @@
-"""The registry of routing policies, one module each; the names are those of ``spec.routing.policy``."""
+"""The registry of routing policies by name; the names are the values of ``spec.routing.policy``."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,7 +1,7 @@
-"""The input of a policy: read-only views of one request, its pair, and the whole pool.
+"""The input of a policy: read-only views of one request, its pair, and all members of the pool.
 
-A view is valid for one decision at one moment. The cost of examining every member grows with their number, so
-candidates are created on demand.
+A view is valid for one decision. The cost of reading every member grows with the number of members, so candidates are
+created on demand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +17,9 @@ from dualmap.pools.pool import Spill
 class Candidate(NamedTuple):
     """One member that a request may go to.
 
-    ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. The tokens are prompt tokens; ``matched_tokens``
-    are believed to be cached at the member. (Named tuples are as immutable as frozen dataclasses and made in half the
-    time; every decision creates two or three.)
+    ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. Token counts are prompt tokens; ``matched_tokens``
+    are assumed to be cached at the member. The class is a named tuple because every decision creates two or three
+    candidates. A named tuple is immutable and takes half the time of a frozen dataclass.
     """
 
     id: str
@@ -35,13 +35,13 @@ class Candidate(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
-        """The predicted time from a pick now to the first token: T_q + T_c."""
+        """The predicted time from a dispatch now to the first token: T_q + T_c (paper eq. 7)."""
         return self.queue_s + self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The cost of a member in seconds: ``T_q + compute * T_c + active_kv * active KV / speed``."""
+    """The weights of a member's cost in seconds: ``T_q + compute * T_c + active_kv * active KV / speed``."""
 
     compute: float
     active_kv: float = 0.0
@@ -53,9 +53,10 @@ class Weights:
 
 
 class Everyone(Protocol):
-    """Every member that takes new keys, by id: as candidates, each made on demand, or as columns.
+    """Every member that new keys may map to, by id: as candidates (created on demand) or as columns.
 
-    A column is a list with one number for each member, in the same order. It costs far less than the candidates.
+    A column is a list with one number for each member, in the same order. A column takes far less time than the
+    candidates.
     """
 
     def __len__(self) -> int: ...
@@ -71,21 +72,21 @@ class Everyone(Protocol):
         """Return each member's pending prefill tokens."""
 
     def in_flight(self) -> list[int]:
-        """Return each member's requests in flight."""
+        """Return each member's number of requests in flight."""
 
     def requests(self) -> list[int]:
-        """Return each member's requests, in flight or queued."""
+        """Return each member's number of requests in flight and queued."""
 
     def placed_tokens(self) -> list[int]:
-        """Return the KV tokens of each member's requests in flight, and those that its queued requests will add."""
+        """Return each member's KV tokens of requests in flight, plus the tokens that its queued requests will add."""
 
     def matched_tokens(self) -> list[int]:
-        """Return the prompt tokens that each member is believed to have cached."""
+        """Return the number of prompt tokens that each member is assumed to cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The part of a policy that decided: a stable name for programs, and its meaning, which follows "because"."""
+    """The rule of a policy that decided: a stable name for programs, and a meaning that completes "because"."""
 
     name: str
     meaning: str
@@ -105,13 +106,14 @@ HOST_WARM = Rule(
 
 
 class Situation:
-    """A request and the members that it can go to.
+    """A request and its candidates.
 
-    ``pair`` holds the one or two candidates in ring order. ``host`` is the member with the KV of the request's session,
-    if known; the session ``may_move`` unless it moved lately. ``waited_s`` is how long the request has waited, which
-    counts towards its TTFT. ``sequence`` numbers the pool's requests from 0. A member has room for ``room_tokens`` of
-    KV. ``everyone`` holds every member that takes new keys, by id, and is never empty. ``ring_walk`` gives their
-    positions in the order of ring 1, starting at the request's key.
+    ``pair`` contains one or two candidates in ring order. ``host`` is the member with the KV of the request's session,
+    if known. ``may_move`` is true if the session has not moved within the cooldown. ``waited_s`` is the time that the
+    request has waited, which counts towards its TTFT. ``sequence`` numbers the pool's requests from 0. ``room_tokens``
+    is the KV capacity of a member in tokens. ``everyone`` contains every member that new keys may map to, by id, and is
+    never empty. ``ring_walk`` returns the members' positions in ``everyone``, in the order of ring 1 from the request's
+    key.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Situation:
     def least(
         self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
     ) -> Candidate:
-        """Return the candidate of least cost. A stable hash of the request breaks ties, never the list's order."""
+        """Return the candidate with the lowest cost. A stable hash of the request id breaks ties."""
         costed = [(cost(candidate), candidate) for candidate in candidates]
         least = min(value for value, _ in costed)
         equal = [candidate for value, candidate in costed if value == least]
@@ -156,9 +158,9 @@ class Situation:
         return equal[self.lot(len(equal))]
 
     def cheapest(self, column: Sequence[float]) -> Candidate:
-        """Return the member with the least number in a column of ``everyone``.
+        """Return the member with the lowest number in a column of ``everyone``.
 
-        Fewest requests in flight break ties, then a stable hash of the request.
+        Ties are broken by the fewest requests in flight, then by a stable hash of the request id.
         """
         everyone, least = self.everyone, min(column)
         first = column.index(least)
@@ -175,9 +177,9 @@ class Situation:
         return self.least(self.pair, lambda each: (each.pending_tokens, each.in_flight))
 
     def warmest(self) -> tuple[Candidate, Rule]:
-        """Return the candidate of the pair with more cached tokens, or the less loaded if equal; and the rule.
+        """Return the candidate of the pair with more cached tokens (the less loaded if equal), and the rule.
 
-        The session's host is preferred only if it has more cached tokens than either.
+        If the session's host has more cached tokens than both candidates, the result is the host.
         """
         first, last = self.pair[0], self.pair[-1]
         warm = first if first.matched_tokens >= last.matched_tokens else last
@@ -190,24 +192,25 @@ class Situation:
         return warm, PAIR_WARM
 
     def lot(self, among: int, draw: int = 0) -> int:
-        """Return a pseudo-random integer from 0 to ``among`` - 1: always the same for a request id and a ``draw``."""
+        """Return a pseudo-random integer from 0 to ``among`` - 1, computed from the request id and ``draw``."""
         return xxh3_64_intdigest(self.request_id.encode(), draw) % among
 
 
 class Choice(NamedTuple):
-    """A policy's answer: the chosen candidate and the rule that fired."""
+    """A policy's result: the chosen candidate and the rule that decided."""
 
     candidate: Candidate
     rule: Rule
 
 
 class Policy(Protocol):
-    """How a request's member is chosen. Policies keep no state: the situation is their only input.
+    """A policy chooses a request's member. Policies have no state: the situation is their only input.
 
-    ``hotness`` sets when hot prefixes get longer keys; None keeps every key at its initial length. If ``rebalances`` is
-    true, queued requests move within their pair where the pool enables that. Only DualMap's policies rebalance; it
-    would undo the choices of others. If ``defers`` is true, queued requests that can still meet the SLO overtake those
-    that will miss it. Under other policies, the pool's ``queue.order: Deadline`` has that effect.
+    ``hotness`` contains the thresholds for longer keys of hot prefixes; with None, every key has its initial length. If
+    ``rebalances`` is true and the pool enables rebalancing, queued requests move within their pair. Only DualMap's
+    policies rebalance, because a move within the pair would undo the choices of other policies. If ``defers`` is true,
+    queued requests that can still meet the SLO overtake requests that will miss it. For other policies, the pool's
+    ``queue.order: Deadline`` has this effect.
     """
 
     name: ClassVar[str]
@@ -218,4 +221,4 @@ class Policy(Protocol):
     defers: ClassVar[bool]
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one candidate of the situation's pair or of everyone."""
+        """Return one candidate of ``situation.pair`` or ``situation.everyone``."""

@@ -1,4 +1,4 @@
-"""The InferencePool as frozen values: its fields, its members, and which pool may claim a model's name.
+"""The InferencePool as frozen values: its fields, its members, and the claims of pools to model names.
 
-May import nothing of the core but errors.
+This package may import only errors from the core.
 """

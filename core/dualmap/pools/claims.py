@@ -1,7 +1,7 @@
 """Decides which pool gets a model name that several pools claim: the oldest one.
 
-A request names only its model, so a name can lead to only one pool. The router serves by this rule, and the operator
-reports a lost claim in the status of the pool. Both use this module, so that they agree.
+A request contains only a model name, so a name must map to one pool. The router applies this rule, and the operator
+reports a lost claim in the pool's status. Router and operator both use this module and therefore agree.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dualmap.pools.pool import Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimant:
-    """A pool that claims names: ``pool`` is its ``namespace/name``, ``created`` its unparsed creationTimestamp."""
+    """A pool that claims names: ``pool`` is its ``namespace/name``, ``created`` its creationTimestamp as text."""
 
     pool: str
     created: str
@@ -21,13 +21,13 @@ class Claimant:
 
     @classmethod
     def of(cls, pool: Pool, created: str) -> Self:
-        """Return what ``pool`` claims: its model's name, aliases and adapters."""
+        """Return the claims of ``pool``: its model's name, aliases and adapters."""
         return cls(pool=pool.id, created=created, names=pool.model.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostClaim:
-    """A ``name`` that ``pool`` claims but the older pool ``owner`` has."""
+    """A ``name`` that ``pool`` claims but that belongs to the older pool ``owner``."""
 
     pool: str
     name: str
@@ -35,14 +35,14 @@ class LostClaim:
 
 
 def seniority(created: str, pool: str) -> tuple[str, str]:
-    """Return the sort key that orders pools by age; ``namespace/name`` orders those of the same second."""
+    """Return the sort key that orders pools by age; ``namespace/name`` orders pools created in the same second."""
     return created, pool
 
 
 def lost_claims(claimants: Iterable[Claimant]) -> tuple[LostClaim, ...]:
-    """Return each claim to a name that an older claimant has, in the order of the claimants' age and of their names.
+    """Return each claim to a name of an older claimant, ordered by the claimant's age, then by its order of names.
 
-    Only the claimants of a name decide its owner, so pools that do not claim it may be left out.
+    The result for a name depends only on the claimants of that name, so all other pools may be omitted.
     """
     owners: dict[str, str] = {}
     lost: list[LostClaim] = []

@@ -1,7 +1,7 @@
-"""The InferencePool as the router and the operator see it: frozen values with units in their names.
+"""The InferencePool in the router and the operator: frozen values with units in their names.
 
-``dualmap.objects.pool_reader`` makes these from a Kubernetes object or a pool file; nothing else does. The defaults
-here are the schema's defaults (docs/pool.md); the fields mirror ``spec`` and ``status.ring`` of the v1alpha1 object.
+Only ``dualmap.objects.pool_reader`` creates these values, from a Kubernetes object or a pool file. The defaults are the
+schema's defaults (docs/pool.md); the fields correspond to ``spec`` and ``status.ring`` of the v1alpha1 object.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from math import inf
 
 
 class MemberState(StrEnum):
-    """The state of a member: Joining (its weight ramps up), Active, Draining (it takes no new keys), then removed."""
+    """The state of a member: Joining (its weight increases), Active, or Draining (no new keys map to it)."""
 
     JOINING = "Joining"
     ACTIVE = "Active"
@@ -18,7 +18,7 @@ class MemberState(StrEnum):
 
 
 class RingAlgorithm(StrEnum):
-    """How a key finds its member on one ring."""
+    """The algorithm that maps a key to a member on one ring."""
 
     RENDEZVOUS = "Rendezvous"
     VIRTUAL_NODES = "VirtualNodes"
@@ -26,10 +26,10 @@ class RingAlgorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One instance of the pool. ``id`` is its identity on the rings and survives restarts; address and port do not.
+    """One instance of the pool. Rings identify a member by ``id``, which stays the same after a restart.
 
-    ``incarnation`` identifies the process behind it: after a restart it differs, and the cache is empty although the
-    address is the same. Empty if the operator did not report it.
+    A restart may change address and port. ``incarnation`` identifies the engine's process: it differs after a restart,
+    which also empties the cache. ``incarnation`` is empty if the operator did not report it.
     """
 
     id: str
@@ -41,21 +41,21 @@ class Member:
 
     @property
     def endpoint(self) -> str:
-        """``ip:port`` (``[ip]:port`` for IPv6), as the destination header and Envoy's hosts spell it."""
+        """``ip:port`` (``[ip]:port`` for IPv6), the format of the destination header and of Envoy's hosts."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     @property
     def takes_new_keys(self) -> bool:
-        """Whether the rings may map keys to this member."""
+        """True if the rings may map keys to this member."""
         return self.state is not MemberState.DRAINING and self.weight > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model a pool serves: requests have ``name`` or one of ``aliases`` in their field "model".
+    """The model that a pool serves: requests have ``name`` or one of ``aliases`` in their field "model".
 
-    ``adapters`` are the LoRA adapters that its engines serve. Requests name an adapter in "model". Each adapter has
-    cache keys of its own, since its KV cache differs from the base model's.
+    ``adapters`` are the LoRA adapters that the engines serve. Requests select an adapter in the field "model". Each
+    adapter has its own cache keys, because its KV cache differs from the base model's.
     """
 
     name: str
@@ -64,17 +64,17 @@ class Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every value of "model" that leads to the pool."""
+        """All values of the field "model" that map to the pool."""
         return (self.name, *self.aliases, *self.adapters)
 
     def adapter_of(self, name: str) -> str:
-        """Return the adapter that a request for ``name`` uses; empty for the base model."""
+        """Return the adapter of a request for ``name``; empty for the base model."""
         return name if name in self.adapters else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvents:
-    """Where an engine publishes its KV cache events, if it does (ports)."""
+    """The ports on which an engine publishes KV cache events, if enabled."""
 
     enabled: bool = False
     port: int = 5557
@@ -83,11 +83,11 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What runs on each member. The speed is a prior, and is learnt per member afterwards.
+    """The engine on each member. The prefill speed is a prior; the router learns each member's speed.
 
-    ``cache_tokens`` is how much KV a member keeps for reuse. ``kv_tokens`` is how much KV its requests in flight can
-    use together; None if unknown, and then it limits nothing. ``max_model_len`` is the longest prompt in tokens that
-    the router accounts for; the engine rejects a longer one.
+    ``cache_tokens`` is the amount of KV that a member keeps for reuse. ``kv_tokens`` is the amount of KV that a
+    member's requests in flight can use in total; None means unknown and no limit.
+    ``max_model_len`` is the number of tokens up to which the router counts a prompt.
     """
 
     type: str = "vLLM"
@@ -101,7 +101,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The objective: ``attainment`` of the requests get their first token within ``ttft_s`` seconds."""
+    """The objective: the share ``attainment`` of all requests gets its first token within ``ttft_s`` seconds."""
 
     ttft_s: float = 5.0
     attainment: float = 0.9
@@ -109,7 +109,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """How keys map to members: the algorithm, anchors per member of full weight, and the seed of both rings."""
+    """The settings of both rings: the algorithm, the anchors of a member with full weight, and the seed."""
 
     algorithm: RingAlgorithm = RingAlgorithm.RENDEZVOUS
     virtual_nodes: int = 128
@@ -118,7 +118,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """How prompts become keys: block length in tokens, key length in blocks, and the window of hotness in seconds."""
+    """The settings of keys: block length in tokens, key length in blocks, and the hotness window in seconds."""
 
     block_tokens: int = 128
     initial_blocks: int = 2
@@ -128,7 +128,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spill:
-    """When and where the ``dualmap`` policy leaves the pair (see dualmap.policies.pair.dualmap)."""
+    """The settings for the choice of members outside the pair (see dualmap.policies.pair.dualmap)."""
 
     slo_fraction: float = 0.5
     prefill_weight: float = 3.0
@@ -137,7 +137,7 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """Hotspot rebalancing; ``decode_stall_s`` is T of the paper's decode-bottleneck detection (section A.7)."""
+    """Hotspot rebalancing; ``decode_stall_s`` is the threshold of decode-bottleneck detection (paper section A.7)."""
 
     enabled: bool = True
     decode_stall_s: float = 3.0
@@ -145,11 +145,11 @@ class Rebalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The queue of the router: beyond which backlog requests are queued, how many, how long, and in which order.
+    """The settings of the router's queue: the backlog limit, the maximum size and wait, and the order.
 
-    ``dispatch_window_s`` is the backlog of a member in seconds beyond which further requests for it are queued;
-    infinity never queues any. ``max_overtaken`` is how often a request may be overtaken by later ones; 0 is first come,
-    first served. ``hold_when_empty`` queues requests while the pool has no member.
+    If a member's backlog exceeds ``dispatch_window_s``, the router queues further requests for this member; infinity
+    disables the queue. ``max_overtaken`` is the maximum number of later requests that overtake a request; 0 means first
+    come, first served. ``hold_when_empty`` queues requests while the pool has no member.
     """
 
     dispatch_window_s: float = 0.25
@@ -162,7 +162,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionMigration:
-    """When a session may leave its host (EAR): the load ratio that triggers it and the pause between moves."""
+    """The settings for moves of a session to another host (EAR): the load ratio and the time between moves."""
 
     enabled: bool = False
     hot_ratio: float = 0.2
@@ -171,7 +171,7 @@ class SessionMigration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """How sessions are recognised and how long a binding lives."""
+    """The settings of sessions: the header with the session id, the lifetime of a binding, and migration."""
 
     header: str = "x-session-id"
     ttl_s: float = 1800.0
@@ -214,7 +214,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One InferencePool: what it serves, how it routes, and its members at ``ring_version``."""
+    """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``."""
 
     namespace: str
     name: str
@@ -227,10 +227,10 @@ class Pool:
 
     @property
     def id(self) -> str:
-        """``namespace/name``: how metrics, logs and URLs name the pool."""
+        """``namespace/name``, the pool's id in metrics, logs and URLs."""
         return f"{self.namespace}/{self.name}"
 
     def never_queueing(self) -> "Pool":
-        """Return this pool with a queue that dispatches every request at once, regardless of the backlog."""
+        """Return this pool with a queue configuration that dispatches every request at once."""
         queue = replace(self.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
         return replace(self, routing=replace(self.routing, queue=queue))

@@ -1,4 +1,4 @@
-"""Request bodies to prompts: the fields that count, their canonical text, and the hashes of its blocks.
+"""Converts request bodies into prompts: selects the relevant fields, builds canonical text, and hashes its blocks.
 
-May import ``dualmap.errors`` and xxhash.
+This package may import ``dualmap.errors`` and xxhash.
 """

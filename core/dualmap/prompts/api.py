@@ -1,4 +1,4 @@
-"""The APIs of inference engines, found by a request's path, or guessed from its body (docs/prompts.md)."""
+"""The APIs of inference engines, determined from a request's path or guessed from its body (docs/prompts.md)."""
 
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Api(Enum):
-    """An API of an inference engine. It decides which fields of a request body become prompt tokens."""
+    """An API of an inference engine, which decides which fields of a request body become prompt tokens."""
 
     CHAT = auto()
     COMPLETIONS = auto()
@@ -32,21 +32,21 @@ PATHS: Final = {
     "/score": Api.SCORE,
     "/tokenize": Api.TOKENIZE,
 }
-"""The API by the end of its path; of two ends that fit, the longer one counts."""
+"""The API by the end of the path; if two entries match, the longer entry applies."""
 _LONGEST_FIRST: Final = sorted(PATHS, key=len, reverse=True)
-# vLLM renders a prompt without computing it at the API's own path and this.
+# vLLM renders a prompt without computation if this text follows the API's path.
 _RENDER: Final = "/render"
 _SCORE_FIELDS: Final = frozenset({"queries", "text_1", "data_1", "items", "text_2", "data_2"})
 
 
 def api_of(path: str) -> Api:
-    """Return the API that a decoded path names; a prefix before it, such as a gateway's, is accepted."""
+    """Return the API of a decoded path; a prefix of the path, such as a gateway's prefix, is ignored."""
     route = path.partition("?")[0].rstrip("/").removesuffix(_RENDER)
     return next((PATHS[end] for end in _LONGEST_FIRST if route.endswith(end)), Api.UNKNOWN)
 
 
 def guess_api(body: object) -> Api:
-    """Return the API that a parsed body without a path is probably meant for, by the fields that only it has."""
+    """Return the probable API of a parsed body without a path, from fields that only this API has."""
     if not isinstance(body, Mapping):
         return Api.UNKNOWN
     if "messages" in body:
@@ -65,5 +65,5 @@ def _has_anthropic_tool(tools: object) -> bool:
 
 
 def _is_batch(value: object) -> bool:
-    """Return whether an ``input`` is token ids or several texts; the items of a responses input are objects."""
+    """Return whether an ``input`` is a list of token ids or texts; the items of a Responses API input are objects."""
     return isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)

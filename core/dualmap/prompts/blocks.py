@@ -1,24 +1,29 @@
-"""Prompt text to chained block hashes, which are used to compare prefixes.
+"""Converts prompt text into chained block hashes, which routers compare to find equal prefixes.
 
-Each block's hash names the block *with everything before it* (DualMap paper, sections 3.2 and A.1.1). Two prompts
-therefore share a prefix exactly as long as their chains agree. The chain is rooted in model, LoRA adapter and
-``cache_salt``: tenants with different salts never share a hash. A token is estimated as four bytes of canonical prompt
-text. Prompts that arrive as token ids are encoded as four bytes an id, so their count is exact.
+Each block's hash includes the block and all earlier blocks (DualMap paper, sections 3.2 and A.1.1). The common prefix
+of two prompts is therefore the common beginning of their chains. The chain's root is a keyed hash of model, LoRA
+adapter and ``cache_salt``. A client that does not know the key therefore cannot craft a prompt whose hashes equal those
+of another tenant's prompt (docs/adr/0015-keyed-hashes.md). A token is estimated as four bytes of canonical prompt text.
+For prompts of token ids, each id is encoded as four bytes, so the count is exact.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 BYTES_PER_TOKEN = 4
+PUBLIC_KEY: Final = b"the public key of dualmap"
+"""The default key of roots, for simulations and for routers without a secret key. Clients can know this key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
-    The last block may be partial: it gives short prompts a key of their own. ``tokens`` counts the whole
-    prompt (estimated, see the module), ``block_tokens`` the tokens of a full block.
+    The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
+    tokens of the prompt. ``block_tokens`` is the number of tokens of a full block.
     """
 
     hashes: tuple[int, ...]
@@ -27,24 +32,28 @@ class BlockChain:
 
     @property
     def cacheable(self) -> tuple[int, ...]:
-        """The hashes of the full blocks: engines cache no others, so only these can be found again."""
+        """The hashes of the full blocks, because engines cache only full blocks."""
         return self.hashes[: self.tokens // self.block_tokens]
 
     def tokens_of(self, blocks: int) -> int:
-        """Return how many prompt tokens the first ``blocks`` blocks hold."""
+        """Return the number of prompt tokens in the first ``blocks`` blocks."""
         return min(blocks * self.block_tokens, self.tokens)
 
 
-def chain_root(*, model: str, lora: str = "", cache_salt: str = "") -> int:
-    """Return the seed of a chain. The parts are length-prefixed, so no two triples run together."""
+def chain_root(*, model: str, lora: str = "", cache_salt: str = "", key: bytes = PUBLIC_KEY) -> int:
+    """Return the root of a chain, hashed with ``key`` (at most 64 bytes).
+
+    Length prefixes ensure that different arguments have different encodings.
+    """
     parts = [part.encode("utf-8", "surrogatepass") for part in (model, lora, cache_salt)]
-    return xxh3_64_intdigest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+    encoded = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return int.from_bytes(blake2b(encoded, digest_size=8, key=key).digest(), "little")
 
 
 def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:
-    """Cut canonical prompt text into blocks of ``block_tokens`` tokens and hash each with all before it.
+    """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
 
-    Text beyond ``max_tokens`` (None: no limit) is ignored: an engine computes no longer prompt.
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts.
     """
     size = block_tokens * BYTES_PER_TOKEN
     if max_tokens is not None:

@@ -1,8 +1,8 @@
-"""Conversations to canonical text: turns, the parts of their content, tools.
+"""Converts conversations into canonical text: turns, the content of turns, and tools.
 
-Each turn begins with a control character and its role. Text that contains such a control character has it doubled, so
-that no text passes for the structure of another. Settings of a template, and media, enter as a digest: they change the
-key and add a few tokens, whatever their size.
+Each turn begins with a control character and its role. Control characters in the text are doubled, so that different
+conversations never have the same canonical text. Template settings and media are replaced by a digest: they change the
+key, and add a few tokens regardless of their size.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Final, TypeAlias
 
 RECORD: Final = "\x1e"
 UNIT: Final = "\x1f"
-# The fields of a content part that hold text, and those that refer to a medium by URL or inline data.
+# The fields of a content part with text, and the fields with an image, audio, video or file.
 _TEXT_FIELDS: Final = ("text", "refusal", "thinking")
 _MEDIA_FIELDS: Final = (
     *("image_url", "input_audio", "audio_url", "video_url", "image", "file", "file_id", "file_data", "source"),
 )
-# Which field a part of a known type has its content in; engines ignore the other fields of such a part.
+# The content field of each known part type; engines ignore the other fields of such a part.
 _FIELD_OF_TYPE: Final = {
     "text": "text",
     "input_text": "text",
@@ -33,22 +33,23 @@ _FIELD_OF_TYPE: Final = {
     "audio_url": "audio_url",
     "video_url": "video_url",
 }
-# Claude Code sends a system block that begins so and has a hash of the request in it; vLLM removes the block.
+# The beginning of a system block that Claude Code sends with a hash of the request; vLLM removes this block.
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-# json.dumps with options of its own would build an encoder for every call.
+# A shared encoder: json.dumps with these options would create an encoder for every call.
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 Shape: TypeAlias = Mapping[str, "Shape | None"]
-"""The keys of an object that engines read, with the shape of each key's value; None for any value."""
+"""The keys that engines read in an object, with the shape of each key's value; None accepts any value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """How the turns of one API are read.
+    """The settings for reading the turns of one API.
 
-    ``fields`` are those of a turn that count beside role and content; one with a shape counts by the keys of the shape.
-    ``of_role`` replaces them for the turns of some roles. With ``exact``, a part of a known type counts by that type's
-    field alone. With ``blocks``, a part may be one of Anthropic's tool_use, tool_result or redacted_thinking blocks.
+    ``fields`` are the relevant fields of a turn in addition to role and content. If a field has a shape, only the keys
+    of the shape are relevant. ``of_role`` replaces ``fields`` for turns of some roles. With ``exact``, only the content
+    field of a part with a known type is relevant. With ``blocks``, a part may be one of Anthropic's tool_use,
+    tool_result or redacted_thinking blocks.
     """
 
     fields: Shape
@@ -57,7 +58,7 @@ class Conversation:
     blocks: bool = False
 
     def turns(self, turns: object) -> Iterator[str]:
-        """Yield a conversation: a list of turns, or the only one's content."""
+        """Yield a conversation: a list of turns, or the content of a single turn."""
         if isinstance(turns, list):
             for turn in turns:
                 yield from self._turn(turn)
@@ -66,7 +67,7 @@ class Conversation:
             yield from self.content(turns)
 
     def system(self, content: object) -> Iterator[str]:
-        """Yield instructions that stand outside the turns."""
+        """Yield system instructions outside the turns."""
         if isinstance(content, list):
             content = [block for block in content if not _is_billing_header(block)]
         if content:
@@ -74,7 +75,7 @@ class Conversation:
             yield from self.content(content)
 
     def content(self, content: object) -> Iterator[str]:
-        """Yield the content of a turn: a text, or parts of text and media."""
+        """Yield the content of a turn: a text, or a list of text and media parts."""
         if content is None:
             return
         if isinstance(content, list):
@@ -84,7 +85,7 @@ class Conversation:
             yield spelled(content)
 
     def _turn(self, turn: object) -> Iterator[str]:
-        """Yield one message, or one item of a responses input (which may be a tool call or its output)."""
+        """Yield one message, or one item of a Responses API input (which may be a tool call or its output)."""
         if not isinstance(turn, Mapping):
             yield RECORD
             yield from self.content(turn)
@@ -93,7 +94,8 @@ class Conversation:
         yield f"{RECORD}{spelled(role)}{UNIT}"
         yield from self.content(turn.get("content"))
         if len(turn) == 2 and "role" in turn and "content" in turn:
-            # Nearly all turns. The search for the other fields would take a fifth of reading a long conversation.
+            # Nearly all turns have only role and content. The search for other fields would take a fifth of the time
+            # for a long conversation.
             return
         fields = self.of_role.get(role, self.fields) if isinstance(role, str) else self.fields
         for name, shape in fields.items():
@@ -112,7 +114,7 @@ class Conversation:
         elif kind == "tool_result":
             yield f"{UNIT}tool_result{UNIT}{spelled(block.get('tool_use_id'))}"
             result = block.get("content")
-            # A result holds text and images; engines read no tool block inside it.
+            # A result contains text and images; engines read no tool blocks in a result.
             for part in result if isinstance(result, list) else [result or ""]:
                 yield from self._part(part)
         # Engines skip redacted thinking, which they cannot read.
@@ -124,33 +126,33 @@ class Conversation:
         kind = part.get("type")
         only = _FIELD_OF_TYPE.get(kind) if self.exact and isinstance(kind, str) else None
         if only in _TEXT_FIELDS and isinstance(part.get(only), str):
-            # Nearly all parts.
+            # Nearly all content parts are plain text.
             yield spelled(part[only])
             return
         texts = [part[name] for name in _TEXT_FIELDS if only in (None, name) and isinstance(part.get(name), str)]
         media = [name for name in _MEDIA_FIELDS if only in (None, name) and part.get(name)]
         yield from map(spelled, texts)
         for name in media:
-            # The data of an image may be megabytes and would swamp the token estimate.
+            # The data of an image may be megabytes and would make the token estimate far too large.
             yield f"{UNIT}{name}{UNIT}{digest(part[name])}"
         if not texts and not media:
             yield f"{UNIT}{digest(part) if self.exact else compact(part)}"
 
 
 def as_json(value: object, shape: Shape | None) -> str:
-    """Return tools as JSON with the keys of ``shape`` alone, which the engine's own schema keeps; None keeps all."""
+    """Return tools as JSON with only the keys of ``shape``, as in the engine's schema; None keeps all keys."""
     return compact(value if shape is None else _shaped(value, shape))
 
 
 def digest(value: object) -> str:
-    """Return a name for a value of any size; a medium is named by its URL or data (``{"url": ...}`` or a text)."""
+    """Return a fixed-size hash of a value; for media, the hash of the URL or data (``{"url": ...}`` or a text)."""
     reference = value.get("url", value) if isinstance(value, Mapping) else value
     text = reference if isinstance(reference, str) else compact(reference)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def spelled(value: object) -> str:
-    """Return a text with control characters of the structure doubled; or any other value as compact JSON."""
+    """Return a text with doubled control characters, or any other value as compact JSON."""
     if not isinstance(value, str):
         return compact(value)
     if RECORD in value or UNIT in value:
@@ -159,7 +161,7 @@ def spelled(value: object) -> str:
 
 
 def compact(value: object) -> str:
-    """Return JSON without spaces; keys keep the order sent, as chat templates render them in that order."""
+    """Return JSON without spaces; keys keep their order, because chat templates render them in this order."""
     return "" if value is None else _ENCODER.encode(value)
 
 

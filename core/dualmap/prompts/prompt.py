@@ -1,8 +1,8 @@
-"""Makes the canonical prompt text of a request body (parsed JSON): the parts that an engine turns into tokens.
+"""Builds the canonical prompt text of a request body (parsed JSON) from the fields that engines convert to tokens.
 
-A table for each API names the fields that count, in the order in which engines render them; docs/prompts.md explains
-it. All other fields are left out: they do not change what is cached, and a client must not make a prompt look long by
-a field that its engine ignores.
+A table for each API lists the relevant fields, in the order in which engines render them (docs/prompts.md). All other
+fields are omitted, because they do not change the cached blocks. A client must not be able to make a prompt look longer
+with a field that the engine ignores.
 """
 
 from array import array
@@ -17,27 +17,28 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
-# More messages, parts and prompts than any engine takes; each costs a microsecond that delays all other requests.
+# The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
+# microsecond, which delays all other requests.
 MAX_PIECES: Final = 100_000
 # The longest LoRA adapter and cache salt in characters: every request with one hashes it.
 MAX_NAME: Final = 4096
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
-# LoRA adapters that are named beside the model: SGLang's and TensorRT-LLM's fields. vLLM names them as the model.
+# The fields with a LoRA adapter in SGLang and TensorRT-LLM. vLLM has no such field: the adapter is the model name.
 _LORA_FIELDS: Final = ("lora_path", "lora_request")
-# What names a session, the most telling first: vLLM's own field, then OpenAI's.
+# The fields with a session id, in order of precedence: vLLM's field, then OpenAI's fields.
 _SESSION_FIELDS: Final = ("session_id", "prompt_cache_key", "user")
 
 _Reader: TypeAlias = Callable[[str, object], Iterator[str]]
-"""Yields the pieces of one field, given its name and its value."""
+"""A function that yields the text pieces of one field from its name and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The fields of an API's bodies that count, in the order in which engines render them.
+    """The relevant fields of an API's request bodies, in the order in which engines render them.
 
-    ``a.b`` is field b of the object in field a. ``token_ids`` are the fields that may hold a prompt as token ids, which
-    is then the whole prompt.
+    ``a.b`` is the field b of the object in the field a. ``token_ids`` are the fields that may contain token ids; a
+    field with token ids is the complete prompt.
     """
 
     fields: Mapping[str, _Reader]
@@ -45,7 +46,7 @@ class Layout:
 
 
 def _digests(name: str, value: object) -> Iterator[str]:
-    """Yield a field of any size as a few tokens: it changes what templates render, not in proportion to its length."""
+    """Yield a field as a digest: its effect on the rendered prompt is not proportional to its length."""
     yield f"{RECORD}{name}{UNIT}{digest(value)}"
 
 
@@ -62,7 +63,7 @@ def _turns(conversation: Conversation, _: str, value: object) -> Iterator[str]:
 
 
 def _prompt(_: str, value: object) -> Iterator[str]:
-    """Yield a prompt that no template renders; a list of one text is that text."""
+    """Yield a prompt without a chat template; a list with one text equals this text."""
     return _ANY.content(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
@@ -71,7 +72,7 @@ def _texts(name: str, value: object) -> Iterator[str]:
     yield from _ANY.content(value)
 
 
-# What chat templates see of a message, by its role: vLLM and SGLang drop the other fields.
+# The fields of a message that chat templates receive, by role: vLLM and SGLang remove all other fields.
 _NAME: Final[Shape] = {"name": None}
 _CALLS: Final[Shape] = {"id": None, "type": None, "function": {"name": None, "arguments": None}}
 _CHAT: Final = Conversation(
@@ -86,7 +87,7 @@ _BLOCKS: Final = Conversation(fields={}, blocks=True)
 _ITEMS: Final = Conversation(
     fields=dict.fromkeys(("name", "summary", "call_id", "arguments", "output")),
 )
-# Bodies of an unknown API: whatever any engine may read.
+# For bodies of an unknown API: all fields that any engine may read.
 _ANY: Final = Conversation(
     fields=dict.fromkeys(
         (
@@ -118,7 +119,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         fields={
             "chat_template_kwargs": _digests,
             "reasoning.effort": _digests,
-            # A namespace is a tool that holds others.
+            # A tool of type namespace contains other tools.
             "tools": partial(_tools, {**_NAMED_TOOL, "tools": _NAMED_TOOL}),
             "instructions": partial(_system, _ITEMS),
             "previous_response_id": _digests,
@@ -172,7 +173,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         token_ids=("prompt", "input"),
     ),
 }
-"""Which fields of a request body count, by API. On an unknown path every field counts that some API reads."""
+"""The relevant fields of a request body, by API. For an unknown API, every field that any API reads is relevant."""
 _PATHS: Final = {
     api: [(name, tuple(name.split(".")), read) for name, read in layout.fields.items()]
     for api, layout in LAYOUTS.items()
@@ -181,10 +182,10 @@ _PATHS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What of a request body matters to routing.
+    """The content of a request body that routing uses.
 
-    ``text`` is canonical; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the answer is to come token
-    by token. ``session`` is the session the body names, empty where it names none.
+    ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the client
+    requests a streamed response. ``session`` is the session id in the body, or empty.
     """
 
     model: str
@@ -196,17 +197,17 @@ class Prompt:
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
-    """Return the prompt of a parsed body that was sent to ``api``.
+    """Return the prompt of a parsed request body for ``api``.
 
-    Raises BadRequest when the body is no object, has no usable ``model``, is nested too deeply to be read, has more
-    than MAX_PIECES messages, parts or prompts, or a LoRA adapter or cache salt above MAX_NAME. Content of an unexpected
-    type is read as JSON text: the engine decides whether to reject it.
+    Raises BadRequest if the body is not an object, has no valid ``model``, or is nested too deeply. Raises BadRequest
+    also for more than MAX_PIECES messages, parts or prompts, and for a LoRA adapter or cache salt longer than MAX_NAME.
+    Content of an unexpected type is converted to JSON text: the engine decides whether to reject the request.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise BadRequest("the body must name a model: a non-empty text", param="model")
+        raise BadRequest("the body must have the field model with a non-empty string", param="model")
     salt = body.get("cache_salt")
     try:
         return Prompt(
@@ -247,7 +248,7 @@ def _canonical_text(body: Mapping[str, object], api: Api) -> bytes:
 
 
 def _token_bytes(value: object) -> bytes | None:
-    """Encode a prompt of token ids, or a batch of such, as four bytes an id; None when it is something else."""
+    """Encode a prompt of token ids, or a batch of such prompts, as four bytes per id; None for any other value."""
     if not isinstance(value, list) or not value:
         return None
     if isinstance(value[0], list):
@@ -255,7 +256,7 @@ def _token_bytes(value: object) -> bytes | None:
         batch = [_token_bytes(item) for item in value]
         return None if None in batch else b"".join(item for item in batch if item is not None)
     try:
-        # One call for what may be millions of ids.
+        # A single call, because a prompt may have millions of ids.
         return array(_TOKEN_CODE, value).tobytes()
     except (TypeError, OverflowError):
         return None

@@ -1,4 +1,5 @@
-"""The requests that wait in the router: the queue of each member, its order, and rebalancing within a pair.
+"""The requests that wait in the router: each member's queue, the queue's order, and rebalancing within a pair.
 
-May import requests, receipt, policies and the folders below them; never fleet, which composes these queues.
+This package may import requests, receipt, policies and lower layers. The package may not import fleet, which uses these
+queues.
 """

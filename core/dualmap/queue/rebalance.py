@@ -1,10 +1,10 @@
 """Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
-When both candidates of a request are overloaded, each of them is relieved. A queued request moves if the other member
-of its pair would produce its first token sooner (benefit B > 0) and within the SLO. Requests move in the order of
-falling benefit until the rest is expected to meet the SLO. There is one round, never recursive: a request that has
-moved stays. Deviations: the other member's load is read again before each move, since moves add to it. At most
-MAX_CONSIDERED requests from the head of a queue are considered in one round.
+If both candidates of a request are overloaded, queued requests of both members may move. A queued request moves if the
+other member of its pair would return the first token earlier and meet the SLO with it. The time saved is the benefit of
+the move. Requests move in the order of decreasing benefit until the SLO is expected for all remaining requests. Each
+request moves at most once. There are two deviations from the paper. The other member's load is read again before each
+move, because each move increases it. One round considers at most MAX_CONSIDERED requests from the head of a queue.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ def relieve(
     alternative: Callable[[QueuedRequest], Candidate | None],
     move: Callable[[QueuedRequest, Candidate], None],
 ) -> int:
-    """Run one round over the queue of an overloaded member; return how many requests moved.
+    """Run one round over the queue of an overloaded member; return the number of moved requests.
 
-    ``ahead_s`` is the member's backlog before the first request of the queue. ``queue_s`` returns T_q of a member at
-    the beginning of the round. ``alternative`` returns the other member of a request's pair as it is now, and ``move``
-    moves the request there.
+    ``ahead_s`` is the member's backlog before the first request of the queue. ``queue_s`` returns a member's T_q (paper
+    eq. 7) at the beginning of the round. ``alternative`` returns the other member of a request's pair with its present
+    load. ``move`` moves the request to that member.
     """
     ttfts_s = _ttfts_s(now, queue, ahead_s)
     benefits_s = []
     for queued, ttft_s in ttfts_s:
-        # If the whole pool is overloaded, the queue alone rules out nearly all other members.
+        # A cheap check first: in an overloaded pool, the queue alone excludes nearly all other members.
         if all(queue_s(each) >= slo_ttft_s for each in queued.pair if each != queued.member):
             continue
         benefit_s, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
@@ -58,7 +58,7 @@ def relieve(
 
 
 def _ttfts_s(now: float, queue: MemberQueue, ahead_s: float) -> list[tuple[QueuedRequest, float]]:
-    """Return the requests at the head of a queue, each with its expected TTFT if it stays."""
+    """Return the requests at the head of a queue, each with its expected TTFT without a move."""
     expected = []
     for queued in islice(queue, MAX_CONSIDERED):
         ahead_s += queued.compute_s
@@ -73,7 +73,7 @@ def _benefit(
     alternative: Callable[[QueuedRequest], Candidate | None],
     slo_ttft_s: float,
 ) -> tuple[float, Candidate | None]:
-    """Return B of eq. 6 and the member where the request gains it; None if it may not move or gains nothing."""
+    """Return a move's benefit (paper eq. 6) and the target; None if the request may not move or has no benefit."""
     other = None if queued.moved else alternative(queued)
     if other is None:
         return 0.0, None

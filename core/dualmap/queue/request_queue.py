@@ -1,10 +1,10 @@
-"""Requests that wait in the router because their member is saturated (late binding).
+"""Requests that wait in the router because their member is saturated.
 
-A queued request can move to another member at no cost, which rebalancing relies on (paper section 3.3), and a member
-that receives work late receives the right work. The order is by arrival, or it defers. All requests have the same time
-to their first token, so most of them meet it in order of arrival if the longest is put off whenever one would be late
-(Moore 1968, "An n job, one machine sequencing algorithm"). The oldest request is overtaken a bounded number of times,
-so that none starves.
+A queued request can move to another member without cost, which rebalancing uses (paper section 3.3). A queue has one of
+two orders: by arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO
+(Moore 1968, "An n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a
+request would be late, the algorithm defers the longest request so far. The number of requests that overtake the oldest
+request is bounded, so that no request starves.
 """
 
 from collections import OrderedDict
@@ -16,17 +16,18 @@ from itertools import islice, takewhile
 from dualmap.receipt import Key, Receipt
 from dualmap.requests import Request
 
-# At most this many requests from the head of a queue are examined to find the next.
+# The search for the next request examines at most this many requests from the head of a queue.
 _EXAMINED = 64
 
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """A request with the member that it is placed at: it waits in that member's queue, or is dispatched at once.
+    """A request with its chosen member: the request waits in the member's queue, or is dispatched at once.
 
-    ``matched_tokens`` of its prompt will be cached there when it is dispatched, and ``compute_s`` is the expected time
-    to compute the rest. ``pair`` are the members that its key maps to. ``moved`` is true once it was rebalanced, which
-    happens at most once. ``overtaken`` counts how often others were dispatched before it while it was the oldest.
+    ``matched_tokens`` is the number of prompt tokens that the member is expected to have cached. ``compute_s`` is the
+    expected time to compute the other prompt tokens. ``pair`` contains the members that the key maps to. ``moved`` is
+    true after the request was rebalanced, which happens at most once. ``overtaken`` counts the requests that were
+    dispatched before this request while it was the oldest.
     """
 
     request: Request
@@ -42,12 +43,12 @@ class QueuedRequest:
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens that the member will have to compute."""
+        """The number of prompt tokens that the member must compute."""
         return self.request.chain.tokens - self.matched_tokens
 
 
 class MemberQueue:
-    """The requests queued for one member, and their prefill work; every change calls ``changed``."""
+    """The requests queued for one member, and their total prefill work. Every change calls ``changed``."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.tokens = 0
@@ -55,8 +56,8 @@ class MemberQueue:
         self._changed = changed
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         """The queued requests by id, in order of arrival."""
-        # The requests that may still be in time. One that is too late stays so unless a backlog ends early, and is not
-        # examined again.
+        # The requests that can still meet the SLO. Requests that will miss it are removed and not examined again: only
+        # an early end of the backlog could change the result.
         self._in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class MemberQueue:
         return iter(self.requests.values())
 
     def add(self, queued: QueuedRequest) -> None:
-        """Insert a request by its arrival: one that was moved here may be older than the others."""
+        """Insert a request in order of arrival: a moved request may be older than the requests in this queue."""
         last = next(reversed(self.requests.values()), None)
         self.requests[queued.request.id] = self._in_time[queued.request.id] = queued
         if last is not None and queued.request.arrived_s < last.request.arrived_s:
@@ -81,15 +82,15 @@ class MemberQueue:
         del self.requests[queued.request.id]
         self._in_time.pop(queued.request.id, None)
         self.tokens -= queued.new_tokens
-        # A sum of floats does not return to zero by itself.
+        # Floating-point rounding would leave a sum other than zero for an empty queue.
         self.compute_s = self.compute_s - queued.compute_s if self.requests else 0.0
         self._changed()
 
     def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> QueuedRequest:
         """Return the next request to dispatch, which stays in the queue; the queue must not be empty.
 
-        ``within_s`` is given where late requests are deferred. It is the limit for a request's wait plus computation
-        that meets the SLO, after the member's backlog is deducted.
+        ``within_s`` is None if late requests are not deferred. With deferral, ``within_s`` is the SLO minus the
+        member's backlog. A request meets the SLO if its wait plus its computation takes at most ``within_s``.
         """
         oldest = next(iter(self.requests.values()))
         if within_s is None or oldest.overtaken >= max_overtaken:
@@ -97,14 +98,14 @@ class MemberQueue:
         return self._first_in_time(now, within_s) or oldest
 
     def take(self, queued: QueuedRequest) -> None:
-        """Remove a request that is dispatched; the oldest, if it is another, is overtaken."""
+        """Remove a dispatched request; if it is not the oldest request, count an overtake of the oldest request."""
         oldest = next(iter(self.requests.values()))
         if queued is not oldest:
             oldest.overtaken += 1
         self.remove(queued)
 
     def _first_in_time(self, now: float, within_s: float) -> QueuedRequest | None:
-        """Return the first request of the largest set that can meet the SLO."""
+        """Return the first request of the largest set of requests that can all meet the SLO."""
         kept: dict[int, QueuedRequest] = {}
         longest: list[tuple[float, int]] = []
         busy_s = 0.0
@@ -128,9 +129,9 @@ def _by_arrival(queue: OrderedDict[str, QueuedRequest]) -> OrderedDict[str, Queu
 
 
 class RequestQueue:
-    """Every queued request of a pool: since when it waits, and for which member.
+    """Every queued request of a pool, with the time at which it was queued and its member.
 
-    ``queue_of`` returns a member's queue. An unplaced request waits for the first member of an empty pool.
+    ``queue_of`` returns a member's queue. An unplaced request has no member: it waits while the pool is empty.
     """
 
     def __init__(self, queue_of: Callable[[str], MemberQueue]) -> None:
@@ -140,7 +141,7 @@ class RequestQueue:
         self._placed: dict[str, QueuedRequest] = {}
         self._unplaced: dict[str, Request] = {}
         self.unplaced_tokens = 0
-        # In the order of being queued first: a request that moves to another member's queue keeps its place.
+        # In the order in which requests were first queued: a move to another member's queue does not change this order.
         self._since_s: OrderedDict[str, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -150,11 +151,11 @@ class RequestQueue:
         return request_id in self._since_s
 
     def placed(self, request_id: str) -> QueuedRequest | None:
-        """Return a request that is queued for a member, or None for any other."""
+        """Return a queued request, or None if the request is not queued for a member."""
         return self._placed.get(request_id)
 
     def unplaced(self) -> tuple[Request, ...]:
-        """Return the unplaced requests, in the order of being queued."""
+        """Return the unplaced requests, in the order in which they were queued."""
         return tuple(self._unplaced.values())
 
     def enqueue(self, now: float, queued: QueuedRequest) -> None:
@@ -166,7 +167,7 @@ class RequestQueue:
         self._since_s.setdefault(queued.request.id, now)
 
     def enqueue_unplaced(self, now: float, request: Request) -> None:
-        """Queue a request that no member can take, for the first time or again."""
+        """Queue a request while no member may be picked, for the first time or again."""
         self._placed.pop(request.id, None)
         if request.id not in self._unplaced:
             self._unplaced[request.id] = request
@@ -174,7 +175,7 @@ class RequestQueue:
         self._since_s.setdefault(request.id, now)
 
     def take(self, queued: QueuedRequest) -> None:
-        """Take a request out of its member's queue to dispatch it."""
+        """Remove a request from its member's queue for its dispatch."""
         self.queues[queued.member].take(queued)
         self._drop_if_empty(queued.member)
 
@@ -184,7 +185,7 @@ class RequestQueue:
         self._drop_if_empty(queued.member)
 
     def forget(self, request_id: str) -> bool:
-        """Forget a request that has left its member's queue and will not return; return whether it was queued."""
+        """Remove all records of a request that has left its member's queue; return whether the request was queued."""
         if self._since_s.pop(request_id, None) is None:
             return False
         self._forget_unplaced(request_id)
@@ -192,11 +193,11 @@ class RequestQueue:
         return True
 
     def next_expiry(self, max_wait_s: float) -> float | None:
-        """Return when the request that is queued for longest has waited ``max_wait_s``, or None if none is queued."""
+        """Return the time at which the first request will have waited ``max_wait_s``; None for an empty queue."""
         return next(iter(self._since_s.values())) + max_wait_s if self._since_s else None
 
     def expired(self, now: float, max_wait_s: float) -> list[str]:
-        """Return the requests that have waited for ``max_wait_s``; they stay queued."""
+        """Return the requests that have waited for ``max_wait_s``, without their removal."""
         return list(takewhile(lambda queued: self._since_s[queued] + max_wait_s <= now, self._since_s))
 
     def _drop_if_empty(self, member: str) -> None:

@@ -1,4 +1,4 @@
-"""The values that router replicas send each other, and the sum of the other replicas' load.
+"""The values that router replicas send to other replicas, and the sum of the other replicas' load.
 
-May import nothing of the core but errors, so that the rooms above can use these values.
+This package may import only errors from the core, so that all other packages can use these values.
 """

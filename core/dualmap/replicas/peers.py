@@ -1,6 +1,6 @@
-"""The load that the other router replicas put on the members: the sum of what each last reported.
+"""The load that the other router replicas put on the members: the sum of each replica's last report.
 
-A report is valid for PEER_TTL_S. After that the replica counts as gone, and its load with it.
+A report is valid for PEER_TTL_S. After that time, the replica counts as stopped and its load is removed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ NO_LOAD = SharedLoad()
 
 
 class Peers:
-    """The other replicas of this pool's routers."""
+    """The other replicas that route requests of this pool."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Mapping[str, SharedLoad]] = {}
@@ -31,7 +31,7 @@ class Peers:
         return changed
 
     def expire(self, now: float) -> set[str]:
-        """Drop the replicas that no longer report; return the members whose sum may have changed."""
+        """Remove replicas without a recent report; return the members whose sum may have changed."""
         changed: set[str] = set()
         for peer in [peer for peer, heard_s in self._heard_s.items() if heard_s + PEER_TTL_S <= now]:
             changed.update(self._loads.pop(peer))
@@ -39,7 +39,7 @@ class Peers:
         return changed
 
     def next_expiry(self) -> float | None:
-        """Return when the replica with the oldest report expires, or None if there is none."""
+        """Return the time at which the oldest report expires, or None without reports."""
         return min(self._heard_s.values()) + PEER_TTL_S if self._heard_s else None
 
     def load(self, member: str) -> SharedLoad:
@@ -51,7 +51,7 @@ class Peers:
 
 
 def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
-    # One loop instead of five sums: it runs whenever a member is examined after a report.
+    # One loop instead of five sums, for speed: the function runs for each member that is read after a report.
     pending_prefill_tokens, backlog_s, held_s, in_flight, active_kv_tokens = 0, 0.0, 0.0, 0, 0
     for share in shares:
         pending_prefill_tokens += share.pending_prefill_tokens

@@ -1,9 +1,8 @@
-"""What the router replicas of a pool send each other, as values.
+"""The values that the router replicas of a pool send to other replicas.
 
-``PoolRouter.take_update`` returns what happened since the last call, and ``on_update`` takes another replica's. The
-driver
-transports it (Redis streams in production, a delayed list in the simulator). It may arrive late, twice or not at all.
-Times are ages, since replicas share no clock.
+``PoolRouter.take_update`` returns the changes since the last call, and ``on_update`` applies another replica's update.
+The driver transports the update (Redis streams in production, a delayed list in the simulator). An update may arrive
+late, twice or never. Times are ages, because replicas share no clock.
 """
 
 from collections.abc import Mapping
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotnessCounts:
-    """The requests that one replica counted since its last update: in all, and per node of its hotness tree.
+    """The requests that one replica counted since its last update: the total, and the count per hotness tree node.
 
-    ``split`` are the nodes that are split, sent when they change and once per bucket. A node whose share lies between
-    the thresholds is split because of its past, which a replica that started later has not seen.
+    ``split`` contains the nodes that are split. A replica sends ``split`` after changes and once per bucket. Counts
+    alone are not sufficient: a node with a share between the two thresholds keeps its earlier state. A replica that
+    started later has not observed that state.
     """
 
     requests: int
@@ -27,8 +27,8 @@ class HotnessCounts:
 class SharedLoad:
     """The load that one replica puts on a member.
 
-    ``pending_prefill_tokens`` counts requests in flight and queued requests. ``backlog_s`` is how long the former
-    should keep the member busy, ``held_s`` how long the latter.
+    ``pending_prefill_tokens`` counts requests in flight and queued requests. ``backlog_s`` is the expected prefill time
+    of the requests in flight, and ``held_s`` is the expected prefill time of the queued requests.
     """
 
     pending_prefill_tokens: int = 0
@@ -40,9 +40,9 @@ class SharedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A prompt that was sent to ``endpoint`` (``ip:port``), which will cache its blocks.
+    """A prompt that was sent to ``endpoint`` (``ip:port``); this member will cache the prompt's blocks.
 
-    ``hashes`` are the prompt's full blocks from block 0 on, as in ``BlockChain.cacheable``.
+    ``hashes`` are the hashes of the prompt's full blocks from block 0 on (``BlockChain.cacheable``).
     """
 
     endpoint: str
@@ -51,10 +51,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBinding:
-    """The member with a session's KV: ``host``, for a context of ``tokens``; see ``dualmap.keys.sessions``.
+    """The member (``host``) that has a session's KV of ``tokens`` tokens; see ``dualmap.keys.sessions``.
 
-    ``version`` counts the session's moves. Of two bindings the one with the higher version is valid, and of two with
-    the same version the one that the store took first.
+    ``version`` counts the session's moves. The binding with the higher version is valid. If two versions are equal, the
+    binding that the store received first is valid.
     """
 
     session: int
@@ -66,11 +66,11 @@ class SharedBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUpdate:
-    """What one replica sends the others about a pool.
+    """The update on one pool that a replica sends to the other replicas.
 
-    ``loads`` is complete each time, by member id: this replica puts no load on a member that is left out. None means
-    that loads are not included. The rest is new since the last ReplicaUpdate. ``wanted`` are sessions that this
-    replica met without knowing their binding.
+    ``loads`` is by member id and is complete each time: this replica puts no load on a member that is missing in it. If
+    ``loads`` is None, the update contains no loads. All other fields contain only changes since the last ReplicaUpdate.
+    ``wanted`` contains sessions of requests for which this replica has no binding.
     """
 
     hotness: HotnessCounts

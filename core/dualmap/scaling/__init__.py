@@ -1,4 +1,5 @@
-"""How many members a pool's traffic needs: one router's share, and the sum over all routers.
+"""Computes the number of members that a pool's traffic needs: one router's share, and the sum over all routers.
 
-May import fleet (the prefill model) and the rooms below it, never queue; no other module of the core imports it.
+This package may import fleet (for the prefill model) and lower layers, but not queue. No other package of the core
+imports this package.
 """

@@ -1,8 +1,7 @@
-"""A pool's demand summed over its routers: an autoscaler reads one number per pool.
+"""Sums a pool's demand over its routers: an autoscaler reads one number per pool.
 
-Each router computes its own share (``dualmap.scaling.scaling``) and reports it to the others once a second.
-``PeerShares`` keeps their reports and sums them; the driver transports them. Times are monotonic seconds, like the
-router's.
+Each router computes its own share (``dualmap.scaling.scaling``) and reports it to the other routers once a second.
+``PeerShares`` stores and sums the reports; the driver transports them. Times are monotonic seconds, as in the router.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,15 +12,19 @@ from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import WINDOW_S, FirstTokens, OtherRouter, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
-"""How long a silent router's last report counts. By then the others have measured the traffic that moved to them."""
+"""The time for which a silent router's last report counts.
+
+After this time, the other routers have measured the silent router's traffic, which moved to them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One router's part of a pool's demand, or a sum of such parts.
+    """One router's share of a pool's demand, or a sum of shares.
 
-    ``pending_prefill_tokens`` include those of queued requests. ``first_tokens`` came within WINDOW_S, ``slo_met`` of
-    them within the SLO. ``desired_replicas`` is to be rounded up after the sum.
+    ``pending_prefill_tokens`` includes the tokens of queued requests. ``first_tokens`` counts the first tokens in the
+    last WINDOW_S seconds; ``slo_met`` counts those within the SLO time. The sum of ``desired_replicas`` must be rounded
+    up.
     """
 
     desired_replicas: float = 0.0
@@ -33,12 +36,12 @@ class Share:
 
     @property
     def active(self) -> bool:
-        """Whether any request is in flight or queued, or arrived within WINDOW_S: any traffic needs a member."""
+        """True if any request is in flight, is queued, or arrived within WINDOW_S, so that a member is needed."""
         return self.desired_replicas > 0.0
 
     @property
     def slo_attainment(self) -> float:
-        """The share of first tokens that came within the SLO; 1 without first tokens."""
+        """The share of first tokens within the SLO; 1 without first tokens."""
         return self.slo_met / self.first_tokens if self.first_tokens else 1.0
 
 
@@ -46,7 +49,7 @@ NO_SHARE = Share()
 
 
 def share_of(now: float, scaling: Scaling, status: PoolSnapshot, *, others: Sequence[OtherRouter] | None = ()) -> Share:
-    """Return this router's own share, from a snapshot of this moment; ``others`` as in ``Scaling.signals``."""
+    """Return this router's own share from a present snapshot; ``others`` as in ``Scaling.signals``."""
     first_tokens = scaling.window.first_tokens(now)
     return Share(
         desired_replicas=scaling.signals(now, status, others=others).desired_replicas,
@@ -60,7 +63,7 @@ def share_of(now: float, scaling: Scaling, status: PoolSnapshot, *, others: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A router's report to the others: its ``own`` share, and the sum of all shares that it knows (``pool``)."""
+    """A router's report to other routers: its ``own`` share, and the sum of all shares in this router (``pool``)."""
 
     own: Share
     pool: Share
@@ -69,9 +72,9 @@ class Report:
 class PeerShares:
     """The reports of the other routers of one pool.
 
-    A router that stops reporting leaves the sum at once, but its traffic enters the others' windows only over a minute.
-    For REMEMBERED_S the total is therefore at least the last sum that the silent router reported. The restart or death
-    of a router does not scale the pool down.
+    If a router stops reporting, its share leaves the sum at once. The traffic of the stopped router appears in the
+    other routers' windows only over the next minute. For REMEMBERED_S, the total is therefore at least the last sum
+    that the silent router reported. A restart or crash of a router thus does not scale the pool down.
     """
 
     def __init__(self) -> None:
@@ -79,7 +82,7 @@ class PeerShares:
         self._alive: dict[str, float] = {}
 
     def note_alive(self, reported_s: float, peer: str) -> None:
-        """Record that a router was alive at ``reported_s``, even if it reports no shares (as older versions do)."""
+        """Record that a router was running at ``reported_s``, even if it reports no shares (as older versions do)."""
         self._alive[peer] = max(reported_s, self._alive.get(peer, reported_s))
 
     def add_report(self, reported_s: float, peer: str, report: Report) -> None:
@@ -89,12 +92,12 @@ class PeerShares:
             self._reports[peer] = reported_s, report
 
     def expire(self, now: float) -> None:
-        """Forget reports that no longer count."""
+        """Remove expired reports."""
         self._reports = {peer: each for peer, each in self._reports.items() if each[0] + REMEMBERED_S > now}
         self._alive = {peer: reported_s for peer, reported_s in self._alive.items() if reported_s + PEER_TTL_S > now}
 
     def incomplete(self, now: float) -> bool:
-        """Whether a live router has not reported its share: the sum is then incomplete."""
+        """Return whether the sum is incomplete: a running router has not reported its share."""
         return any(
             reported_s + PEER_TTL_S > now and peer not in self._reports for peer, reported_s in self._alive.items()
         )
@@ -112,12 +115,12 @@ class PeerShares:
         )
 
     def live(self, now: float, own: Share) -> Share:
-        """Return the sum of ``own`` and the shares of the routers that are alive."""
+        """Return the sum of ``own`` and the shares of all running routers."""
         reported = [report.own for reported_s, report in self._reports.values() if reported_s + PEER_TTL_S > now]
         return _sum((own, *reported)) if reported else own
 
     def total(self, now: float, own: Share) -> Share:
-        """Return the sum, but at least the last sums of the routers that stopped reporting within REMEMBERED_S."""
+        """Return the sum, at least the last sum of each router that stopped reporting within REMEMBERED_S."""
         live = self.live(now, own)
         silent = [
             report.pool

@@ -1,8 +1,9 @@
-"""How many members a pool needs to meet its objective, computed from its traffic, without I/O.
+"""Computes the number of members that a pool needs to meet its objective, from its traffic, without I/O.
 
-One router sees its share of the traffic, so it computes its share of the desired replicas; the shares of all routers
-add up to the pool's. docs/autoscaling.md has the rule, its reasons and its measurements. ``Scaling`` is the rule,
-``LoadWindow`` its memory. Every ``now`` is in monotonic seconds, like the router's.
+One router observes its share of the traffic, so it computes its share of the desired replicas. The sum over all routers
+is the pool's desired replicas. The rule, its reasons and its measurements are described in docs/autoscaling.md.
+``Scaling`` implements the rule, and ``LoadWindow`` stores the recent traffic. Every ``now`` is in monotonic seconds, as
+in the router.
 """
 
 from collections import deque
@@ -15,37 +16,39 @@ from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 
 WINDOW_S = 60.0
-"""The window for traffic and attainment in seconds; also the time in which a late backlog is to be computed."""
+"""The window for traffic and attainment in seconds. Members must also compute a late backlog within this time."""
 _BUCKET_S = 5.0
 _HELD_EVERY_S = 1.0
-# The newest part of the window shows a surge, but only the statistically significant part counts. The sum over a random
-# number of requests has the root of the sum of their squares as its standard deviation. A share of the requests is less
-# significant than all of them, so several routers never detect a surge that a single router would not.
+# The newest _RECENT_S of the window can show a surge, but only statistically significant work counts as a surge. The
+# standard deviation of a sum over a random number of requests is the square root of the sum of their squares. One
+# router's share is less significant than the total, so several routers never detect a surge that a single router would
+# not detect.
 _RECENT_S = 15.0
 _DEVIATIONS = 3.0
-# The share of the prefill speed that traffic may use. On the Conversation trace 99.5 % of the requests meet the SLO at
-# 0.47, 96 % at 0.53, 64 % at 0.63: engines also decode, and requests come in batches.
+# The share of the prefill speed that traffic may use. On the Conversation trace, 99.5 % of the requests meet the SLO at
+# the share 0.47, 96 % at 0.53, and 64 % at 0.63. Decoding and bursts of requests cause the misses.
 _UTILISATION = 0.5
-# Fewer first tokens than this are too few to estimate attainment.
+# The smallest number of first tokens for an estimate of attainment.
 _FEWEST_FIRST_TOKENS = 20
-# How fast low attainment alone adds members: if no request meets the SLO, half the fleet per window.
+# The rate at which low attainment adds members: if no request meets the SLO, half of the present members per window.
 _GAIN = 0.5
-# The added members are removed over hours, since only another SLO miss would show that they are needed.
+# Added members are removed over hours, because only another SLO miss would show that they are necessary.
 _RELAX_S = 7200.0
-# A fleet counts as scaled when it is this close to the desired replicas: an HPA tolerates a tenth.
+# A scale-up is complete if the desired replicas are within this factor of the members: an HPA tolerates a tenth.
 _TOLERANCE = 1.1
-# The least desired replicas with any traffic: one member when the sum over routers is rounded up.
+# The lowest desired replicas with any traffic: rounding up the sum over routers gives one member.
 _LEAST = 0.01
-# The prefill time of a member with one token per second: long contexts count by their cost.
+# The prefill time of a member with one token per second, so that long contexts count by their cost.
 _WORK = PrefillModel(1.0).speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSignals:
-    """One router's share of the signals for autoscalers; attainment is a share of requests (0 to 1) or None.
+    """One router's share of the signals for autoscalers.
 
-    The other signals add up over routers: pending and queued prefill tokens per member; arriving tokens per second that
-    are not cached; and desired replicas, to be rounded up after the sum.
+    ``slo_attainment`` is a share of requests (0 to 1) or None. The other signals are summed over all routers: pending
+    and queued prefill tokens per member, uncached arriving tokens per second, and desired replicas. The sum of the
+    desired replicas must be rounded up.
     """
 
     pending_prefill_tokens_per_endpoint: float
@@ -55,7 +58,7 @@ class PoolSignals:
 
 
 def waiting_tokens(status: PoolSnapshot) -> int:
-    """Return the pending and queued prefill tokens, without those of draining members."""
+    """Return the pending and queued prefill tokens, without the tokens of draining members."""
     waiting = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in _serving(status))
     return waiting + status.unplaced_prefill_tokens
 
@@ -79,10 +82,10 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """The recent arrivals: uncached tokens per second, and their work in tokens of a short prompt.
+    """The recent arrivals: uncached tokens per second, and their work per second in equivalent tokens of short prompts.
 
-    Rejected and queued requests count like the average request. ``work_per_token`` is the work of one uncached token.
-    ``traffic`` is true if any request arrived, including queued and aborted ones.
+    Each rejected or queued request counts as an average request. ``work_per_token`` is the work of one uncached token.
+    ``traffic`` is true if any request arrived, including queued and aborted requests.
     """
 
     traffic: bool
@@ -93,7 +96,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """How many first tokens came within WINDOW_S, and how many of them within the SLO."""
+    """The number of first tokens in the last WINDOW_S, and the number of first tokens within the SLO."""
 
     count: int
     slo_met: int
@@ -103,7 +106,7 @@ class FirstTokens:
 
     @property
     def attainment(self) -> float | None:
-        """The share that came within the SLO; None without first tokens."""
+        """The share of first tokens within the SLO; None without first tokens."""
         return self.slo_met / self.count if self.count else None
 
 
@@ -121,7 +124,8 @@ class LoadWindow:
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
         self._began_s: float | None = None
-        # Tokens and work of the average request, assumed for rejected and queued ones; kept while no request arrives.
+        # Tokens and work of the average request, assumed for rejected and queued requests; unchanged while no request
+        # arrives.
         self._typical = (0.0, 0.0)
         # Samples of the number of queued requests in the last minute.
         self._held: deque[tuple[float, int]] = deque()
@@ -140,7 +144,7 @@ class LoadWindow:
         self._bucket_at(now).rejected += 1
 
     def enqueue(self, now: float) -> None:
-        """Count a request that is queued: it is traffic regardless of its outcome."""
+        """Count a queued request, which is traffic regardless of its outcome."""
         self._bucket_at(now).held += 1
 
     def first_token(self, now: float, *, within_slo: bool) -> None:
@@ -150,10 +154,10 @@ class LoadWindow:
         bucket.slo_met += within_slo
 
     def arrivals(self, now: float, *, held: int) -> Arrivals:
-        """Return the arrivals over the whole window, or more if its newest part shows a surge.
+        """Return the arrivals over the window, or a higher rate if the newest _RECENT_S show a surge.
 
-        ``held`` is how many requests are queued now. Arrivals are the dispatched requests plus the growth of the queue,
-        since saturated members receive no new requests.
+        ``held`` is the number of queued requests now. Arrivals are the dispatched requests plus the growth of the
+        queue, because saturated members receive no new requests.
         """
         buckets = self._last(now, WINDOW_S)
         requests = sum(each.requests for each in buckets)
@@ -165,7 +169,7 @@ class LoadWindow:
         whole, recent = self._rates(now, WINDOW_S, held), self._rates(now, _RECENT_S, held)
         significant = self._significant_share(now)
         tokens, work = (max(each, newest * significant) for each, newest in zip(whole, recent, strict=True))
-        # At most one sample per interval, regardless of how often this is called.
+        # At most one sample per interval, regardless of the number of calls.
         if not self._held or now - self._held[-1][0] >= _HELD_EVERY_S:
             self._held.append((now, held))
         while self._held[0][0] < now - WINDOW_S - _BUCKET_S:
@@ -189,7 +193,7 @@ class LoadWindow:
         buckets = self._last(now, over_s)
         if not buckets or self._began_s is None:
             return 0.0, 0.0
-        # After a start, the window is shorter; a few seconds are too short for a rate.
+        # After a start, the window is shorter, but has a minimum length for a useful rate.
         seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
         others = sum(each.rejected for each in buckets) + self._queue_growth(now, held, seconds)
         tokens = sum(each.uncached_tokens for each in buckets) + others * self._typical[0]
@@ -197,7 +201,7 @@ class LoadWindow:
         return max(0.0, tokens) / seconds, max(0.0, work) / seconds
 
     def _queue_growth(self, now: float, held: int, seconds: float) -> float:
-        """Return the growth of the queue within ``seconds``; it was empty before the first request."""
+        """Return the growth of the queue within ``seconds``; the queue was empty before the first request."""
         at_s, held_before = now if self._began_s is None else self._began_s, 0
         for sampled_s, held_then in self._held:
             if sampled_s <= now - seconds:
@@ -205,7 +209,7 @@ class LoadWindow:
         return (held - held_before) * seconds / max(now - at_s, seconds)
 
     def _significant_share(self, now: float) -> float:
-        """Return the statistically significant share of the newest part's work."""
+        """Return the statistically significant share of the work in the newest _RECENT_S."""
         buckets, (_, typical) = self._last(now, _RECENT_S), self._typical
         work = sum(each.work + each.rejected * typical for each in buckets)
         squared = sum(each.work_squared + each.rejected * typical * typical for each in buckets)
@@ -227,32 +231,32 @@ class LoadWindow:
 
     @staticmethod
     def _first_s(now: float, over_s: float) -> float:
-        """Return when the oldest bucket of a window began."""
+        """Return the start of a window's oldest bucket."""
         return now - now % _BUCKET_S - over_s + _BUCKET_S
 
 
 class Scaling:
-    """One router's share of a pool's desired replicas: ``window`` takes every request, ``signals`` computes it."""
+    """One router's share of a pool's desired replicas: ``window`` records requests, ``signals`` computes the share."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.window = LoadWindow()
-        # The members that low attainment adds to those that the arrivals need.
+        # The number of members that low attainment adds to the members that the arrivals need.
         self._extra = 0.0
         self._members = 0
         self._members_since_s = 0.0
         self._computed_s: float | None = None
 
     def adopt(self, pool: Pool) -> None:
-        """Take a new version of the pool: its objective and its prior of the speed."""
+        """Apply a new version of the pool: its objective and its prior of the speed."""
         self._pool = pool
 
     def signals(self, now: float, status: PoolSnapshot, *, others: Sequence[OtherRouter] | None = ()) -> PoolSignals:
-        """Return the signals for autoscalers, from a snapshot of this moment.
+        """Return the signals for autoscalers, from a present snapshot.
 
-        ``others`` are the reports of the other routers. The rule uses the attainment of the whole pool, since one
-        router's share may be too small to be significant. None means that a router has not reported: then low
-        attainment adds no members.
+        ``others`` are the reports of the other routers. The rule uses the attainment of the complete pool, because one
+        router's share may be too small to be significant. ``others`` is None if a router has not reported; low
+        attainment then adds no members.
         """
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
@@ -263,7 +267,7 @@ class Scaling:
         self._correct(now, own, needed, others)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
         if others and not traffic:
-            # The routers that receive the traffic now add these members.
+            # The routers that now receive the traffic add these members.
             self._extra = 0.0
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
@@ -273,15 +277,15 @@ class Scaling:
         )
 
     def _needed(self, arrivals: Arrivals, backlog_tokens: int, serving: list[EndpointStatus]) -> float:
-        """Return the number of members that the arrivals and the late backlog keep busy."""
+        """Return the number of members for the arrivals and the late backlog."""
         speed = self._pool.engine.prefill_tokens_per_second
         if serving:
-            # The solo speed: the other routers' prefills are in their own shares.
+            # Use the solo speed: the shares of the other routers contain the prefills of these routers.
             speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
-        # By Little's law, the backlog is at most this while all requests meet the SLO.
+        # The maximum backlog while all requests meet the SLO, by Little's law.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.work_per_token - in_time)
-        # Late work needs no headroom: members may be fully busy with it.
+        # Late work needs no headroom: members may use their full speed for it.
         return (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
 
     def _note_members(self, now: float, members: int) -> None:
@@ -289,10 +293,10 @@ class Scaling:
             self._members, self._members_since_s = members, now
 
     def _correct(self, now: float, own: FirstTokens, needed: float, others: Sequence[OtherRouter] | None) -> None:
-        """Add members while a fleet of the desired size misses the SLO, or remove added members.
+        """Add members if the desired number of members misses the SLO, or remove added members.
 
-        Misses during an unfinished scale-up add no members. Misses before the fleet's last change do not count for the
-        current fleet. All routers see the same attainment, fleet and desired replicas, and each adds its share.
+        Misses during an unfinished scale-up add no members. Misses before the last change of the number of members do
+        not count. All routers use the same attainment, members and desired replicas, and each router adds its share.
         """
         passed_s = 0.0 if self._computed_s is None else min(now - self._computed_s, WINDOW_S)
         self._computed_s = now
@@ -306,17 +310,18 @@ class Scaling:
             stable = now - self._members_since_s >= WINDOW_S
             desired = needed + self._extra + sum(each.desired_replicas for each in reported)
             if stable and desired <= self._members * _TOLERANCE:
-                # By first tokens, not equally: Envoys keep their connections, so some routers may have no traffic.
+                # Shares are proportional to first tokens, because some routers may have no traffic: Envoys keep their
+                # connections.
                 share = self._members * (own.count / total.count)
                 growth = _GAIN * (1.0 - attainment / goal) * share * passed_s / WINDOW_S
                 self._extra = max(self._extra, _fleet_share(self._members, own, reported) - needed) + growth
 
 
 def _fleet_share(fleet: int, own: FirstTokens, others: Sequence[OtherRouter]) -> float:
-    """Return a router's share of the fleet; the shares of all routers add up to the fleet.
+    """Return a router's share of the members; the sum of the shares of all routers is the number of members.
 
-    Routers divide the fleet in proportion to their first tokens. A router whose desired replicas already exceed its
-    share keeps its desired replicas. The result does not depend on how often or in which order routers compute it.
+    Each router's share is proportional to its first tokens. If a router's desired replicas exceed its share, its share
+    is its desired replicas. The result does not depend on the number or order of the routers' computations.
     """
     left, count = float(fleet), own.count + sum(each.first_tokens.count for each in others)
     for each in sorted(others, key=_desired_per_first_token, reverse=True):

@@ -1,5 +1,5 @@
-"""Kubernetes API access: connection (``library``), requests and watches (``client``), list-watch loop (``watch``).
+"""Kubernetes API access: the connection (``library``), requests (``client``) and the list-watch loop (``watch``).
 
-May import the core's readers of Kubernetes objects, never its routing state; aiohttp, and the kubernetes library
-(``library`` only).
+This package may import aiohttp and the core's readers of Kubernetes objects, but not the core's routing state. Only
+``library`` may import the kubernetes library.
 """

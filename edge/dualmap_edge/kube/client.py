@@ -1,8 +1,9 @@
 """A Kubernetes API client: requests, lists and watches, with JSON objects instead of generated models.
 
-``watch.Reflector`` and the operator's ``api`` use it. The ``kubernetes`` library finds the server and authenticates; it
-is imported in a thread when a client connects, since the import takes seconds. Unlike the library's watch, this one
-accepts lines of any length and raises an error when a watch is silent. Callers decide how to recover from errors.
+``watch.Reflector`` and the operator's ``api`` use this client. The ``kubernetes`` library reads the server's address
+and authenticates. A thread imports this library when a client connects, because the import takes seconds. Unlike the
+library's watch, this client's watch accepts lines of any length and raises an error after a silence. Callers handle the
+recovery from errors.
 """
 
 import asyncio
@@ -32,14 +33,15 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S: Final = 5.0
-# How long the server keeps a watch open, and after how much silence a watch counts as broken. A reachable server ends
-# the watch within the first limit, so longer silence means a broken connection.
+# The server ends a watch after WATCH_TIMEOUT_S. A watch without data for WATCH_INACTIVITY_S therefore has a broken
+# connection.
 WATCH_TIMEOUT_S: Final = 45.0
 WATCH_INACTIVITY_S: Final = 55.0
-# Pages limit one synchronous JSON parse, during which a router routes nothing, to a few MB.
+# The page size limits one JSON parse to a few MB: during a synchronous parse, a router cannot route requests.
 _PAGE: Final = 250
 _LIST_TIMEOUT_S: Final = 30.0
-# The body of a 404 for a kind that the API server does not serve; for a missing object the body is a Status object.
+# The body of a 404 response for a kind that the API server does not serve. For a missing object, the body is a Status
+# object.
 _NOT_SERVED: Final = b"404 page not found"
 
 
@@ -52,29 +54,30 @@ class WatchEvent:
 
     @property
     def version(self) -> str:
-        """The version from which a watch continues after this event, empty if the object has none."""
+        """The resource version for a watch after this event; empty if the object has no version."""
         return text_in(mapping_in(self.object, "metadata"), "resourceVersion")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One page of a collection's objects, and the version from which a watch continues."""
+    """One page of a collection's objects, and the resource version for a watch after this list."""
 
     objects: Sequence[Mapping[str, Any]]
     version: str
 
 
 class KubeClient:
-    """A client of one API server. Belongs to the event loop that connected it; ``close`` it there."""
+    """A client of one API server. Call all methods, including ``close``, in the event loop of ``connect``."""
 
     def __init__(self, library: "Library") -> None:
         self._library = library
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None) -> Self:
-        """Find the server by ``kubeconfig``, else env KUBECONFIG or ``~/.kube/config``, else the pod's service account.
+        """Read the server from ``kubeconfig``, else env KUBECONFIG or ``~/.kube/config``, else the service account.
 
-        Sends nothing: an unreachable server fails at the first request. Raises KubeConfigError.
+        This method sends no request: an unreachable server causes an error at the first request. Raises
+        KubeConfigError.
         """
         return cls(await Library.load(kubeconfig))
 
@@ -84,7 +87,7 @@ class KubeClient:
         return self._library.host
 
     async def connection(self) -> Connection:
-        """Return where the server is and how this client authenticates, with fresh tokens; raises KubeConfigError."""
+        """Return the server's address and this client's credentials with current tokens; raise KubeConfigError."""
         return await self._library.connection()
 
     async def request(
@@ -97,7 +100,7 @@ class KubeClient:
         content_type: str = "application/json",
         timeout_s: float = 10.0,
     ) -> dict[str, Any]:
-        """Return the answer to one request; ``path`` begins with ``/api``. Raises KubeError for any failure."""
+        """Send one request and return the answer; ``path`` begins with ``/api``. Raises KubeError for any failure."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             response = await self._library.send(
@@ -121,9 +124,9 @@ class KubeClient:
     ) -> AsyncGenerator[WatchEvent, None]:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``.
 
-        Returns when the server ends the watch, after ``timeout_s``. Raises KubeError, also after ``inactivity_s`` of
-        silence; its ``expired`` is true if the version is no longer available. Close the generator
-        (``contextlib.aclosing``) to stop early.
+        The generator returns when the server ends the watch after ``timeout_s``. The generator raises KubeError for a
+        failure and after ``inactivity_s`` without data. The error's ``expired`` is true if the version is no longer
+        available. Close the generator (``contextlib.aclosing``) to stop early.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -145,13 +148,13 @@ class KubeClient:
                 for line in lines.split(piece):
                     yield _event(line)
             if lines.unfinished:
-                raise KubeError(0, "the watch ended within an event")
+                raise KubeError(0, "the watch ended in the middle of an event")
         except TimeoutError as error:
-            raise KubeError(0, "the watch was silent past its end") from error
+            raise KubeError(0, "the watch sent no data and did not end in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _not_reached(error, inactivity_s) from error
         finally:
-            # Not returned to the connection pool: the rest of the watch may still arrive on it.
+            # Close the connection instead of its reuse: further data of the watch may still arrive on it.
             response.close()
 
     async def close(self) -> None:
@@ -160,7 +163,7 @@ class KubeClient:
 
 
 async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[Page, None]:
-    """Yield all of a collection, page by page. Raises KubeError, also for an answer that is not a Kubernetes list."""
+    """Yield a collection page by page. Raises KubeError for a failure or an answer that is not a Kubernetes list."""
     rest = ""
     while True:
         asked = [*query, ("limit", str(_PAGE)), *([("continue", rest)] if rest else [])]
@@ -175,7 +178,7 @@ async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str
 
 
 class _Lines:
-    """Splits a watch into lines: one event per line, which may have several MB and arrive in many pieces."""
+    """Splits a watch's data into lines with one event each. A line may have several MB and arrive in many pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -185,7 +188,7 @@ class _Lines:
         return any(piece.strip() for piece in self._pieces)
 
     def split(self, piece: bytes) -> list[bytes]:
-        """Return the lines that ``piece`` completes."""
+        """Add ``piece`` to the data and return all lines that are now complete."""
         first, newline, rest = piece.partition(b"\n")
         self._pieces.append(first)
         if not newline:
@@ -197,7 +200,7 @@ class _Lines:
 
 
 def _document(text: bytes) -> dict[str, Any]:
-    """Return a JSON object; raises KubeError for anything else."""
+    """Parse a JSON object; raise KubeError for any other text."""
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -208,7 +211,7 @@ def _document(text: bytes) -> dict[str, Any]:
 
 
 def _event(line: bytes) -> WatchEvent:
-    """Return one event; raises KubeError for an ERROR event."""
+    """Parse one event; raise KubeError for an ERROR event."""
     document = _document(line)
     kind, value = document.get("type"), document.get("object")
     if not isinstance(kind, str) or not isinstance(value, dict):
@@ -229,7 +232,7 @@ def _raise_status(status: Mapping[str, Any]) -> NoReturn:
 
 
 def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
-    """Return the error for an answer: the message of its Status object, or its text."""
+    """Return the error for an answer, with the message of its Status object or with its text."""
     reason = ""
     try:
         document = _document(text)

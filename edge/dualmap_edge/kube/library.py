@@ -1,4 +1,4 @@
-"""The ``kubernetes`` library's part: it finds the server, authenticates and opens connections."""
+"""An adapter of the ``kubernetes`` library, which reads the server's address, authenticates and opens connections."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ import aiohttp
 from dualmap_edge.kube.errors import KubeConfigError, clipped
 
 _UNAUTHORIZED: Final = 401
-# A TLS connection that was cancelled during its handshake closes within this time of the event loop.
+# The time in which the event loop closes a TLS connection after a cancelled handshake.
 _GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where the API server is and how a client authenticates, for another library that talks to the same server.
+    """The API server's address and a client's credentials, for another library that uses the same server.
 
-    ``authorization`` is the HTTP header's value. Empty texts are not set; without ``ca_file`` the system's CAs count.
+    ``authorization`` is the HTTP header's value. An empty text means not set. Without ``ca_file``, the system's CAs
+    apply.
     """
 
     server: str
@@ -33,7 +34,7 @@ class Connection:
 
 
 class Library:
-    """The server's address, the client's credentials and the connections, by the kubernetes library."""
+    """The server's address, the client's credentials and its connections, from the kubernetes library."""
 
     def __init__(self, configuration: Any, rest: Any, kubeconfig: Path | None) -> None:
         self._configuration = configuration
@@ -43,7 +44,7 @@ class Library:
 
     @classmethod
     async def load(cls, kubeconfig: Path | None) -> Self:
-        """Read the configuration; raises KubeConfigError."""
+        """Read the configuration; raise KubeConfigError if it cannot be used."""
         await asyncio.to_thread(_import_library)
         from kubernetes.aio.client.rest import RESTClientObject
 
@@ -51,9 +52,7 @@ class Library:
         try:
             return cls(configuration, RESTClientObject(configuration), kubeconfig)
         except (OSError, ValueError) as error:
-            raise KubeConfigError(
-                f"the certificates of the Kubernetes configuration cannot be used: {error}"
-            ) from error
+            raise KubeConfigError(f"the Kubernetes configuration has invalid certificates: {error}") from error
 
     @property
     def host(self) -> str:
@@ -61,7 +60,7 @@ class Library:
         return str(self._configuration.host)
 
     async def connection(self) -> Connection:
-        """Read the configuration again, tokens included, and return it; raises KubeConfigError."""
+        """Read the configuration and its tokens again and return them; raise KubeConfigError."""
         configuration = await _configuration(self._kubeconfig)
         token: str | None = await configuration.get_api_key_with_prefix("BearerToken")
         return Connection(
@@ -84,12 +83,12 @@ class Library:
         body: object = None,
         content_type: str = "application/json",
     ) -> aiohttp.ClientResponse:
-        """Send one request and return its response with the body unread; after a 401 retry with new credentials."""
+        """Send a request and return its response with an unread body; after a 401, retry once with new credentials."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
         response = await self._send(method, url, body, content_type, timeout)
         if response.status != _UNAUTHORIZED:
             return response
-        # A token in the kubeconfig may have been replaced, or come from a plugin that must run again.
+        # A token in the kubeconfig may have been replaced, or a plugin that creates the token must run again.
         before = await self._token()
         try:
             renewed = await _configuration(self._kubeconfig)
@@ -123,7 +122,7 @@ class Library:
         return response
 
     async def _token(self) -> str | None:
-        """Return the Authorization header; a pod's token is read from its file again every minute (the library's)."""
+        """Return the Authorization header; the library reads a pod's token from its file again every minute."""
         token: str | None = await self._configuration.get_api_key_with_prefix("BearerToken")
         return token
 
@@ -134,15 +133,15 @@ def _import_library() -> None:
 
 
 async def _configuration(kubeconfig: Path | None) -> Any:
-    """Return the library's Configuration for the server; raises KubeConfigError."""
+    """Return the library's Configuration for the server; raise KubeConfigError if none can be used."""
     import kubernetes.aio.config
     from kubernetes.aio.client import Configuration
 
-    config: Any = kubernetes.aio.config  # Any: the library is untyped.
+    config: Any = kubernetes.aio.config  # The type is Any because the library is untyped.
     configuration = Configuration()
-    # No limit: each watch holds a connection, and there may be one for every pool.
+    # No limit on connections: each watch uses one connection, and every pool may have a watch.
     configuration.connection_pool_maxsize = 0
-    # Env KUBECONFIG as the library read it; it may name several files.
+    # The library's value of env KUBECONFIG, which may contain several files.
     location = str(kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION)
     try:
         if _has_kubeconfig(location, config.kube_config.ENV_KUBECONFIG_PATH_SEPARATOR):
@@ -151,19 +150,19 @@ async def _configuration(kubeconfig: Path | None) -> Any:
             config.load_incluster_config(configuration)
     except config.ConfigException as error:
         raise KubeConfigError(
-            f"no Kubernetes API server configured: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
+            f"no Kubernetes API server is configured: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
             "service account"
         ) from error
     return configuration
 
 
 def _has_kubeconfig(location: str, separator: str) -> bool:
-    """Return whether a kubeconfig exists; raises KubeConfigError if one was named and is missing."""
+    """Return whether a kubeconfig exists; raise KubeConfigError if a configured file is missing."""
     files = [Path(each).expanduser() for each in location.split(separator) if each]
     if any(file.exists() for file in files):
         return True
     if files and files != [Path.home() / ".kube" / "config"]:
-        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to a kubeconfig that does")
+        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to an existing kubeconfig")
     return False
 
 
@@ -172,6 +171,6 @@ async def _load_kubeconfig(config: Any, location: str, configuration: object) ->
         await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
     except Exception as error:  # the library raises any exception for a malformed file
         raise KubeConfigError(
-            f"kubeconfig {location} cannot be used: {clipped(str(error) or repr(error))}; set KUBECONFIG to one "
-            "that has clusters, users and a current-context, as `kubectl config view` shows them"
+            f"kubeconfig {location} is invalid: {clipped(str(error) or repr(error))}; set KUBECONFIG to a "
+            "kubeconfig with clusters, users and a current-context"
         ) from error

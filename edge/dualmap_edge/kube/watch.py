@@ -1,9 +1,9 @@
-"""Keeps a copy of a collection of Kubernetes objects up to date: list once, then watch, and list again where needed.
+"""Updates a copy of a collection of Kubernetes objects: list once, then watch, and list again if necessary.
 
-The operator's ``observe.mirror`` and the router's ``pools.kube`` each run a ``Reflector`` (client-go's name for this
-loop). How they recover differs, so ``WatchPolicy`` is an argument. While the API server is away, the store keeps what
-it has. A watch whose connection was cut without notice ends by its inactivity limit, and ``age_s`` shows how old the
-copy is.
+The operator's ``observe.mirror`` and the router's ``pools.kube`` each run a ``Reflector`` (the name of this loop in
+client-go). Operator and router recover differently from errors, so ``WatchPolicy`` is an argument. While the API server
+is unreachable, the store keeps its objects. If a connection breaks without a signal, the watch ends at its inactivity
+limit. ``age_s`` is the age of the copy.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from dualmap_edge.logs import get_logger
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-# A proxy may end every watch at once: after a watch shorter than this, the loop pauses.
+# After a watch shorter than this time, the loop pauses: a proxy may end every watch at once.
 _SHORT_WATCH_S: Final = 1.0
-# 2^30 pauses are longer than any limit; larger exponents only overflow.
+# 2^30 first pauses are longer than any limit; larger exponents would overflow.
 _MOST_DOUBLINGS: Final = 30
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How a reflector recovers.
+    """The settings for a reflector's recovery from errors.
 
-    ``resume``: after a broken connection, watch again from the last version seen; otherwise list again.
-    ``timeout_s``: after this time the server ends a watch. ``inactivity_s``: a watch silent for longer is broken.
-    Pauses after failures double from ``first_pause_s`` to ``longest_pause_s``; ``jitter`` is the share of a pause that
-    is random, so that many clients do not return at once.
+    If ``resume`` is true, a reflector watches again from the last received version after a broken connection;
+    otherwise, it lists again. The server ends a watch after ``timeout_s``. A watch without data for ``inactivity_s`` is
+    broken. Pauses after failures double from ``first_pause_s`` to ``longest_pause_s``. ``jitter`` is the random share
+    of a pause, so that many clients do not reconnect at the same time.
     """
 
     resume: bool = False
@@ -61,27 +61,27 @@ class ListerWatcher(Protocol):
     """Lists and watches one collection. Both methods raise KubeError for any failure."""
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield the whole collection, page by page."""
+        """Yield the complete collection, page by page."""
 
     def watch(self, version: str, *, timeout_s: float, inactivity_s: float) -> AsyncGenerator[WatchEvent, None]:
-        """Yield the events after ``version``; return when the server ends the watch in order."""
+        """Yield the events after ``version``; return when the server ends the watch normally."""
 
 
 class Store(Protocol[T_contra]):
-    """Receives the objects. Its methods must not raise."""
+    """A store for the objects, with methods that must not raise."""
 
     def replace(self, objects: Sequence[T_contra]) -> None:
-        """Take the result of a list: everything that exists now."""
+        """Replace the content with the result of a list: all objects that exist now."""
 
     def put(self, item: T_contra) -> None:
-        """Take an object that was added or modified."""
+        """Store an object that was added or modified."""
 
     def remove(self, item: T_contra) -> None:
-        """Take an object that was deleted, as it was at last."""
+        """Remove a deleted object; ``item`` is its last state."""
 
 
 class Collection:
-    """The objects at ``path`` that ``selector`` matches (empty: all), by way of a ``KubeClient``."""
+    """The objects at ``path`` that ``selector`` matches (empty: all), read through a ``KubeClient``."""
 
     def __init__(self, client: KubeClient, path: str, *, selector: str = "") -> None:
         self._client = client
@@ -89,7 +89,7 @@ class Collection:
         self._query = [("labelSelector", selector)] if selector else []
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield the whole collection, page by page."""
+        """Yield the complete collection, page by page."""
         return pages(self._client, self._path, query=self._query)
 
     def watch(self, version: str, *, timeout_s: float, inactivity_s: float) -> AsyncGenerator[WatchEvent, None]:
@@ -99,10 +99,10 @@ class Collection:
 
 
 class Reflector(Generic[T]):
-    """Copies a collection into ``store``; ``read`` makes the stored value of an object, page by page.
+    """Copies a collection into ``store``; ``read`` converts each object into its stored value.
 
-    ``kind`` names the collection in logs. ``clock`` is monotonic, in seconds. ``on_failure`` is called with every
-    failure; an exception that it raises ends ``run``.
+    ``kind`` is the collection's name in logs. ``clock`` is monotonic, in seconds. Every failure calls ``on_failure``;
+    an exception from ``on_failure`` ends ``run``.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Reflector(Generic[T]):
 
     @property
     def age_s(self) -> float:
-        """Seconds since the server last answered: a list, an event, a bookmark, or the regular end of a watch.
+        """Seconds since the server's last list, event, bookmark or regular end of a watch.
 
-        At rest it grows up to the length of a watch. Safe to read in any thread.
+        Without changes, the age grows up to the length of a watch. Any thread may read this property.
         """
         return self._clock() - self._heard_s
 
@@ -147,11 +147,11 @@ class Reflector(Generic[T]):
                 await self._pause(error)
 
     async def _list(self) -> None:
-        """Replace the store's content by the collection as it is now."""
+        """Replace the store's content with the present collection."""
         self._watch_failed, before = False, self._watch_failed
         objects: list[T] = []
         async for page in self._source.pages():
-            # Read page by page: the bodies of a whole cluster's pods may be hundreds of megabytes.
+            # Convert page by page: the complete objects of all pods of a cluster may be hundreds of megabytes.
             objects += [self._read(body) for body in page.objects]
             self._version = page.version
         self._store.replace(objects)
@@ -159,7 +159,7 @@ class Reflector(Generic[T]):
         self._heard(recovered=not before)
 
     async def _follow(self) -> NoReturn:
-        """Watch from the present version on, again and again; raises KubeError when a list is needed."""
+        """Watch repeatedly from the present version on; raise KubeError if a list is necessary."""
         while True:
             began_s = self._clock()
             try:
@@ -197,10 +197,10 @@ class Reflector(Generic[T]):
             _log.info("Kubernetes watch recovered", kind=self._kind)
 
     async def _pause(self, error: KubeError) -> None:
-        """Report a failure and sleep: longer after each in a row, and at least as long as the server asks."""
+        """Report a failure and sleep: longer after each consecutive failure, at least the server's Retry-After."""
         self._failures += 1
         self._on_failure(error)
-        # Versions expire in normal operation; the next list recovers. Repeated failures are logged once.
+        # Expired versions are normal; the next list recovers. Repeated failures are logged once.
         if not error.expired and str(error) != self._logged:
             self._logged = str(error)
             _log.warning(

@@ -16,32 +16,39 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Pool file (InferencePool as YAML); repeat for several. The first pool gets requests without a pick.",
+    help="Pool file (InferencePool as YAML). Repeat the option for several files. If no router picks an "
+    "endpoint, the request goes to the first pool.",
 )
-@click.option("--discover", is_flag=True, help="Get the pools from the routers, instead of --pool.")
+@click.option("--discover", is_flag=True, help="Envoy reads the pools from the routers. Replaces --pool.")
 @click.option(
     "--longest-wait",
     type=Duration(),
     metavar="DURATION",
     show_default="30s",
-    help="With --discover: the longest queue.maxWait of any pool.",
+    help="With --discover: the longest routing.queue.maxWait of all pools.",
 )
-@click.option("--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Listener for clients. Port 0: any.")
-@click.option("--router", default="127.0.0.1:9002", metavar="HOST:PORT[,...]", help="The routers' gRPC ports.")
+@click.option(
+    "--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Address of the listener for clients. Port 0: any."
+)
+@click.option(
+    "--router", default="127.0.0.1:9002", metavar="HOST:PORT[,...]", help="Addresses of the routers' gRPC ports."
+)
 @click.option(
     "--als",
     default=None,
     metavar="HOST:PORT[,...]",
     show_default="the routers",
-    help="Access log sinks; each gets all entries.",
+    help="Addresses of access log sinks. Each sink receives all entries.",
 )
-@click.option("--admin", default="127.0.0.1:9901", metavar="IP:PORT", help="Envoy's administration. Port 0: any.")
+@click.option(
+    "--admin", default="127.0.0.1:9901", metavar="IP:PORT", help="Address of Envoy's admin interface. Port 0: any."
+)
 @click.option(
     "--status",
     default=None,
     metavar="IP:PORT",
     show_default="nowhere",
-    help="Listener for probes and Prometheus: only /ready and /stats/prometheus of the administration.",
+    help="Address of a listener that serves only /ready and /stats/prometheus, for probes and Prometheus.",
 )
 @click.option(
     "--mode",
@@ -49,21 +56,21 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     type=click.Choice([mode.value for mode in Mode]),
     help="How Envoy sends a request's body to the router.",
 )
-@click.option("--tls", default="off", type=click.Choice(["off", "on"]), help="TLS to routers and access log sinks.")
-@click.option("--tls-cert", metavar="FILE", help="Client certificate for a router with --tls-client-ca. PEM.")
+@click.option("--tls", default="off", type=click.Choice(["off", "on"]), help="Use TLS to routers and access log sinks.")
+@click.option("--tls-cert", metavar="FILE", help="Client certificate, for routers that run with --tls-client-ca. PEM.")
 @click.option("--tls-key", metavar="FILE", help="Key of --tls-cert. PEM.")
 @click.option(
     "--tls-ca",
     metavar="FILE",
     show_default="accept any certificate",
-    help="CA that must have signed the router's certificate; its name is not checked. PEM.",
+    help="CA that must have signed the router's certificate. Envoy does not check the certificate's name. PEM.",
 )
 @click.option(
     "--tls-sds",
     metavar="DIR",
     show_default="Envoy reads TLS files only at its start",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
-    help="Folder where this command writes SDS files. With them, Envoy reloads replaced TLS files.",
+    help="Folder to which this command writes SDS files. Envoy uses SDS files to reload replaced TLS files.",
 )
 @click.option("--static-endpoints", is_flag=True, help="Write the members into the bootstrap instead of using EDS.")
 def envoy_config(
@@ -84,7 +91,9 @@ def envoy_config(
     tls_sds: Path | None,
     static_endpoints: bool,
 ) -> None:
-    """Print an Envoy bootstrap for the given pools, or for all pools of the routers (YAML, for Envoy 1.38 or later).
+    """Print an Envoy bootstrap for pool files, or for all pools of the routers.
+
+    The output is YAML for Envoy 1.38 or later.
 
     \b
     Example:
@@ -98,8 +107,9 @@ def envoy_config(
       dualmap envoy-config --pool pool.yaml --tls on --tls-cert /certs/envoy/tls.crt \\
         --tls-key /certs/envoy/tls.key --tls-ca /certs/ca.crt --tls-sds . > envoy.yaml
 
-    Give all --tls-... paths as Envoy sees them. Envoy reloads files that are moved into their folders (a rename, a
-    mounted Kubernetes Secret), not files that are written in place.
+    Envoy opens the files of all --tls-... options, so give their paths in Envoy's file system. Envoy reloads a file
+    that is replaced by a rename or by a mounted Kubernetes Secret. Envoy does not reload a file that is written in
+    place.
     """
     # These imports are here because Envoy's types and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
@@ -136,7 +146,7 @@ def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static
     """
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"
-        raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --discover")
+        raise click.UsageError(f"{wrong}; give one or more --pool FILE, or --discover")
     if switch and static:
         raise click.UsageError("--static-endpoints and --discover exclude each other; give one of them")
     if longest_wait_s is not None and not switch:

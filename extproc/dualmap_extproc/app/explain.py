@@ -12,6 +12,8 @@ import click
 
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
+from dualmap.prompts.blocks import PUBLIC_KEY
+from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 
@@ -25,7 +27,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     return headers
 
 
-@click.command(short_help="Print which instance a request would go to, and why.")
+@click.command(short_help="Print which instance the router chooses for a request, and why.")
 @click.option(
     "--pool",
     "pool_files",
@@ -33,7 +35,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     required=True,
     metavar="FILE",
-    help="Pool file (InferencePool as YAML); repeat for several.",
+    help="Pool file (InferencePool as YAML). Repeat the option for several files.",
 )
 @click.option(
     "--request",
@@ -41,7 +43,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     type=click.File("rb"),
     required=True,
     metavar="FILE",
-    help="JSON body of the request; - reads standard input.",
+    help="File with the JSON body of the request. The value - stands for standard input.",
 )
 @click.option(
     "--header",
@@ -49,10 +51,11 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     metavar="NAME=VALUE",
     callback=_read_headers,
-    help="Header of the request, such as the session header; repeat for several.",
+    help="Header of the request, such as the session header. Repeat the option for several headers.",
 )
 @redis_options
-@click.option("--json", "as_json", is_flag=True, help="Print the receipt as JSON instead of words.")
+@hash_key_option(default="the public key")
+@click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON instead of text.")
 def explain(
     pool_files: tuple[Path, ...],
     request_file: BinaryIO,
@@ -61,11 +64,13 @@ def explain(
     redis_password: str | None,
     redis_password_file: Path | None,
     redis_ca: Path | None,
+    hash_key: bytes | None,
     as_json: bool,
 ) -> None:
-    """Print which instance a router that has just started would choose for a request, and why.
+    """Print which instance a newly started router chooses for a request, and why.
 
-    With --redis the router first reads the state that the other routers share.
+    With --redis, the command first reads the state that running routers share in Redis. A running router
+    selects the same pair only if both have the same hash key.
 
     \b
     Example:
@@ -79,7 +84,8 @@ def explain(
     from dualmap_extproc.store.contract import StoreError
 
     try:
-        outcome = decide(load_pool_files(pool_files), request_file.read(), headers=headers, redis=shared)
+        pools, body = load_pool_files(pool_files), request_file.read()
+        outcome = decide(pools, body, headers=headers, hash_key=hash_key or PUBLIC_KEY, redis=shared)
     except PoolError as error:
         click.echo(f"dualmap explain: {error}", err=True)
         sys.exit(2)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.receipt import Receipt
 from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.body import guess_api_of
@@ -33,17 +34,18 @@ def decide(
     body: bytes,
     *,
     headers: Mapping[str, str],
+    hash_key: bytes = PUBLIC_KEY,
     redis: RedisSettings | None = None,
 ) -> Receipt | Refused:
     """Return the receipt that a newly started router would give for a request, or its error answer.
 
-    The names in ``headers`` are lower-case. With ``redis``, the router first reads the state that the other routers
-    share. Raises StoreError if Redis does not answer.
+    The names in ``headers`` are lower-case. ``hash_key`` is the key of the prompts' hashes. With ``redis``, the router
+    first reads the state that the other routers share. Raises StoreError if Redis does not answer.
     """
-    outcome = _pick(_picker(pools), body, headers)
+    outcome = _pick(_picker(pools, hash_key), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
-        picker = _picker(pools)
-        asyncio.run(_read(picker, redis, _wanted(pools, body, headers)))
+        asking, picker = _picker(pools, hash_key, replicated=True), _picker(pools, hash_key)
+        asyncio.run(_read(picker, redis, _wanted(asking, body, headers)))
         outcome = _pick(picker, body, headers)
     if isinstance(outcome, Refused):
         return outcome
@@ -51,8 +53,8 @@ def decide(
     return outcome.decision.receipt
 
 
-def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
-    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
+def _picker(pools: tuple[Pool, ...], hash_key: bytes, *, replicated: bool = False) -> Picker:
+    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, hash_key=hash_key, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
     # The picker must not queue the request, so that the result is the chosen member, even if the member is saturated.
     picker.stop_queueing(_NOW_S)
@@ -66,9 +68,8 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
     return no_endpoint("") if isinstance(outcome, AnswerLater) else outcome
 
 
-def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the sessions with bindings that a router would read for this request, by pool."""
-    picker = _picker(pools, replicated=True)
+def _wanted(picker: Picker, body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the sessions with bindings that a replicated router would read for this request, by pool."""
     _pick(picker, body, headers)
     return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
@@ -91,7 +92,7 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
                 await deliveries[question.pool].deliver(answer)
             questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
     except TimeoutError:
-        raise StoreError(Failure.TIMEOUT, f"no answer within {READ_S:g} s") from None
+        raise StoreError(Failure.TIMEOUT, f"Redis did not answer within {READ_S:g} s") from None
     finally:
         await store.close()
 

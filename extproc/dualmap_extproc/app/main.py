@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import socket
 import sys
 from importlib.util import find_spec
@@ -11,8 +12,10 @@ from urllib.parse import urlsplit
 
 import click
 
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
+from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
@@ -28,7 +31,7 @@ class _ReplicaId(click.ParamType[str]):
         text = str(value)
         if not (text.isascii() and text.isprintable() and " " not in text and 0 < len(text) <= REPLICA_ID_CHARACTERS):
             shown = text if len(text) <= 40 else f"{text[:40]}..."
-            self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters, no spaces")
+            self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters without spaces")
         return text
 
 
@@ -59,7 +62,7 @@ class _OtlpEndpoint(click.ParamType[str]):
         if not whole or url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
             self.fail(f"{value!r} is not accepted; {accepted}", param, ctx)
         if not _installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
-            self.fail("the span exporter is not installed; run pip install 'dualmap[otlp]'", param, ctx)
+            self.fail("the OpenTelemetry exporter is not installed; run pip install 'dualmap[otlp]'", param, ctx)
         return f"{url.scheme}://{url.netloc}"
 
 
@@ -80,7 +83,7 @@ def _kube_settings(
     """
     if bool(pools) == kube:
         wrong = "--pool and --kube exclude each other" if kube else "no pools"
-        raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
+        raise click.UsageError(f"{wrong}; give one or more --pool FILE, or --kube")
     if namespace is not None and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if not kube and (namespace is not None or all_namespaces):
@@ -96,7 +99,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
         option = f"--{name.replace('_', '-')}"
         other = seen.setdefault(port, option)
         if port and other != option:
-            raise click.UsageError(f"{other} and {option} are both {port}; give each a port of its own")
+            raise click.UsageError(f"{other} and {option} are both {port}; give two different ports")
 
 
 @click.command(context_settings={"show_default": True})
@@ -105,37 +108,60 @@ def _check_distinct(ports: dict[str, int]) -> None:
     "pools",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Pool file (InferencePool as YAML); repeat for several.",
+    help="Pool file (InferencePool as YAML). Repeat the option for several files.",
 )
-@click.option("--kube", is_flag=True, help="Watch the pools of a Kubernetes API: env KUBECONFIG, else in-cluster.")
+@click.option(
+    "--kube",
+    is_flag=True,
+    help="Watch InferencePools in Kubernetes. The environment variable KUBECONFIG selects the cluster. The default is "
+    "the pod's cluster.",
+)
 @click.option("--namespace", type=_Namespace(), help="With --kube: watch only this namespace.")
 @click.option("--all-namespaces", is_flag=True, help="With --kube: watch all namespaces (the default).")
-@click.option("--host", default="0.0.0.0", help="Address to bind all ports on.")
-@click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
-@click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
-@click.option("--metrics-port", default=9090, type=PORT, help="/metrics, /pools and the dashboard over HTTP. 0: any.")
+@click.option("--host", default="0.0.0.0", help="IP address on which all ports listen.")
+@click.option(
+    "--grpc-port", default=9002, type=PORT, help="gRPC port for ext_proc, xDS, access log and health. 0: any free port."
+)
+@click.option(
+    "--health-port", default=9003, type=PORT, help="gRPC port for health checks without TLS. 0: any free port."
+)
+@click.option(
+    "--metrics-port",
+    default=9090,
+    type=PORT,
+    help="HTTP port for /metrics, /pools and the dashboard. 0: any free port.",
+)
 @click.option("--dashboard/--no-dashboard", default=True, help="Serve the dashboard at / of the metrics port.")
-@click.option("--als-port", default=9004, type=PORT, help="Envoy's access log over gRPC. 0: any.")
-@click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
+@click.option("--als-port", default=9004, type=PORT, help="gRPC port for Envoy's access log only. 0: any free port.")
+@click.option(
+    "--tls",
+    default="off",
+    metavar="off|self-signed|DIR",
+    help="Use TLS on --grpc-port and --als-port. DIR is a folder with tls.crt and tls.key.",
+)
 @click.option(
     "--tls-client-ca",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --tls: CAs that must have signed a client's certificate.",
+    help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
 )
 @redis_options
+@hash_key_option(default="random; a public key with --redis or --kube")
 @click.option(
     "--replica-id",
     default=socket.gethostname,
     show_default="host name",
     type=_ReplicaId(),
-    help="Name of this router, unique among routers.",
+    help="Name of this router. No other router may have the same name.",
 )
 @click.option(
     "--otlp-endpoint",
     type=_OtlpEndpoint(),
     metavar="URL",
-    help="Send a span per decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
+    help="Send a trace span for each decision to this OpenTelemetry collector (OTLP over gRPC).",
+)
+@click.option(
+    "--drain-timeout", default="25s", type=Duration(), help="Maximum time to complete open requests after SIGTERM."
 )
 @click.option(
     "--max-buffered",
@@ -144,10 +170,11 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="Most memory for all request bodies that wait to be complete, read or sent back; 503 beyond. At most a "
     "quarter of the memory limit.",
 )
-@click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for open requests after SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
-@click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")
+@click.option(
+    "--log-prompts", is_flag=True, help="Log the headers and prompts of requests. Requires --log-level debug."
+)
 def router(
     pools: tuple[Path, ...],
     kube: bool,
@@ -159,6 +186,7 @@ def router(
     redis_password: str | None,
     redis_password_file: Path | None,
     redis_ca: Path | None,
+    hash_key: bytes | None,
     **options: Any,
 ) -> None:
     """Run the endpoint picker that chooses an instance for each of Envoy's requests.
@@ -169,7 +197,7 @@ def router(
       dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
-    After SIGTERM the router reports unready, serves open requests, and exits with status 0.
+    After SIGTERM, a ready router reports that it is not ready, completes open requests, and exits with status 0.
     """
     # This variable must be set before gRPC is imported. By default, gRPC writes a line to standard error for every
     # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting
@@ -183,8 +211,17 @@ def router(
         raise click.UsageError("--log-prompts requires --log-level debug; give both or neither")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
     limits = Limits(buffered_bytes=max_buffered)
+    if hash_key is None:
+        # Routers of one deployment need the same key. Without --redis and --kube, the router is the only one.
+        hash_key = PUBLIC_KEY if shared or watched else secrets.token_bytes(32)
     settings = Settings(
-        pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, limits=limits, **options
+        pools=pools,
+        kube=watched,
+        drain_timeout_s=drain_timeout,
+        redis=shared,
+        hash_key=hash_key,
+        limits=limits,
+        **options,
     )
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

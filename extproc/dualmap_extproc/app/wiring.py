@@ -15,7 +15,9 @@ from typing import Any
 
 import click
 
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
+from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
@@ -44,6 +46,8 @@ from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.transport.tls import TlsError, server_credentials
+
+_log = get_logger(__name__)
 
 
 def run(settings: Settings) -> int:
@@ -83,6 +87,7 @@ async def serve(settings: Settings) -> None:
         settings.limits,
         observations.report,
         id_prefix=incarnation,
+        hash_key=settings.hash_key,
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
@@ -132,6 +137,7 @@ async def serve(settings: Settings) -> None:
         if not done:
             await servers.ready()
             click.echo(ready_line, err=True)
+            _warn_of_public_key(settings)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
         await servers.drain(settings.drain_timeout_s)
@@ -151,6 +157,15 @@ async def serve(settings: Settings) -> None:
         await asyncio.to_thread(close_tracing)
 
 
+def _warn_of_public_key(settings: Settings) -> None:
+    """Log a warning if clients can compute the hashes of prompts."""
+    if settings.hash_key == PUBLIC_KEY:
+        _log.warning(
+            "The hash key is public, so a client can craft prompts that match another tenant's; "
+            "give all routers the same secret with --hash-key-file"
+        )
+
+
 def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], Callable[[], None]]:
     """Set up tracing if it is enabled; return the headers that spans need and a function that exports pending spans."""
     if settings.otlp_endpoint is None:
@@ -160,7 +175,7 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
         from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
         # OpenTelemetry reads some of its settings during its import.
-        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
+        raise TracingError(f"invalid OTEL_* environment variables: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
     tracing.subscribe(observations)

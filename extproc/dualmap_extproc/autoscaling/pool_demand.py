@@ -154,7 +154,9 @@ class PoolDemand:
         if not self._has_exchanged(now):
             raise DemandUnknown("shared state is unreachable")
         if self._peers_of(pool).incomplete(now):
-            raise DemandUnknown("a router does not report its share; it may have an older version")
+            raise DemandUnknown(
+                "another router does not report its demand, possibly because that router has an older version"
+            )
 
 
 def _ignore_change(_pool: str) -> None:

@@ -91,9 +91,7 @@ def _read_target(given: str | None) -> float | None:
         return None
     target = float(given) if _NUMBER.fullmatch(given) else math.nan
     if not _TARGET_MIN <= target <= _TARGET_MAX:
-        accepted = (
-            f"give a number from {_TARGET_MIN:g} to {_TARGET_MAX:g}: how much of the metric one instance shall have"
-        )
+        accepted = f"give a number from {_TARGET_MIN:g} to {_TARGET_MAX:g}: the metric's target value for one instance"
         raise _refused("target", given, accepted)
     return target
 

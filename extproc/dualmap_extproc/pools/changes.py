@@ -10,7 +10,7 @@ from dualmap_edge.logs import get_logger
 # The most member ids in a log line. The log line counts the other members. A pool may have tens of thousands of
 # members.
 _IDS_SHOWN: Final = 20
-_ENVOY_HINT: Final = "run envoy-config again for Envoys that it configured with --pool"
+_ENVOY_HINT: Final = "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again"
 # The fields of a pool that the log line shows separately from the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
 _log = get_logger(__name__)

@@ -141,7 +141,7 @@ class PoolFileWatcher:
                 self._tell(look, on_pools, on_refused)
                 unsettled = look.unsettled
             except Exception as error:  # noqa: BLE001  # an unexpected error must not end the watch of all files
-                _log.error("Keeping last valid pools, applying the pool files failed", reason=repr(error))
+                _log.error("Applying the pool files failed, keeping the last valid pools", reason=repr(error))
 
     def _tell(
         self,
@@ -152,10 +152,10 @@ class PoolFileWatcher:
         """Log and report the result of a poll."""
         for error in look.refusals:
             _log.error(
-                "Keeping last valid pool file",
+                "Rejected pool file, keeping the last valid version",
                 file=str(error.file),
                 field=error.field,
-                value=_clipped(error.value),
+                value=str(error.value) if isinstance(error, UnreadablePoolFileError) else _clipped(error.value),
                 accepted=error.accepted,
             )
             on_refused(error)

@@ -117,7 +117,7 @@ class KubePools:
             try:
                 self._report_once(on_pools)
             except Exception as error:  # noqa: BLE001  # an unexpected error must not end the reports of all pools
-                _log.error("Keeping last valid pools, applying a change failed", reason=repr(error))
+                _log.error("Applying a pool change failed, keeping the last valid pools", reason=repr(error))
             self._listed.set()
 
     def _report_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
@@ -178,7 +178,7 @@ class KubePools:
         for invalid_pool in invalid:
             if invalid_pool not in self._invalid:
                 _log.error(
-                    "Keeping last valid pool",
+                    "Rejected pool, keeping the last valid version",
                     pool=invalid_pool.pool,
                     field=invalid_pool.field,
                     value=invalid_pool.value,

@@ -13,11 +13,20 @@ class KubeMetrics:
     def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
         self.pools_refused = pools_refused
         self._registry = registry
-        self._lists = Counter("dualmap_kube_lists", "Lists of all objects.", ("resource",), registry=registry)
-        self._errors = Counter(
-            "dualmap_kube_errors", "Failed lists and watches.", ("resource", "kind"), registry=registry
+        self._lists = Counter(
+            "dualmap_kube_lists", "Full lists of a resource from the Kubernetes API.", ("resource",), registry=registry
         )
-        self._refused = Gauge("dualmap_kube_pools_refused", "Pools that are invalid or in conflict.", registry=registry)
+        self._errors = Counter(
+            "dualmap_kube_errors",
+            "Failed lists and watches of a resource at the Kubernetes API, by kind of failure.",
+            ("resource", "kind"),
+            registry=registry,
+        )
+        self._refused = Gauge(
+            "dualmap_kube_pools_refused",
+            "Pools that this router rejects as invalid, or because another pool already has the model name.",
+            registry=registry,
+        )
 
     def show_ages(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
         """Export the seconds since the last answer, by resource; any thread may call ``ages_s``."""
@@ -46,7 +55,7 @@ class _Ages(Collector):
         """Yield the metric family (method of prometheus_client's Collector)."""
         family = GaugeMetricFamily(
             "dualmap_kube_watch_age_seconds",
-            "Time since the last message of the API server, in seconds.",
+            "Time since the last message from the API server about a resource, in seconds.",
             labels=("resource",),
         )
         for resource, age_s in self._ages_s().items():

@@ -27,6 +27,8 @@ class BufferedBodies:
 
     def hold(self, now: float, holder: Holder, size_bytes: int) -> bool:
         """Count further bytes of an arriving body; return False if the holder must refuse its own request instead."""
+        if not size_bytes:
+            return True
         holder.held_bytes += size_bytes
         self.held_bytes += size_bytes
         self._arriving.add(holder)

@@ -16,7 +16,7 @@ from itertools import count
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
-from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
@@ -68,7 +68,8 @@ class Picker:
     """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
-    access log entries may belong to other replicas or earlier processes. ``trace_headers`` are additional headers in
+    access log entries may belong to other replicas or earlier processes. ``hash_key`` is the key of the hashes of
+    prompts and sessions, which all replicas must share. ``trace_headers`` are additional headers in
     observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
     If ``log_prompts`` is true, debug lines quote prompts.
     """
@@ -79,6 +80,7 @@ class Picker:
         report: Report,
         *,
         id_prefix: str,
+        hash_key: bytes = PUBLIC_KEY,
         trace_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
@@ -86,6 +88,7 @@ class Picker:
         self._limits = limits
         self._report = report
         self._id_prefix = id_prefix
+        self._hash_key = hash_key
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._sequence = count()
@@ -193,7 +196,7 @@ class Picker:
         if size_bytes > pool.routing.max_body_bytes:
             return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
-        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
+        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt, key=self._hash_key)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
             chain=chain_blocks(
@@ -366,7 +369,7 @@ class Picker:
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
             request_id=outcome.request_id,
-            receipt=outcome.receipt.header() if pool.routing.receipt_header else None,
+            receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             decision=outcome,
         )
 

@@ -75,11 +75,11 @@ def decode_update(data: bytes) -> ReplicaUpdate:
     try:
         version, requests = reader.unpack(_VERSION_AND_REQUESTS)
         if version != _VERSION:
-            raise UnreadableUpdate(f"version {version}")
+            raise UnreadableUpdate(f"unknown version {version}")
         nodes = reader.hashes()
         counts = reader.array(len(nodes), "I", 4)
         if len(nodes) > NODES_MAX or 0 in counts:
-            raise UnreadableUpdate(f"{len(nodes)} prefixes, {counts.count(0)} of them without requests")
+            raise UnreadableUpdate(f"invalid request counts: {len(nodes)} prefixes, {counts.count(0)} with 0 requests")
         split = reader.hashes()
         update = ReplicaUpdate(
             hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True)), split=split),
@@ -102,7 +102,7 @@ def encode_report(report: Report) -> bytes:
 def decode_report(data: bytes) -> Report:
     """Return the report that ``encode_report`` encoded; later versions may append fields. Raises UnreadableUpdate."""
     if len(data) < _REPORT.size or data[0] != _REPORT_VERSION:
-        raise UnreadableUpdate(f"a report of {len(data)} bytes")
+        raise UnreadableUpdate(f"invalid report of {len(data)} bytes")
     _, *values = _REPORT.unpack_from(data)
     return Report(own=_share(*values[:6]), pool=_share(*values[6:]))
 
@@ -166,7 +166,7 @@ class _Reader:
     def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:
         # The check comes first, because an invalid count could allocate gigabytes.
         if count * item_bytes > len(self._data) - self._at:
-            raise UnreadableUpdate(f"{count} values in {len(self._data) - self._at} bytes")
+            raise UnreadableUpdate(f"{count} values do not fit in {len(self._data) - self._at} bytes")
         values = struct.unpack_from(f"<{count}{code}", self._data, self._at)
         self._at += count * item_bytes
         return values
@@ -177,7 +177,7 @@ class _Reader:
     def text(self) -> str:
         (length,) = self.unpack(_TEXT)
         if length > min(_TEXT_BYTES_MAX, len(self._data) - self._at):
-            raise UnreadableUpdate(f"a text of {length} bytes")
+            raise UnreadableUpdate(f"invalid text of {length} bytes")
         self._at += length
         return self._data[self._at - length : self._at].decode()
 
@@ -205,7 +205,7 @@ class _Reader:
 
     def must_be_at_its_end(self) -> None:
         if self._at != len(self._data):
-            raise UnreadableUpdate(f"{len(self._data) - self._at} bytes too many")
+            raise UnreadableUpdate(f"{len(self._data) - self._at} unexpected bytes at the end")
 
 
 def _seconds(value: float) -> float:

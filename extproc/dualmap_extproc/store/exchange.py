@@ -166,7 +166,7 @@ class Exchange:
                 await self._store.close()
         except (StoreError, TimeoutError):
             # The other routers detect the end of this router by a timeout.
-            _log.info("Could not tell the other routers that this router ends", store=self._shown)
+            _log.info("Announcing shutdown to the other routers failed", store=self._shown)
 
     def _collect(self, pools: dict[str, Pool]) -> None:
         now = self._clock()

@@ -14,7 +14,7 @@ class StoreMetrics:
     """Implements ``exchange.StoreObserver``. The router exports these metrics only if it has a store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._up = Gauge("dualmap_store_up", "1 while replication updates are exchanged, else 0.", registry=registry)
+        self._up = Gauge("dualmap_store_up", "1 if the last exchange with Redis succeeded, else 0.", registry=registry)
         errors = Counter(
             "dualmap_store_errors",
             "Failed exchanges of replication updates with Redis, by kind of failure.",
@@ -24,16 +24,20 @@ class StoreMetrics:
         self._errors = {failure: errors.labels(failure.value) for failure in Failure}
         self._exchange = Histogram(
             "dualmap_store_exchange_seconds",
-            "Time of successful exchanges, in seconds.",
+            "Duration of successful exchanges with Redis, in seconds.",
             buckets=_EXCHANGE_BUCKETS_S,
             registry=registry,
         )
         self._unreadable = Counter(
             "dualmap_store_unreadable_entries",
-            "Entries and bindings that no router of this version wrote.",
+            "Replication updates and session bindings in Redis that this version cannot read.",
             registry=registry,
         )
-        self._dropped = Counter("dualmap_store_dropped_news", "Replication updates dropped.", registry=registry)
+        self._dropped = Counter(
+            "dualmap_store_dropped_news",
+            "Replication updates that this router dropped before the exchange.",
+            registry=registry,
+        )
 
     def exchanged(self, seconds: float) -> None:
         """Count an exchange that succeeded (StoreObserver)."""

@@ -19,13 +19,16 @@ def redis_options(function: _Function) -> _Function:
     """Add the options to a command; the command must pass their values to ``redis_settings``."""
     options = (
         click.option(
-            "--redis", metavar="URL", help="Redis for state shared with other routers: redis://, rediss://, unix://."
+            "--redis",
+            metavar="URL",
+            help="Redis through which routers share state. The URL starts with redis://, rediss:// or unix://.",
         ),
         click.option(
             "--redis-password-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help=f"File with the Redis password. Alternative: environment variable {PASSWORD_VARIABLE}.",
+            help="File with the Redis password. "
+            f"The environment variable {PASSWORD_VARIABLE} can contain the password instead.",
         ),
         click.option(
             "--redis-ca",
@@ -59,7 +62,7 @@ def redis_settings(
 def _not_on_the_command_line(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
         raise click.UsageError(
-            "every user of this machine can read a password in the command line; "
-            f"give --redis-password-file FILE, or {PASSWORD_VARIABLE} in the environment"
+            "other users of this machine can read a password on the command line; "
+            f"give --redis-password-file FILE or the environment variable {PASSWORD_VARIABLE}"
         )
     return value

@@ -196,7 +196,7 @@ def _replies_as_scripted() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError):
-        raise StoreError(Failure.REPLY, "the server does not reply like Redis") from None
+        raise StoreError(Failure.REPLY, "the server sent an unexpected reply; is the server Redis?") from None
 
 
 def updates_key(pool: str) -> str:

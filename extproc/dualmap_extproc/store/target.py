@@ -52,7 +52,9 @@ def read_settings(url: str, *, password: str | None, password_file: Path | None,
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise RedisSettingsError(f"--redis-password-file: {password_file}: {reason}") from None
         if not password:
-            raise RedisSettingsError(f"--redis-password-file: {password_file}: is empty; give a file with the password")
+            raise RedisSettingsError(
+                f"--redis-password-file: {password_file}: the file is empty; give a file with the password"
+            )
     settings = RedisSettings(url=url, password=password or None, ca_file=ca_file)
     target = target_of(settings)
     if ca_file is not None:
@@ -74,21 +76,21 @@ def target_of(settings: RedisSettings) -> Target:
     except ValueError:
         # The library's message quotes the invalid port. If the password contains a slash, this port is a piece of the
         # password.
-        raise _refused("it is not a URL, or its port is not a number (write / in a password as %2F)") from None
+        raise _refused("the text is not a URL, or the port is not a number (write / in a password as %2F)") from None
     password = settings.password or (unquote(parts.password) if parts.password else None)
     user = unquote(parts.username) if parts.username else None
     if parts.fragment:
-        raise _refused("it has a fragment (write # in a password as %23)")
+        raise _refused("a URL with a fragment is not supported (write # in a password as %23)")
     if parts.scheme == "unix":
         if not parts.path or parts.hostname:
-            raise _refused("it has no socket path, or it has a host")
+            raise _refused("the socket path is missing, or the URL has a host")
         return Target(path=unquote(parts.path), db=_unix_db(parts), user=user, password=password)
     if parts.scheme not in ("redis", "rediss"):
-        raise _refused("its scheme is unknown")
+        raise _refused("the scheme is unknown")
     if not parts.hostname:
-        raise _refused("it has no host")
+        raise _refused("the host is missing")
     if parts.query:
-        raise _refused("it has a query")
+        raise _refused("a URL with a query is not supported")
     return Target(
         host=parts.hostname,
         port=6379 if port is None else port,
@@ -103,7 +105,7 @@ def target_of(settings: RedisSettings) -> Target:
 def _unix_db(parts: SplitResult) -> int:
     options = parse_qsl(parts.query, keep_blank_values=True)
     if any(name != "db" for name, _ in options):
-        raise _refused("its query has options other than db")
+        raise _refused("the query has options other than db")
     return _db(options[0][1]) if options else 0
 
 
@@ -111,7 +113,7 @@ def _db(text: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise _refused("its database is not a number")
+        raise _refused("the database is not a number")
     return int(text)
 
 

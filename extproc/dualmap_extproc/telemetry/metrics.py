@@ -42,16 +42,20 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
         "Uncached prompt tokens of the requests queued for the endpoint.",
         lambda endpoint: endpoint.held_prefill_tokens,
     ),
-    ("active_kv_tokens", "Prompt tokens of the requests in flight.", lambda endpoint: endpoint.active_kv_tokens),
+    (
+        "active_kv_tokens",
+        "Prompt tokens of the requests in flight at the endpoint.",
+        lambda endpoint: endpoint.active_kv_tokens,
+    ),
     (
         "prefill_tokens_per_second",
-        "Prefill speed learnt from first tokens, in tokens per second.",
+        "Prefill speed of the endpoint, measured from first tokens, in tokens per second.",
         # The value is a quotient of averages, so more digits have no meaning.
         lambda endpoint: round(endpoint.prefill_tokens_per_second, 1),
     ),
     (
         "solo_prefill_tokens_per_second",
-        "Prefill speed without requests of other routers in between, in tokens per second.",
+        "Prefill speed of the endpoint while only this router uses it, in tokens per second.",
         lambda endpoint: round(endpoint.solo_tokens_per_second, 1),
     ),
     (
@@ -59,39 +63,47 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
         "Prompt blocks that this router expects in the endpoint's cache.",
         lambda endpoint: endpoint.indexed_blocks,
     ),
-    ("weight", "Weight of the endpoint on the rings, 100 for a full member.", lambda endpoint: endpoint.weight),
-    ("suspended", "Suspension of the endpoint after failures: 1 or 0.", lambda endpoint: endpoint.suspended),
+    (
+        "weight",
+        "Weight of the endpoint on the hash rings; below 100 while the endpoint joins.",
+        lambda endpoint: endpoint.weight,
+    ),
+    ("suspended", "1 if the endpoint is suspended after failures, else 0.", lambda endpoint: endpoint.suspended),
 )
 # The gauges of pools, with the name after ``dualmap_``.
 _POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
     ("pool_held_requests", "Requests queued in this router.", lambda status: status.held),
-    ("pool_sessions", "Sessions whose endpoint this router remembers.", lambda status: status.sessions),
-    ("pool_peers", "Other routers with a recent replication update.", lambda status: status.peers),
+    ("pool_sessions", "Sessions for which this router stores an endpoint.", lambda status: status.sessions),
+    ("pool_peers", "Other routers that recently sent a replication update.", lambda status: status.peers),
     ("ring_version", "Ring version that this router applies.", lambda status: status.ring_version),
-    ("hotness_nodes", "Prefixes whose traffic share is tracked.", lambda status: status.hotness_nodes),
-    ("split_prefixes", "Hot prefixes with a longer key.", lambda status: status.split_prefixes),
+    (
+        "hotness_nodes",
+        "Prefixes for which this router tracks the share of traffic.",
+        lambda status: status.hotness_nodes,
+    ),
+    ("split_prefixes", "Hot prefixes that use a longer key.", lambda status: status.split_prefixes),
 )
 # The signals for autoscalers, with the name after ``dualmap_pool_``. Values are rounded, because more digits of rates
 # and shares have no meaning.
 _SIGNALS: Final[tuple[_Signal, ...]] = (
     (
         "pending_prefill_tokens_per_endpoint",
-        "Uncached prompt tokens without a first token, sent or queued, per endpoint.",
+        "Uncached prompt tokens of requests that have no first token yet, as a mean per endpoint.",
         lambda signals: round(signals.pending_prefill_tokens_per_endpoint, 1),
     ),
     (
         "arriving_uncached_tokens_per_second",
-        "Uncached prompt tokens that arrive, in tokens per second.",
+        "Uncached prompt tokens of arriving requests, in tokens per second.",
         lambda signals: round(signals.arriving_uncached_tokens_per_second, 1),
     ),
     (
         "slo_attainment",
-        "First tokens of the last minute within the SLO, as a share from 0 to 1.",
+        "Share of the last minute's first tokens that met the SLO, from 0 to 1.",
         lambda signals: None if signals.slo_attainment is None else round(signals.slo_attainment, 4),
     ),
     (
         "desired_replicas",
-        "Desired replicas for this router's share of the traffic: sum over routers, then round up.",
+        "Desired replicas for the traffic of this router; the pool needs the rounded-up sum over all routers.",
         lambda signals: round(signals.desired_replicas, 3),
     ),
 )
@@ -114,31 +126,33 @@ class Metrics:
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(name, text, labels, registry=registry)
 
-        self._streams = Gauge("dualmap_discovery_streams", "Open discovery streams of Envoys.", registry=registry)
-        self._pushes = counter("dualmap_discovery_pushes", "Discovery responses sent to Envoys.")
-        self._rejections = counter("dualmap_discovery_rejections", "Discovery responses that an Envoy rejected.")
+        self._streams = Gauge("dualmap_discovery_streams", "Open xDS streams to Envoy instances.", registry=registry)
+        self._pushes = counter("dualmap_discovery_pushes", "xDS responses sent to Envoy instances.")
+        self._rejections = counter("dualmap_discovery_rejections", "xDS responses that an Envoy instance rejected.")
         entries = counter(
-            "dualmap_access_log_entries", "Access log entries received, with a router's request id or not.", ("picked",)
+            "dualmap_access_log_entries",
+            "Access log entries received, by whether a router picked the endpoint.",
+            ("picked",),
         )
         self._entries_picked, self._entries_other = entries.labels("yes"), entries.labels("no")
         self._unreadable = counter(
-            "dualmap_access_log_unreadable_batches", "Access log batches dropped because they cannot be read."
+            "dualmap_access_log_unreadable_batches", "Access log batches dropped because the router cannot decode them."
         )
         self._slo_ttft_s = Gauge(
             "dualmap_pool_slo_ttft_seconds", "SLO for the time to first token, in seconds.", _POOL, registry=registry
         )
         self._slo_goal = Gauge(
             "dualmap_pool_slo_goal",
-            "Goal for requests within the SLO, as a share from 0 to 1.",
+            "Target share of requests within the SLO, from 0 to 1.",
             _POOL,
             registry=registry,
         )
-        self._pool_refusals = counter("dualmap_pool_refusals", "Changes of pools that were rejected as invalid.")
+        self._pool_refusals = counter("dualmap_pool_refusals", "Pool changes that this router rejected as invalid.")
         self._buffered = Gauge(
             "dualmap_buffered_bytes", "Bytes of all request bodies that this router stores.", registry=registry
         )
         self._pool_file_refused = Gauge(
-            "dualmap_pool_file_refused", "Rejection or absence of any pool file: 1 or 0.", registry=registry
+            "dualmap_pool_file_refused", "1 if any pool file is invalid or missing, else 0.", registry=registry
         )
 
     @property

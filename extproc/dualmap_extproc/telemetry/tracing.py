@@ -153,7 +153,7 @@ def tracing_to(endpoint: str, *, replica_id: str, version: str) -> Tracing:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
         return Tracing(exporter, replica_id=replica_id, version=version, shown=endpoint)
     except Exception as error:  # The library may raise any error for invalid OTEL_* settings.
-        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
+        raise TracingError(f"invalid OTEL_* environment variables: {error}") from error
 
 
 class _Exports(SpanExporter):
@@ -202,7 +202,7 @@ class _Exports(SpanExporter):
         self._failing = failing
         if self._behind and self._came - self._taken < self._queue_spans // 2:
             self._behind = False
-            _log.info("Span export queue drained", collector=self._shown)
+            _log.info("Span export queue has room again", collector=self._shown)
         return result
 
     def shutdown(self) -> None:

@@ -137,7 +137,7 @@ class Certificates:
             except TlsError as error:
                 # This error also occurs while files are being replaced. The next handshake reads the files again.
                 if str(error) != self._refused:
-                    _log.warning("Keeping last valid certificates", reason=str(error))
+                    _log.warning("Rejected certificate files, keeping the last valid certificates", reason=str(error))
                 self._refused = str(error)
             return self._configuration
 
@@ -160,7 +160,7 @@ def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificat
         own = serialization.load_pem_private_key(key, password=None).public_key().public_bytes(*form)
         certified = certificates[0].public_key().public_bytes(*form)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--tls: tls.key or tls.crt holds no usable key: {error}") from None
+        raise TlsError(f"--tls: tls.key or tls.crt has no valid key: {error}") from None
     if own != certified:
         raise TlsError("--tls: tls.key is not the key of tls.crt")
     if client_ca is not None:
@@ -178,9 +178,9 @@ def _certificates(content: bytes, name: str) -> "list[x509.Certificate]":
     try:
         found = x509.load_pem_x509_certificates(content)
     except ValueError as error:
-        raise TlsError(f"{name}: no certificate in PEM: {error}") from None
+        raise TlsError(f"{name}: the file has no PEM certificate: {error}") from None
     if len(found) < content.count(_CERTIFICATE_BEGINS):
-        raise TlsError(f"{name}: ends in the middle of a certificate")
+        raise TlsError(f"{name}: the file ends in the middle of a certificate")
     return found
 
 

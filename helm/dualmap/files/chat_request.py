@@ -41,9 +41,9 @@ def ask(url: str, body: dict[str, Any] | None, *, timeout_s: float) -> tuple[dic
     try:
         parsed = json.loads(read)
     except ValueError as error:
-        raise NotGoodError(f"{url}: the answer is not JSON: {read[:200]!r}") from error
+        raise NotGoodError(f"{url}: the response is not JSON: {read[:200]!r}") from error
     if not isinstance(parsed, dict):
-        raise NotGoodError(f"{url}: the answer is not a JSON object: {read[:200]!r}")
+        raise NotGoodError(f"{url}: the response is not a JSON object: {read[:200]!r}")
     return parsed, decision
 
 
@@ -52,7 +52,7 @@ def first_model(url: str, *, timeout_s: float) -> str:
     listed, _ = ask(f"{url}/v1/models", None, timeout_s=timeout_s)
     models = listed.get("data") or []
     if not models:
-        raise NotGoodError(f"{url}/v1/models lists no model")
+        raise NotGoodError(f"{url}/v1/models returned no models")
     return str(models[0]["id"])
 
 
@@ -68,9 +68,9 @@ def chat(url: str, model: str, *, timeout_s: float) -> str:
     # A reasoning model may produce only reasoning within these few tokens.
     text = next((message[key] for key in ("content", "reasoning", "reasoning_content") if message.get(key)), None)
     if not text:
-        raise NotGoodError(f"{url}: no text in the answer: {json.dumps(answer)[:500]}")
+        raise NotGoodError(f"{url}: the response has no text: {json.dumps(answer)[:500]}")
     if not decision:
-        raise NotGoodError(f"{url}: answered without a router's decision (no {DECISION}): is the gateway failing open?")
+        raise NotGoodError(f"{url}: the response has no header {DECISION}; does Envoy fail open?")
     return f"model {named} answered {text!r} after {took_s:.2f} s\n{DECISION}: {decision}"
 
 
@@ -78,8 +78,10 @@ def main() -> int:
     """Send the request until it succeeds or the timeout ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="gateway URL, http://HOST[:PORT]")
-    parser.add_argument("--model", default="", help="model name; default: the first of /v1/models")
-    parser.add_argument("--timeout", default=60.0, type=float, metavar="SECONDS", help="total time for all tries")
+    parser.add_argument("--model", default="", help="model name; default: the first model of /v1/models")
+    parser.add_argument(
+        "--timeout", default=60.0, type=float, metavar="SECONDS", help="total time limit for all attempts"
+    )
     options = parser.parse_args()
     ends_s = time.monotonic() + options.timeout
     while True:

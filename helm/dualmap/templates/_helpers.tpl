@@ -1,5 +1,5 @@
-{{/* Prefix of every name: the release's name if it contains "dualmap". Its length keeps labels within 63 characters:
-the routers' pods have <name>-router-<10 characters> as controller-revision-hash. */}}
+{{/* Prefix of every object's name. If the release's name contains "dualmap", the prefix is the release's name. The prefix has
+at most 45 characters, because the label controller-revision-hash of the routers' pods adds 18 characters and has a limit of 63. */}}
 {{- define "dualmap.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
@@ -10,7 +10,7 @@ the routers' pods have <name>-router-<10 characters> as controller-revision-hash
 {{- end -}}
 {{- end -}}
 
-{{/* Selector labels of a component: (list $ "router"). They never change on an upgrade. */}}
+{{/* Selector labels of a component. An upgrade never changes these labels. Arguments: (list $ "router"). */}}
 {{- define "dualmap.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: dualmap
@@ -18,7 +18,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name | toYaml }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* Labels of an object: (list $ "router"). */}}
+{{/* Labels of an object. Arguments: (list $ "router"). */}}
 {{- define "dualmap.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "dualmap.selector" . }}
@@ -28,13 +28,13 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Labels of a pod, without the chart's version: otherwise every upgrade would replace every pod. */}}
+{{/* Labels of a pod. The labels do not contain the chart's version, so that an upgrade does not replace every pod. */}}
 {{- define "dualmap.podLabels" -}}
 {{ include "dualmap.selector" . }}
 app.kubernetes.io/part-of: dualmap
 {{- end -}}
 
-{{/* Image reference, by digest if set: (list $ .Values.image). */}}
+{{/* Image reference, by digest if a digest is set. Arguments: (list $ .Values.image). */}}
 {{- define "dualmap.reference" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}
 {{- $name := trimPrefix "/" (printf "%s/%s" $image.registry $image.repository) -}}
@@ -75,7 +75,7 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
-{{/* Scheduling of pods: (list $ "router" .Values.router); other components may pass some of the router's values. */}}
+{{/* Scheduling fields of a pod. Arguments: (list $ "router" .Values.router). */}}
 {{- define "dualmap.placement" -}}
 {{- $name := index . 1 -}}
 {{- $component := index . 2 -}}
@@ -86,7 +86,7 @@ topologySpreadConstraints:
 - topologyKey: {{ . | toYaml }}
   maxSkew: 1
   whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
-  # Spread each revision separately: otherwise a rollout places pods where old ones left room.
+  # Spread the pods of each revision separately, so that old pods do not affect the spread of new pods.
   matchLabelKeys: [{{ ternary "controller-revision-hash" "pod-template-hash" (eq $name "router") }}]
   labelSelector:
     matchLabels:
@@ -110,12 +110,12 @@ priorityClassName: {{ . | toYaml }}
 {{- end }}
 {{- end -}}
 
-{{/* Namespace arguments of operator and routers. */}}
+{{/* Namespace argument of the operator and the routers. */}}
 {{- define "dualmap.scope" -}}
 {{- if .Values.watchNamespace -}}--namespace={{ .Values.watchNamespace }}{{- else -}}--all-namespaces{{- end -}}
 {{- end -}}
 
-{{/* Duration in whole seconds: "25s", "5m", "1h". */}}
+{{/* Number of seconds in a duration such as "25s", "5m" or "1h". */}}
 {{- define "dualmap.seconds" -}}
 {{- $unit := . | trimAll "0123456789" -}}
 {{- $number := trimSuffix $unit . | int -}}
@@ -127,7 +127,7 @@ priorityClassName: {{ . | toYaml }}
 {{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
-{{/* Access-log address of each router, separated by commas. */}}
+{{/* Comma-separated list of the routers' access-log addresses. */}}
 {{- define "dualmap.accessLogs" -}}
 {{- $name := printf "%s-router" (include "dualmap.fullname" .) }}
 {{- $addresses := list }}
@@ -137,13 +137,13 @@ priorityClassName: {{ . | toYaml }}
 {{- join "," $addresses }}
 {{- end -}}
 
-{{/* The Secret with the routers' certificate; "" without TLS. */}}
+{{/* Name of the Secret with the routers' certificate, or an empty string without TLS. */}}
 {{- define "dualmap.routerSecret" -}}
 {{- $tls := .Values.router.tls -}}
 {{- if eq $tls.mode "secret" }}{{ $tls.secretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-router-tls{{ end -}}
 {{- end -}}
 
-{{/* The Secret with Envoy's client certificate; "" without mutual TLS. */}}
+{{/* Name of the Secret with Envoy's client certificate, or an empty string without mutual TLS. */}}
 {{- define "dualmap.gatewaySecret" -}}
 {{- $tls := .Values.router.tls -}}
 {{- if $tls.mutual -}}
@@ -151,10 +151,10 @@ priorityClassName: {{ . | toYaml }}
 {{- end -}}
 {{- end -}}
 
-{{/* Fails with a plain message if the cluster lacks an API that a value needs: (list $ "group/version/Kind" "the.switch" "what to install"). */}}
+{{/* Fails if the cluster does not serve an API that a value needs. Arguments: (list $ "group/version/Kind" "the.value" "what to install"). */}}
 {{- define "dualmap.require" -}}
 {{- $root := index . 0 -}}
 {{- if not ($root.Capabilities.APIVersions.Has (index . 1)) -}}
-{{- fail (printf "%s: this cluster does not serve %s. Install %s first, or disable it. (helm template: --api-versions %s)" (index . 2) (index . 1) (index . 3) (index . 1)) -}}
+{{- fail (printf "%s: this cluster does not serve %s. Install %s first, or disable the value. (With helm template, add --api-versions %s.)" (index . 2) (index . 1) (index . 3) (index . 1)) -}}
 {{- end -}}
 {{- end -}}

@@ -1,4 +1,5 @@
-"""Act: carries out plans by writing to the API server: children, status, readiness gates, pod deletions, Events.
+"""Act: carries out plans by writes to the API server: children, status, readiness gates, pod deletions and Events.
 
-May import ``observe``, ``api``, ``decide`` and below; it never asks routers or engines itself.
+This package may import ``observe``, ``api``, ``decide`` and lower layers. The package sends no requests to routers or
+engines.
 """

@@ -1,7 +1,8 @@
-"""Carries out a plan: children, status, gates, restarts, Events, in this order; writes only what differs.
+"""Carries out a plan in this order: children, status, gates, restarts, Events. Only changed objects are written.
 
-One ``Applier`` for each pool, owned by its reconciler. The status write names the version of the pool that the plan was
-made from, so an outdated plan fails with a conflict. After a restart between any two writes, the next plan continues.
+Each pool's reconciler owns one ``Applier``. The status write contains the pool's resource version at the time of the
+plan, so an outdated plan fails with a conflict. The operator may restart between any two writes; the next plan then
+completes the rest.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import ChildObject, PoolObject, fingerprint, read_child
 
 _AT_A_TIME: Final = 16
-# The status names at most this many of the gates that could not be set.
+# The status lists at most this many of the gates that could not be set.
 _NAMED: Final = 3
 # These Events report a change of the StatefulSet's size.
 _SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.DRAIN_TIMED_OUT)
@@ -30,21 +31,24 @@ _SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """The result of a plan: the errors of what was refused, and whether the pool's status was written."""
+    """The result of a plan: the errors of failed writes, and whether the pool's status was written."""
 
     refused: tuple[str, ...] = ()
     wrote_status: bool = False
 
 
 class PlanApplier(Protocol):
-    """Carries out the plans of one reconciler."""
+    """An object that carries out the plans of one reconciler."""
 
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out. Raises ApiError."""
 
 
 class Applier:
-    """Carries out one pool's plans. ``live`` shows a child as the watch does; ``now`` is seconds since the epoch."""
+    """Carries out one pool's plans.
+
+    ``live`` returns a child from the watch; ``now`` returns seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,10 @@ class Applier:
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out.
 
-        A child, gate or restart that fails is reported, and the rest goes on: the ring must follow the pods in any
-        case. Raises ConflictError when the pool has changed, GoneError when it no longer exists, ApiError when its
-        status cannot be written, and NotLeadingError when this operator may not write. The plan then stops there.
+        If a child, gate or restart fails, its error is returned and the other steps continue. The ring must follow the
+        pods in any case. An exception ends the plan. Raises ConflictError if the pool has changed, and GoneError if the
+        pool no longer exists. Raises ApiError if the pool's status cannot be written, and NotLeadingError if this
+        operator may not write.
         """
         metadata = pool.document["metadata"]
         refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
@@ -89,7 +94,7 @@ class Applier:
         return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
 
     async def _apply_child(self, child: Mapping[str, Any], uid: str) -> str:
-        """Apply one child unless it is unchanged; return the error, empty if there is none."""
+        """Apply one child unless it is unchanged; return the error, or an empty text."""
         kind, metadata = child["kind"], child["metadata"]
         wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
         live = self._live(kind, (metadata["namespace"], metadata["name"]))
@@ -97,13 +102,13 @@ class Applier:
             return ""
         try:
             if live is None:
-                # It does not exist or lacks our label: the watch shows labelled objects only.
+                # The child does not exist or lacks our label: the watch returns labelled objects only.
                 found = await self._api.find_child(child)
                 live = None if found is None else read_child(found)
             if live is not None and not live.belongs_to(uid):
                 return (
                     f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool; "
-                    "delete it, or give the pool another name"
+                    f"delete this {kind}, or give the pool another name"
                 )
             made = await self._api.apply_child(child)
         except ApiError as error:
@@ -112,7 +117,7 @@ class Applier:
         return ""
 
     async def _set_gates(self, namespace: str, gates: Sequence[Gate]) -> list[str]:
-        """Set gates, several at a time: a pool may have a thousand, and the next reconcile waits for them."""
+        """Set gates concurrently: a pool may have a thousand gates, and the next reconcile waits for all of them."""
         turns = asyncio.Semaphore(_AT_A_TIME)
 
         async def set_gate(gate: Gate) -> str:
@@ -120,7 +125,7 @@ class Applier:
                 try:
                     await self._api.set_gate(namespace, gate, self._now())
                 except (ConflictError, GoneError):
-                    return ""  # The pod was replaced or deleted: the watch will show it.
+                    return ""  # The pod was replaced or deleted; the watch will report the change.
                 except ApiError as error:
                     return _refusal(error)
                 return ""
@@ -132,7 +137,7 @@ class Applier:
         try:
             await self._api.restart_pod(namespace, restart)
         except (ConflictError, GoneError):
-            return ""  # The pod was replaced or deleted: the watch will show it.
+            return ""  # The pod was replaced or deleted; the watch will report the change.
         except ApiError as error:
             return _refusal(error)
         return ""
@@ -150,7 +155,7 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
-    """Return the result of each of ``works``; waits for all of them, also when one raises."""
+    """Return the results of all coroutines; wait for all of them, even if one raises."""
     outcomes = await asyncio.gather(*works, return_exceptions=True)
     results: list[str] = []
     for outcome in outcomes:
@@ -161,14 +166,14 @@ async def _all(works: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
 
 
 def _shortened(refused: Iterable[str]) -> list[str]:
-    """Return the first few errors and the number of the others."""
+    """Return the first few errors and the number of further errors."""
     errors = [error for error in refused if error]
     more = len(errors) - _NAMED
-    return [*errors[:_NAMED], f"and {more} more of this kind"] if more > 0 else errors
+    return [*errors[:_NAMED], f"and {more} more errors"] if more > 0 else errors
 
 
 def _refusal(error: ApiError) -> str:
-    """Return the error's message; raises ``error`` when this operator may not write at all."""
+    """Return the error's message; raise ``error`` if this operator is not the leader."""
     if isinstance(error, NotLeadingError):
         raise error
     return str(error)

@@ -1,6 +1,7 @@
 """Records Kubernetes Events on pools: a repeated Event increments its count, and each pool has a rate limit.
 
-``apply`` passes the Events of a plan. An Event that cannot be recorded is logged and dropped: nothing depends on it.
+``apply`` passes each plan's Events to this recorder. If an Event cannot be recorded, the recorder logs the error and
+drops the Event: no other function depends on Events.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ _PER_SECOND: Final = 0.1
 
 
 class EventRecorder:
-    """Records Events as ``identity``. ``now`` is the time of day; ``clock`` is monotonic, in seconds."""
+    """Records Events as ``identity``. ``now`` returns the wall-clock time; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class EventRecorder:
         self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     async def post(self, pool: PoolObject, event: Event) -> None:
-        """Record one Event on ``pool``, or increment the count of an equal one."""
+        """Record one Event on ``pool``, or increment the count of an equal Event."""
         metadata = pool.document["metadata"]
         name = _name(metadata["name"], pool.uid, event)
         self._log.info(
@@ -88,7 +89,7 @@ class EventRecorder:
                 }
             )
         except ConflictError:
-            # A former operator recorded it.
+            # An earlier operator process recorded this Event.
             await self._count_up(metadata["namespace"], name)
 
     async def _count_up(self, namespace: str, name: str) -> None:
@@ -104,7 +105,7 @@ class EventRecorder:
                 }
             )
         except GoneError:
-            # The API server keeps Events for an hour; an equal Event is then created again.
+            # The API server deletes Events after an hour; the next equal Event creates the object again.
             del self._counts[name]
         else:
             self._remember(name, count)

@@ -1,4 +1,5 @@
 """Decide: one reconcile's decision as a pure function of the spec, the observed state and the time.
 
-May import ``dualmap`` (the core), ``names`` and ``errors``. No clock, no I/O, no Kubernetes library, also indirectly.
+This package may import ``dualmap`` (the core), ``names`` and ``errors``. The package uses no clock, no I/O and no
+Kubernetes library, directly or indirectly.
 """

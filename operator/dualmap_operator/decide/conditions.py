@@ -1,6 +1,7 @@
 """The conditions in a pool's status: one function for each type, all pure.
 
-A message names pods and routers but has no counter or time that changes by itself, so that nothing is written at rest.
+A message contains names of pods and routers, but no counter or time that changes without an event. An idle pool
+therefore causes no status writes.
 """
 
 from collections import defaultdict
@@ -15,11 +16,12 @@ from dualmap_operator.decide.observed import Condition, Observed, RingMember
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 from dualmap_operator.names import ConditionType
 
-# A pool without a ready member for this time is Degraded; a starting pool needs some time.
+# A pool without a ready member becomes Degraded after this time: a starting pool needs some time.
 NO_MEMBER_GRACE_S: Final = 30.0
-# Models take minutes to load.
+# A pod that is unready for this time makes the pool Degraded: models take minutes to load.
 UNREADY_GRACE_S: Final = 300.0
-# Routers apply a ring within milliseconds: a shorter lag is not worth two status writes.
+# Routers normally apply a ring within milliseconds. The RingSynced condition ignores shorter delays, which saves two
+# status writes.
 SYNC_GRACE_S: Final = 5.0
 _NAMES_SHOWN: Final = 10
 _NAME_CHARACTERS: Final = 80
@@ -41,9 +43,9 @@ def conditions(
     *,
     waits_for_survivors: bool,
 ) -> tuple[Condition, ...]:
-    """Return every condition of a pool whose ring will have ``members``.
+    """Return all conditions of a pool; ``members`` are the members that the plan publishes.
 
-    ``waits_for_survivors``: a scale-down waits until one of the remaining pods takes requests.
+    ``waits_for_survivors`` is true while a scale-down waits until one of the remaining pods receives requests.
     """
     findings = {
         ConditionType.ACCEPTED: _accepted(observed.lost_claims, warnings),
@@ -58,20 +60,20 @@ def conditions(
 
 
 def refused(observed: Observed, generation: int, error: str, now_s: float) -> tuple[Condition, ...]:
-    """Return the conditions of a pool whose spec cannot be used: Accepted is False, the others are unchanged."""
+    """Return the conditions of a pool with an invalid spec: Accepted is False, all other conditions are unchanged."""
     accepted = _condition(generation, observed, ConditionType.ACCEPTED, _Finding(False, "InvalidSpec", error), now_s)
     return (accepted, *(each for each in observed.published.conditions if each.type != ConditionType.ACCEPTED))
 
 
 def no_member_due_s(observed: Observed, now_s: float) -> float | None:
-    """Return in how many seconds a pool without members becomes Degraded, None if it will not."""
+    """Return the seconds until a pool without members becomes Degraded; None if it does not become Degraded."""
     since_s = _unavailable_since_s(observed)
     due_s = None if since_s is None else since_s + NO_MEMBER_GRACE_S - now_s
     return due_s if due_s is not None and due_s > 0 else None
 
 
 def named(names: Iterable[str]) -> str:
-    """Return names for a message; of many, the first few and the number of the others."""
+    """Return names for a message: at most 10 names, then the number of further names."""
     listed = list(names)
     more = len(listed) - _NAMES_SHOWN
     shown = ", ".join(listed[:_NAMES_SHOWN])
@@ -95,7 +97,9 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
         names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for each in lost:
             names_of[each.owner][_quoted(each.name)] = None
-        conflicts = [f"Requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items()]
+        conflicts = [
+            f"Requests with model {named(names)} go to the older pool {owner}" for owner, names in names_of.items()
+        ]
         return _Finding(True, "ModelConflict", "; ".join((*conflicts, *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))
@@ -103,7 +107,7 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
 
 
 def _quoted(name: str) -> str:
-    """Return a model name for a message, shortened: it may have up to 253 characters."""
+    """Return a shortened model name for a message: a model name has up to 253 characters."""
     quoted = repr(name)
     return quoted if len(quoted) <= _NAME_CHARACTERS else f"{quoted[: _NAME_CHARACTERS - 3]}..."
 
@@ -111,7 +115,7 @@ def _quoted(name: str) -> str:
 def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     taking = [member for member in members if member.state is not MemberState.DRAINING]
     if taking:
-        return _Finding(True, "MembersReady", "At least one member takes requests.")
+        return _Finding(True, "MembersReady", "At least one member accepts requests.")
     if spec.deleting:
         return _Finding(False, "Deleting", "The pool is being deleted.")
     if _is_scaled_to_zero(spec):
@@ -122,7 +126,7 @@ def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
 def _ring_synced(observed: Observed, now_s: float) -> _Finding:
     ready = [router for router in observed.routers if router.ready]
     if not ready:
-        return _Finding(None, "NoRouters", "No ready router is known.")
+        return _Finding(None, "NoRouters", "The operator finds no ready router.")
     silent = sorted(router.router for router in ready if not router.heard)
     version = observed.published.ring_version
     behind = sorted(
@@ -131,28 +135,30 @@ def _ring_synced(observed: Observed, now_s: float) -> _Finding:
         if router.heard and (drain.behind(router, version) or (version and not router.ring_version))
     )
     if silent:
-        return _Finding(False, "RoutersSilent", f"Routers that do not answer: {named(silent)}.")
+        return _Finding(False, "RoutersSilent", f"These routers do not answer: {named(silent)}.")
     changed_s = max((member.since_s for member in observed.published.members), default=0.0)
     if behind and now_s - changed_s >= SYNC_GRACE_S:
-        return _Finding(False, "RoutersBehind", f"Routers that have not applied the published ring: {named(behind)}.")
+        return _Finding(False, "RoutersBehind", f"These routers have not applied the published ring: {named(behind)}.")
     return _Finding(True, "RoutersAgree", "Every ready router has applied the published ring.")
 
 
 def _progressing(spec: PoolSpec, observed: Observed, members: Sequence[RingMember]) -> _Finding:
     if spec.deleting:
-        return _Finding(True, "Deleting", "The finalizer is removed when all members have drained.")
+        return _Finding(True, "Deleting", "The operator removes the finalizer after all members have drained.")
     outdated = rollout.outdated(spec, observed)
     if outdated:
-        return _Finding(True, "RollingOut", f"Pods of an older template: {named(pod.name for pod in outdated)}.")
+        return _Finding(
+            True, "RollingOut", f"These pods have an outdated template: {named(pod.name for pod in outdated)}."
+        )
     states = {member.id: member.state for member in members}
     joining = sorted(member for member, state in states.items() if state is MemberState.JOINING)
     if isinstance(spec.workload, TemplateWorkload) and len(observed.pods) != spec.replicas:
-        return _Finding(True, "Scaling", f"Scaling to {spec.replicas} replicas.")
+        return _Finding(True, "Scaling", f"Scaling the StatefulSet to {spec.replicas} replicas.")
     if joining:
-        return _Finding(True, "Joining", f"Members whose weight is rising: {named(joining)}.")
+        return _Finding(True, "Joining", f"The ring weight of these members is rising: {named(joining)}.")
     outside = sorted(pod.name for pod in observed.pods if pod.name not in states)
     if outside:
-        return _Finding(True, "WaitingForPods", f"Pods that are not ready: {named(outside)}.")
+        return _Finding(True, "WaitingForPods", f"These pods are not ready: {named(outside)}.")
     return _Finding(False, "Settled", "The ring matches the spec.")
 
 
@@ -163,17 +169,17 @@ def _draining(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     return _Finding(
         True,
         "WaitingForRequests",
-        f"Waiting at most {spec.drain_timeout_s:g} s for requests in flight at: {named(leaving)}.",
+        f"Waiting up to {spec.drain_timeout_s:g} s for the requests in flight at {named(leaving)}.",
     )
 
 
 def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
     if isinstance(spec.workload, SelectorWorkload):
-        return _Finding(True, "OwnedByWorkload", "The owner of the pods scales them; spec.replicas has no effect.")
-    if waits_for_survivors:
         return _Finding(
-            True, "SurvivorsNotReady", "The scale-down waits until one of the remaining pods takes requests."
+            True, "OwnedByWorkload", "The owner of the pods sets the number of pods; spec.replicas has no effect."
         )
+    if waits_for_survivors:
+        return _Finding(True, "SurvivorsNotReady", "The scale-down waits until a remaining pod accepts requests.")
     return _Finding(False, "NotLimited", "spec.replicas sets the number of pods.")
 
 
@@ -186,7 +192,7 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
         lost = any(member.state is not MemberState.DRAINING for member in observed.published.members)
         known = any(each.type == ConditionType.DEGRADED and each.status for each in observed.published.conditions)
         if lost or known or (since_s is not None and now_s - since_s >= NO_MEMBER_GRACE_S):
-            return _Finding(True, "NoReadyMember", "No pod of the pool is ready; requests are rejected with 503.")
+            return _Finding(True, "NoReadyMember", "No pod of the pool is ready; routers reject requests with 503.")
     unready = sorted(
         pod.name
         for pod in observed.pods
@@ -196,13 +202,16 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
         return _Finding(
             True,
             "PodsNotReady",
-            f"Pods that have not been ready for {UNREADY_GRACE_S / 60:g} minutes: {named(unready)}.",
+            f"These pods have not been ready for {UNREADY_GRACE_S / 60:g} minutes: {named(unready)}.",
         )
     return _Finding(False, "AsExpected", "The pool works as expected.")
 
 
 def _unavailable_since_s(observed: Observed) -> float | None:
-    """Return since when the pool lacks a member, None if it need not have one; new pods have time to start."""
+    """Return the time since which the pool lacks a required member; None if no member is required.
+
+    The returned time is not before the readiness change of the oldest pod, so that new pods have time to start.
+    """
     published = {each.type: each for each in observed.published.conditions}
     available, progressing = (published.get(each) for each in (ConditionType.AVAILABLE, ConditionType.PROGRESSING))
     if available is None or available.status is not False or progressing is None or not progressing.status:

@@ -1,7 +1,7 @@
-"""When a Draining member has drained, by the reports of routers and of its engine. Pure; see docs/operator.md.
+"""Decides whether a Draining member has drained, from reports of routers and of the member's engine.
 
-Every router that answers counts until it has applied the published ring, also while it terminates. If a ready router
-does not answer, the engine's metrics decide.
+A drain continues until every router that answers has applied the published ring; terminating routers are included. If a
+ready router does not answer, the engine's metrics decide. All functions are pure. See docs/operator.md.
 """
 
 from typing import Final
@@ -9,7 +9,7 @@ from typing import Final
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Observed, PoolStatus, RingMember, RouterReport
 
-# A request between a router and its engine is counted by neither for a moment.
+# Two checks, because neither the router nor the engine counts a request during its transfer between them.
 IDLE_CHECKS: Final = 2
 _TAKING: Final = (MemberState.JOINING, MemberState.ACTIVE)
 
@@ -20,7 +20,7 @@ def draining(published: PoolStatus) -> tuple[RingMember, ...]:
 
 
 def idle(member: RingMember, observed: Observed) -> bool:
-    """Return whether, by this observation, a Draining member has no request and no router can send it one."""
+    """Return whether a Draining member has no request in this observation and no router can send it a request."""
     at_engine = observed.engine_requests.get(member.id)
     if at_engine:
         return False
@@ -35,21 +35,24 @@ def idle(member: RingMember, observed: Observed) -> bool:
 
 
 def drained(member: RingMember, observed: Observed) -> bool:
-    """Return whether a member was idle in enough observations in a row."""
+    """Return whether a member was idle in ``IDLE_CHECKS`` consecutive observations."""
     return observed.idle_checks.get(member.id, 0) >= IDLE_CHECKS
 
 
 def overdue(member: RingMember, timeout_s: float, now_s: float) -> bool:
-    """Return whether a member has been draining for ``timeout_s``; it is then removed even if busy."""
+    """Return whether a member has been draining for ``timeout_s``; it is then removed even if it has requests."""
     return now_s - member.since_s >= timeout_s
 
 
 def behind(router: RouterReport, ring_version: int) -> bool:
-    """Return whether a router uses an older ring. Version 0: it does not serve the pool and sends nothing there."""
+    """Return whether a router uses an older ring.
+
+    A router with version 0 does not serve the pool and sends it no requests.
+    """
     return 0 < router.ring_version < ring_version
 
 
 def _busy(router: RouterReport, member: str) -> bool:
-    """Return whether a router has a request at a member or still picks it, at any reported version."""
+    """Return whether a router has requests at a member or still picks it, whatever ring version the router reports."""
     endpoint = router.endpoints.get(member)
     return endpoint is not None and (endpoint.in_flight + endpoint.held > 0 or endpoint.state in _TAKING)

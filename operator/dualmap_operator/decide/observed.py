@@ -1,6 +1,6 @@
-"""The observed state of one pool: frozen values, made by ``pod_reading`` and ``observe.gather``.
+"""The observed state of one pool: frozen values that ``pod_reading`` and ``observe.gather`` create.
 
-Times are seconds since the epoch, as the API's: a plan must be valid after a restart of the operator.
+All times are seconds since the epoch, as in the Kubernetes API: a plan must stay valid after a restart of the operator.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,12 @@ from dualmap.pools.pool import MemberState
 class ObservedPod:
     """One pod of the pool.
 
-    ``serving``: its containers are ready and every readiness gate but ours is true; ``serving_since_s`` is when that
-    began. ``ready`` is the pod's Ready condition, our gate included. ``in_ring`` is our gate's condition, None if the
-    pod does not have the gate. ``incarnation`` changes with every restart of a container. ``ordinal`` is None for
-    adopted pods. ``address`` is empty until the pod has one. ``flaps`` counts recent losses of readiness.
-    ``ended``: the pod has Failed or Succeeded.
+    ``serving`` is true if the pod's containers are ready and all readiness gates except the operator's own are true.
+    ``serving_since_s`` is the last change of ``serving``. ``ready`` is the pod's Ready condition, which includes the
+    operator's gate. ``in_ring`` is the condition of the operator's gate, None if the pod does not have the gate.
+    ``incarnation`` changes with every restart of a container. ``ordinal`` is None for adopted pods. ``address`` is
+    empty until the pod has an IP address. ``flaps`` counts recent losses of readiness. ``ended`` is true if the pod has
+    the phase Failed or Succeeded.
     """
 
     name: str
@@ -38,7 +39,7 @@ class ObservedPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStatefulSet:
-    """The pool's StatefulSet: spec.replicas, the revision that its pods should have, and its generations."""
+    """The pool's StatefulSet: its spec.replicas, update revision and generations."""
 
     replicas: int
     update_revision: str = ""
@@ -48,7 +49,7 @@ class ObservedStatefulSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingMember:
-    """One member as published in ``status.ring.members``; ``since_s`` is when it entered its state."""
+    """One member as published in ``status.ring.members``; ``since_s`` is the time of its last state change."""
 
     id: str
     address: str
@@ -61,7 +62,7 @@ class RingMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """One condition as published; ``since_s`` is its last transition."""
+    """One published condition; ``since_s`` is its last transition."""
 
     type: str
     status: bool | None
@@ -74,7 +75,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficStatus:
-    """``status.traffic``: shares as short decimals, empty while unknown."""
+    """``status.traffic``: SLO attainment and cache hit rate as short decimals, empty if unknown."""
 
     slo_attainment: str = ""
     cache_hit_rate: str = ""
@@ -97,7 +98,7 @@ class PoolStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointReport:
-    """One router's requests in flight and queued (``held``) at one endpoint, and the member state that it uses."""
+    """One router's requests in flight and queued (``held``) at one endpoint, and the member state in that router."""
 
     in_flight: int = 0
     held: int = 0
@@ -108,8 +109,8 @@ class EndpointReport:
 class RouterReport:
     """One router's report on the pool (``GET /pools/NAMESPACE/NAME``).
 
-    ``ready``: the router receives requests. ``heard`` is False if it did not answer; the other fields are then unknown.
-    A router that answers 404 does not serve the pool: version 0, nothing in flight.
+    ``ready`` is true if the router receives requests. ``heard`` is False if the router did not answer; the other fields
+    are then unknown. A router that answers 404 does not serve the pool: its report has version 0 and no endpoints.
     """
 
     router: str
@@ -121,11 +122,11 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """All input of ``plan`` beside the spec.
+    """The input of ``plan`` in addition to the spec and the time.
 
-    ``published`` is the pool's status in the watch. ``engine_requests`` is the number of running and waiting requests
-    by member id, None if the engine's metrics cannot be read. ``idle_checks`` counts, by member id, the observations in
-    a row for which ``drain.idle`` was true. ``traffic`` is the traffic to publish.
+    ``published`` is the pool's status from the watch. ``engine_requests`` is the number of running and waiting requests
+    by member id, None if the engine's metrics cannot be read. ``idle_checks`` counts, by member id, the consecutive
+    observations in which ``drain.idle`` was true. ``traffic`` is the ``status.traffic`` to publish.
     """
 
     published: PoolStatus = PoolStatus()
@@ -136,10 +137,10 @@ class Observed:
     idle_checks: Mapping[str, int] = field(default_factory=dict)
     traffic: TrafficStatus = TrafficStatus()
     deleting: bool = False
-    """Whether the pool is being deleted, for a spec that cannot be read."""
+    """True if the pool is being deleted; used if the spec cannot be read."""
     version_floor: int = 0
     """The highest ring version that this operator has published or a router reports."""
     failures: tuple[str, ...] = ()
-    """The errors of the last reconcile's plan."""
+    """The errors from applying the previous plan."""
     lost_claims: tuple[LostClaim, ...] = ()
-    """The model names that the pool claims and an older one has."""
+    """The model names that the pool claims but that belong to an older pool."""

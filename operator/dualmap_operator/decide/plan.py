@@ -1,7 +1,7 @@
-"""The decision of one reconcile: a pure function from the spec and the observed state to a plan, from any state.
+"""The decision of one reconcile: a pure function that computes a plan from the spec and the observed state.
 
-The only memory between reconciles is what the API server stores, so a restarted operator continues at any step.
-``ring``, ``drain``, ``rollout`` and ``conditions`` hold the rules; this module combines them.
+Reconciles share no state except the objects in the API server, so a restarted operator continues at any step. The
+modules ``ring``, ``drain``, ``rollout`` and ``conditions`` contain the rules; this module combines them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,14 +18,14 @@ from dualmap_operator.decide.workload.checks import template_warnings
 from dualmap_operator.decide.workload.children import children
 from dualmap_operator.names import POOL_LABEL, ConditionType, EventReason
 
-# The time to the next reconcile: while members drain, while routers apply a new ring, and at rest.
+# The time to the next reconcile while members drain, while routers apply a new ring, and in all other states.
 DRAIN_INTERVAL_S: Final = 0.5
 SYNC_INTERVAL_S: Final = 1.0
 REST_INTERVAL_S: Final = 30.0
 
 
 def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
-    """Return the plan for a pool; ``now_s`` is seconds since the epoch, as all times of ``observed`` are."""
+    """Return the plan for a pool; ``now_s`` and all times in ``observed`` are seconds since the epoch."""
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.ended))
     published = observed.published
     replacing = None if spec.deleting else rollout.next_to_replace(spec, observed)
@@ -62,9 +62,9 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
 
 
 def plan_refused(observed: Observed, generation: int, error: str, now_s: float) -> Plan:
-    """Return the plan for a pool whose spec cannot be read: report it, and leave the children unchanged.
+    """Return the plan for a pool with an unreadable spec: report the error and keep the children unchanged.
 
-    Members whose pods are gone still leave the ring, and all members drain when the pool is being deleted.
+    Members without a pod still leave the ring. If the pool is being deleted, all members drain.
     """
     published = observed.published
     members = ring.surviving(published.members, observed.pods, leaving=observed.deleting, now_s=now_s)
@@ -89,13 +89,13 @@ def plan_refused(observed: Observed, generation: int, error: str, now_s: float) 
 
 
 def _version(observed: Observed, members: Sequence[RingMember]) -> int:
-    """Return the ring's version with ``members``; it never decreases, also after a manual edit of the status."""
+    """Return the ring's version with ``members``; it never decreases, even after a manual edit of the status."""
     published = observed.published
     return ring.version_after(max(published.ring_version, observed.version_floor), published.members, members)
 
 
 def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) -> Collection[str]:
-    """Return the pods to drain: all of a deleted pool, those beyond spec.replicas, and one outdated pod."""
+    """Return the pods to drain: every pod of a deleted pool; else pods beyond spec.replicas and one outdated pod."""
     if spec.deleting:
         return {pod.name for pod in observed.pods}
     leaving = set() if _must_wait(spec, observed) else {pod.name for pod in _victims(spec, observed.pods)}
@@ -105,14 +105,14 @@ def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) 
 
 
 def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, ...]:
-    """Return the pods beyond spec.replicas: the highest ordinals, which a StatefulSet removes first."""
+    """Return the pods beyond spec.replicas: a StatefulSet removes the highest ordinals first."""
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
     return tuple(pod for pod in pods if pod.ordinal is not None and pod.ordinal >= spec.replicas)
 
 
 def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
-    """Return whether only pods that are to go take requests now: draining them would leave no member."""
+    """Return whether the scale-down must wait: only the pods to remove receive requests now."""
     victims = {pod.name for pod in _victims(spec, observed.pods)}
     serving = {pod.name for pod in observed.pods if pod.serving and not pod.terminating}
     in_ring = {member.id: member.state for member in observed.published.members if member.id in serving}
@@ -121,11 +121,11 @@ def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
 
 
 def _replicas(spec: PoolSpec, observed: Observed, now_s: float) -> int:
-    """Return the size for the StatefulSet: it shrinks only when every victim has drained."""
+    """Return the size for the StatefulSet: it shrinks only after every pod to remove has drained."""
     staying = [pod for pod in _victims(spec, observed.pods) if not _may_go(spec, observed, pod, now_s)]
     if not staying:
         return spec.replicas
-    # A deleted StatefulSet has no size, but may have left busy pods.
+    # A deleted StatefulSet has no size, but its pods may still run and have requests.
     size = 0 if observed.statefulset is None else observed.statefulset.replicas
     return max(spec.replicas, size, *((pod.ordinal or 0) + 1 for pod in staying))
 
@@ -157,7 +157,7 @@ def _gone(observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
 
 
 def _gates(pods: Iterable[ObservedPod], members: Iterable[RingMember]) -> tuple[Gate, ...]:
-    """Return the readiness gates to change: true for pods that take requests."""
+    """Return the readiness gates to change: a gate is true while the pod is Joining or Active."""
     states = {member.id: member.state for member in members}
     gates = []
     for pod in pods:
@@ -181,7 +181,7 @@ def _requeue_after_s(observed: Observed, status: PoolStatus, now_s: float) -> fl
 
 
 def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> Iterable[Event]:
-    """Yield one event for each kind of change, however many members changed."""
+    """Yield one Event for each kind of change, for any number of changed members."""
     was, now = ({member.id: member.state for member in members} for members in (before, after))
     changed = {member: state for member, state in now.items() if was.get(member) is not state}
     back = [
@@ -197,7 +197,7 @@ def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> I
         ),
         (
             EventReason.MEMBER_DRAINING,
-            "draining, no new requests",
+            "draining, receives no new requests",
             _in_state(changed, MemberState.DRAINING),
         ),
         (EventReason.MEMBER_LEFT, "left the ring", [each for each in was if each not in now]),
@@ -223,7 +223,7 @@ def _scaling_events(spec: PoolSpec, observed: Observed, replicas: int) -> Iterab
 def _drain_events(
     spec: PoolSpec, observed: Observed, replicas: int, restarts: Sequence[Restart], now_s: float
 ) -> Iterable[Event]:
-    """Yield the events of drains that timed out and of pods that are replaced."""
+    """Yield the Events for drains that timed out and for replaced pods."""
     going = {each.pod for each in restarts}
     if observed.statefulset is not None and replicas < observed.statefulset.replicas:
         going |= {pod.name for pod in _victims(spec, observed.pods)}
@@ -235,14 +235,16 @@ def _drain_events(
         and drain.overdue(member, spec.drain_timeout_s, now_s)
     ]
     if late:
-        message = f"{named(late)}: removed with requests in flight after {spec.drain_timeout_s:g} s"
+        message = f"{named(late)}: removed after {spec.drain_timeout_s:g} s, with requests in flight"
         yield Event(reason=EventReason.DRAIN_TIMED_OUT, message=message, warning=True)
     for restart in restarts:
-        yield Event(reason=EventReason.ROLLING_POD, message=f"{restart.pod}: deleted, its template is outdated")
+        yield Event(
+            reason=EventReason.ROLLING_POD, message=f"{restart.pod}: deleted, because the pod has an outdated template"
+        )
 
 
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> Iterable[Event]:
-    """Yield the events of conditions that changed."""
+    """Yield the Events for changed conditions."""
     was, now = ({each.type: each for each in some} for some in (before, after))
     accepted, earlier = now.get(ConditionType.ACCEPTED), was.get(ConditionType.ACCEPTED)
     if accepted is not None and (

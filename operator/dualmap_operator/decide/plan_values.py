@@ -1,4 +1,4 @@
-"""The values of a plan, which ``act.apply`` carries out."""
+"""The values of a plan; ``act.apply`` carries out the plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one reconcile does, in this order: children, status (with the ring), gates, restarts, events.
+    """The writes of one reconcile, in this order: children, status (with the ring), gates, restarts, Events.
 
-    ``children`` are whole objects for server-side apply. ``requeue_after_s`` is the time to the next reconcile if no
-    change wakes the pool before. ``finished`` means: the pool is being deleted and its finalizer may be removed.
+    ``children`` are complete objects for server-side apply. ``requeue_after_s`` is the time to the next reconcile if no
+    change triggers a reconcile earlier. ``finished`` is true if the pool is being deleted and its finalizer may be
+    removed.
     """
 
     status: PoolStatus

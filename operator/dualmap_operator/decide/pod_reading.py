@@ -1,8 +1,8 @@
-"""Reads the API's objects into the operator's values: pods, StatefulSets and the published status.
+"""Converts Kubernetes objects into the operator's values: pods, StatefulSets and the published status.
 
-``observe.watches`` calls it. ``status`` writes what ``read_status`` reads; ``spec`` reads the user's spec. Bodies are
-the API's JSON and may hold anything: pods may have any maker, and a status may be edited by hand or written by another
-version. Nothing raises; what cannot be read counts as absent.
+``observe.watches`` calls these functions. ``read_status`` reads the document that the module ``status`` writes; the
+module ``spec`` reads the user's spec. The input may have any content: users create pods, may edit a status by hand, and
+may run several operator versions. No function raises; an unreadable field counts as absent.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _MAX_WEIGHT: Final = 1000
 
 
 def read_pod(body: Mapping[str, Any]) -> ObservedPod:
-    """Read a pod; the caller counts ``flaps``."""
+    """Read a pod; the caller sets ``flaps``."""
     facts = pod_facts(body)
     metadata = mapping_in(body, "metadata")
     labels = mapping_in(metadata, "labels")
@@ -39,7 +39,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         uid=facts.uid,
         address=facts.address,
         serving=facts.serving,
-        # A pod without conditions has not been serving since its creation.
+        # A pod without conditions has not become ready since its creation.
         serving_since_s=read_time(facts.serving_since) or read_time(text_in(metadata, "creationTimestamp")) or 0.0,
         ready=facts.ready,
         in_ring=facts.in_ring,
@@ -99,10 +99,10 @@ def read_time(text: str) -> float | None:
 
 
 def matches(selector: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
-    """Return whether a label selector (matchLabels and matchExpressions, all of them) selects these labels.
+    """Return whether a label selector matches: every entry of matchLabels and matchExpressions must match.
 
-    As in Kubernetes, NotIn and DoesNotExist select objects without the label too, and an empty selector selects all.
-    An expression that cannot be read selects nothing: adopting too few pods is the safe side.
+    As in Kubernetes, NotIn and DoesNotExist also match objects without the label, and an empty selector matches all
+    objects. An invalid expression matches no object: the operator adopts too few pods rather than too many.
     """
     wanted = mapping_in(selector, "matchLabels")
     expressions = selector.get("matchExpressions") or []
@@ -131,7 +131,7 @@ def _expression_matches(expression: Mapping[str, Any], labels: Mapping[str, Any]
 
 
 def _ordinal(body: Mapping[str, Any]) -> int | None:
-    """Return the pod's ordinal in its StatefulSet; before Kubernetes 1.28 only the name has it."""
+    """Return the pod's ordinal in its StatefulSet; before Kubernetes 1.28, only the pod's name contains the ordinal."""
     metadata = mapping_in(body, "metadata")
     text = text_in(mapping_in(metadata, "labels"), ORDINAL_LABEL)
     if not text and any(text_in(owner, "kind") == "StatefulSet" for owner in mappings_in(metadata, "ownerReferences")):
@@ -140,7 +140,7 @@ def _ordinal(body: Mapping[str, Any]) -> int | None:
 
 
 def _member(fields: Mapping[str, Any]) -> RingMember | None:
-    """Return a ring member, None without id, address, port and state."""
+    """Return a ring member; None if id, address, port or state is missing or invalid."""
     try:
         state = MemberState(text_in(fields, "state"))
         address = str(ip_address(text_in(fields, "address")))

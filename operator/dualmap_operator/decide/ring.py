@@ -1,10 +1,11 @@
-"""The next members of the ring, from the published members and the pods. Pure; see docs/operator.md.
+"""Computes the next members of the ring from the published members and the pods. Pure; see docs/operator.md.
 
     pod serves --(settled)--> Joining --(ramp)--> Active --(leaving, or pod terminates)--> Draining --> gone
                                                      ^------------- taken back --------------'
 
-A pod that stops serving leaves at once, from any state. It comes back as Joining, with its old keys (a member's id is
-the pod's name) and an empty cache (its incarnation differs).
+A pod that stops serving leaves the ring at once, from any state except a drain that the operator started. When a pod
+serves again, its member is Joining. The member has its old keys, because its id is the pod's name. The member's cache
+counts as empty, because the incarnation differs.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,11 +16,12 @@ from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import ObservedPod, RingMember
 from dualmap_operator.decide.spec import PoolSpec
 
-# A cold member takes over its keys in steps: seconds after joining, and the weight from then on.
+# The steps in which a new member with a cold cache gets its keys. Each step is a pair: seconds after joining, and the
+# weight from that time on.
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75))
 RAMP_S: Final = 30.0
 FULL_WEIGHT: Final = 100
-# How long a pod must have served before it joins again, after one loss of readiness; it doubles with each loss.
+# The time that a pod must serve before it joins again, after one loss of readiness; it doubles with each further loss.
 _SETTLE_S: Final = 5.0
 _SETTLE_MOST_S: Final = 30.0
 
@@ -32,7 +34,7 @@ def next_members(
     leaving: Collection[str],
     now_s: float,
 ) -> tuple[RingMember, ...]:
-    """Return the ring's members to publish now; ``leaving`` names the pods to drain."""
+    """Return the ring's members to publish now; ``leaving`` contains the names of the pods to drain."""
     was = {member.id: member for member in published}
     members: list[RingMember] = []
     for pod in pods:
@@ -45,9 +47,9 @@ def next_members(
 def surviving(
     published: Iterable[RingMember], pods: Iterable[ObservedPod], *, leaving: bool, now_s: float
 ) -> tuple[RingMember, ...]:
-    """Return the remaining members of a pool whose spec cannot be read: no pod joins.
+    """Return the remaining members of a pool with an unreadable spec; no pod joins.
 
-    If no pod is known, every member stays: only the spec says which pods belong to the pool.
+    If no pod is known, every member stays: only the spec defines which pods belong to the pool.
     """
     known = {pod.name: pod for pod in pods}
     members = []
@@ -63,17 +65,17 @@ def surviving(
 
 
 def version_after(version: int, before: Iterable[RingMember], after: Iterable[RingMember]) -> int:
-    """Return the ring's version, raised by one if any member came, left or changed in more than its weight."""
+    """Return the ring's version: increased by one if a member joins, leaves, or changes any field except its weight."""
     return version + (_identities(before) != _identities(after))
 
 
 def settle_s(pod: ObservedPod) -> float:
-    """Return how long a pod must have served before it joins: 0 if it has not lost readiness lately."""
+    """Return the seconds that a pod must serve before it joins; 0 without a recent loss of readiness."""
     return min(_SETTLE_MOST_S, _SETTLE_S * 2 ** (pod.flaps - 1)) if pod.flaps else 0.0
 
 
 def next_change_s(members: Iterable[RingMember], pods: Iterable[ObservedPod], now_s: float) -> float | None:
-    """Return in how many seconds time alone changes the ring: the next ramp step, or a pod that may join."""
+    """Return the seconds until the ring changes without an event: the next weight step, or a pod that may join."""
     due = [
         member.since_s + step
         for member in members
@@ -88,7 +90,7 @@ def next_change_s(members: Iterable[RingMember], pods: Iterable[ObservedPod], no
 def _next(
     spec: PoolSpec, was: RingMember | None, pod: ObservedPod, *, leaving: bool, now_s: float
 ) -> RingMember | None:
-    """Return one pod's member, None if it is not in the ring."""
+    """Return one pod's member; None if the pod is not in the ring."""
     same = was is not None and (was.address, was.port, was.incarnation) == (
         pod.address,
         spec.engine.port,
@@ -114,9 +116,10 @@ def _next(
 def _draining_member(
     spec: PoolSpec, was: RingMember | None, pod: ObservedPod, *, same: bool, leaving: bool, now_s: float
 ) -> RingMember | None:
-    """Return the member of a pod to drain or a terminating pod: Draining if it was in the ring, else None.
+    """Return the member of a terminating pod or a pod to drain: Draining if it was in the ring, else None.
 
-    A pod to drain stays even if it stops serving: probes may fail, or a sidecar restart, while streams still run.
+    A pod to drain stays in the ring even if it stops serving. A probe may fail or a sidecar may restart while responses
+    still stream.
     """
     if was is None or was.address != pod.address:
         return None
@@ -131,13 +134,13 @@ def _ramped(spec: PoolSpec, was: RingMember, pod: ObservedPod, now_s: float) -> 
     age_s = now_s - was.since_s
     if age_s >= RAMP_S:
         return _member(spec, pod, MemberState.ACTIVE, FULL_WEIGHT, now_s)
-    # After the clock was set back, age_s may be negative.
+    # age_s is negative if the clock was set back.
     weight = max((weight for at_s, weight in RAMP if at_s <= age_s), default=RAMP[0][1])
     return _member(spec, pod, MemberState.JOINING, weight, was.since_s)
 
 
 def _promoted(members: tuple[RingMember, ...], now_s: float) -> tuple[RingMember, ...]:
-    """Return the members; without an Active one, all Joining members become Active at once."""
+    """Return the members; if no member is Active, all Joining members become Active at once."""
     if any(member.state is MemberState.ACTIVE for member in members):
         return members
     return tuple(
@@ -149,7 +152,7 @@ def _promoted(members: tuple[RingMember, ...], now_s: float) -> tuple[RingMember
 
 
 def _distinct(members: Iterable[RingMember]) -> tuple[RingMember, ...]:
-    """Return one member for each address and port, as routers require: two pods may share an address for a moment."""
+    """Return one member for each address and port, as routers require: two pods may briefly have the same address."""
     kept: dict[tuple[str, int], RingMember] = {}
     for member in sorted(members, key=lambda each: (each.state is MemberState.DRAINING, each.id)):
         kept.setdefault((member.address, member.port), member)

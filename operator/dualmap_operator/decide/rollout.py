@@ -1,7 +1,7 @@
-"""Rolling update: after a change of the template, replaces one pod at a time. Pure.
+"""Rolling update: replaces one pod at a time after a change of the template. Pure.
 
-The StatefulSet's update strategy is OnDelete: it names the revision that pods should have. The operator drains an
-outdated pod, deletes it, and continues when its successor is Active.
+The StatefulSet has the update strategy OnDelete and reports the revision that its pods should have. The operator drains
+an outdated pod, deletes it, and continues when the new pod is Active.
 """
 
 from dualmap.pools.pool import MemberState
@@ -10,10 +10,10 @@ from dualmap_operator.decide.spec import PoolSpec
 
 
 def outdated(spec: PoolSpec, observed: Observed) -> tuple[ObservedPod, ...]:
-    """Return the pods of an older revision, in the order in which they are replaced.
+    """Return the pods of an older revision, in the order of replacement.
 
-    Pods that do not serve come first: replacing them costs nothing. Empty until the StatefulSet controller has observed
-    the newest template.
+    Pods that do not serve come first, because their replacement interrupts no requests. The result is empty until the
+    StatefulSet controller has observed the newest template.
     """
     statefulset = observed.statefulset
     if statefulset is None or statefulset.observed_generation < statefulset.generation:
@@ -30,9 +30,9 @@ def outdated(spec: PoolSpec, observed: Observed) -> tuple[ObservedPod, ...]:
 
 
 def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
-    """Return the pod to replace now, None if there is none or the last replacement is not done.
+    """Return the pod to replace now; None if no pod is outdated or the last replacement is not complete.
 
-    A draining pod is taken back if no other member takes requests meanwhile, unless the pool has one replica.
+    A draining pod becomes Active again if no other member receives requests, unless the pool has one replica.
     """
     old = outdated(spec, observed)
     states = {member.id: member.state for member in observed.published.members}
@@ -44,7 +44,8 @@ def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
     if not old:
         return None
     if not old[0].serving:
-        # The last successor must serve first; otherwise a template that cannot start would replace every pod.
+        # The last replaced pod must serve before the next replacement: a template with a failing container must not
+        # replace every pod.
         waiting = [pod for pod in observed.pods if pod.terminating or (not pod.serving and pod not in old)]
         return None if waiting else old[0]
     whole = len(observed.pods) == spec.replicas and not any(pod.terminating for pod in observed.pods)

@@ -1,8 +1,8 @@
-"""Reads a pool's spec as the operator needs it: the router's view of the pool and the operator's own fields.
+"""Reads a pool's spec for the operator: the fields that routers use and the operator's own fields.
 
-``dualmap.objects.pool_reader`` reads what routers use; this adds ``replicas``, ``workload`` and ``drain``. The API
-server has checked the schema already. The operator checks again, because a CRD of another version may be installed,
-and reports a refusal in the Accepted condition.
+``dualmap.objects.pool_reader`` reads the router's fields; this module adds ``replicas``, ``workload`` and ``drain``.
+The API server has already checked the schema. The operator checks the spec again, because a CRD of another version may
+be installed. The operator reports an invalid spec in the Accepted condition.
 """
 
 from collections.abc import Mapping
@@ -22,21 +22,21 @@ _EXPRESSION_OPERATORS: Final = (*_OPERATORS_WITH_VALUES, "Exists", "DoesNotExist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateWorkload:
-    """The operator owns a StatefulSet made from this PodTemplateSpec, which stays as the user wrote it."""
+    """A PodTemplateSpec, unchanged from the user's spec; the operator creates a StatefulSet from it."""
 
     template: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorWorkload:
-    """The pool adopts the existing pods that this label selector matches."""
+    """A label selector; the pool adopts the existing pods that it matches."""
 
     selector: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One InferencePool's spec. ``replicas`` has an effect with a template only."""
+    """One InferencePool's spec. ``replicas`` has an effect only for a TemplateWorkload."""
 
     namespace: str
     name: str
@@ -50,13 +50,13 @@ class PoolSpec:
 
     @property
     def id(self) -> str:
-        """``namespace/name``, as logs and metrics name the pool."""
+        """``namespace/name``: the pool's id in logs and metrics."""
         return f"{self.namespace}/{self.name}"
 
 
 def read_spec(document: Mapping[str, Any]) -> PoolSpec:
-    """Read an InferencePool object; raises PoolError for a field that cannot be used."""
-    # A damaged status must not make the spec unreadable.
+    """Read an InferencePool object; raise PoolError for an invalid field."""
+    # Exclude the status: an invalid status must not make the spec unreadable.
     pool: Pool = read_pools({key: value for key, value in document.items() if key != "status"})[0]
     metadata, spec = mapping_in(document, "metadata"), mapping_in(document, "spec")
     generation = metadata.get("generation")
@@ -122,7 +122,7 @@ def _read_workload(workload: object) -> TemplateWorkload | SelectorWorkload:
 
 
 def _check_selector(selector: object) -> None:
-    """Raise PoolError for a selector that is empty or cannot be read: it decides which pods the pool adopts."""
+    """Raise PoolError for an empty or invalid selector: the selector decides which pods the pool adopts."""
     field = "spec.workload.selector"
     if not isinstance(selector, Mapping) or not (selector.get("matchLabels") or selector.get("matchExpressions")):
         raise PoolError(field, selector, "a label selector that is not empty")
@@ -139,7 +139,7 @@ def _check_selector(selector: object) -> None:
 
 def _check_expression(expression: object, field: str) -> None:
     if not isinstance(expression, Mapping):
-        raise PoolError(field, expression, "a mapping with key, operator and, for In and NotIn, values")
+        raise PoolError(field, expression, "a mapping with key and operator, and with values for In and NotIn")
     key, operator, values = expression.get("key"), expression.get("operator"), expression.get("values") or []
     if not isinstance(key, str) or not key:
         raise PoolError(f"{field}.key", key, "a label's name")

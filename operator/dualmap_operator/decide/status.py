@@ -1,6 +1,6 @@
-"""An InferencePool's status as the API's JSON: the inverse of ``pod_reading.read_status``; ``act.apply`` sends it.
+"""Converts an InferencePool's status to JSON, the inverse of ``pod_reading.read_status``. ``act.apply`` sends it.
 
-The field names are those of the CRD (crds/, docs/crd.md); conditions are Kubernetes' metav1.Condition. Times are in
+The CRD defines the field names (crds/, docs/crd.md). Conditions have the Kubernetes type metav1.Condition. Times are in
 whole seconds.
 """
 
@@ -17,7 +17,7 @@ _DIGITS: Final = re.compile(r"([0-9]+)")
 
 
 def status_document(status: PoolStatus) -> dict[str, Any]:
-    """Return the whole ``status``, members in natural order of their ids; unknown traffic is left out."""
+    """Return the complete ``status``. Members are in natural order of their ids; unknown traffic values are omitted."""
     document: dict[str, Any] = {
         "observedGeneration": status.observed_generation,
         "replicas": status.replicas,
@@ -72,6 +72,6 @@ def _traffic(shown: TrafficStatus) -> dict[str, str]:
 
 
 def _natural(member: RingMember) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that puts qwen-2 before qwen-10."""
+    """Return a sort key that orders qwen-2 before qwen-10."""
     parts = _DIGITS.split(member.id)
     return [(int(part), "") if position % 2 else (0, part) for position, part in enumerate(parts)], member.id

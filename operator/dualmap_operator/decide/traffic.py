@@ -1,6 +1,7 @@
-"""A pool's ``status.traffic``: SLO attainment and hit rate of the last minutes, as short decimals.
+"""Computes ``status.traffic``: SLO attainment and cache hit rate of the last 5 minutes, as short decimals.
 
-``gather`` adds every router's totals; ``plan`` publishes the result. Pure: times are arguments, of any monotonic clock.
+``gather`` adds every router's totals; ``plan`` publishes the result. Pure: times are arguments from any monotonic
+clock.
 """
 
 from collections import deque
@@ -11,15 +12,15 @@ from typing import Final
 from dualmap_operator.decide.observed import TrafficStatus
 
 _PAUSE_S: Final = 30.0
-"""Shortest time between two changes of the published values: each change is a write to the API."""
+"""Shortest time between two changes of the published values: each change is a write to the API server."""
 _FEWEST: Final = 5
-"""The fewest requests for which a share is published."""
+"""The smallest number of requests for which a value is published."""
 _SLICES: Final = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Totals:
-    """The totals of ``GET /pools/NAMESPACE/NAME`` that the shares need, or differences of them."""
+    """The traffic totals that a router reports (``GET /pools/NAMESPACE/NAME``), or a difference of two totals."""
 
     requests: int = 0
     refused: int = 0
@@ -33,7 +34,7 @@ class _Totals:
         return _Totals(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def since(self, earlier: "_Totals") -> "_Totals":
-        """Return the increase since ``earlier``: the whole, if the router restarted in between."""
+        """Return the increase since ``earlier``, or the full totals if the router has restarted since then."""
         added = {name: getattr(self, name) - getattr(earlier, name) for name in _NAMES}
         return self if min(added.values()) < 0 else _Totals(**added)
 
@@ -44,8 +45,8 @@ _NAMES: Final = tuple(field.name for field in fields(_Totals))
 class TrafficWindow:
     """The traffic of one pool's routers over the last ``window_s`` seconds.
 
-    ``published`` is the present status. It stays until there is a better value, so that a restarted operator does not
-    remove what its predecessor published.
+    ``published`` is the ``status.traffic`` at the start. The published values stay until new values are known, so that
+    a restarted operator does not remove them.
     """
 
     def __init__(self, *, window_s: float = 300.0, published: TrafficStatus | None = None) -> None:
@@ -57,7 +58,7 @@ class TrafficWindow:
         self._changed_s: float | None = None
 
     def add(self, now_s: float, router: str, totals: Mapping[str, object]) -> None:
-        """Add a router's totals. The first ones are the baseline; totals that cannot be read are ignored."""
+        """Add a router's totals. A router's first totals are the baseline; invalid totals are ignored."""
         read = _read(totals)
         if read is None:
             return
@@ -83,7 +84,7 @@ class TrafficWindow:
             sums = sums.plus(added)
         present = TrafficStatus(slo_attainment=_attainment(sums), cache_hit_rate=_hit_rate(sums))
         if now_s - self._began_s < self._window_s:
-            # Before the first full window, an unknown value does not replace a published one.
+            # Before the first full window, an unknown value does not replace a published value.
             present = TrafficStatus(
                 slo_attainment=present.slo_attainment or self._shown.slo_attainment,
                 cache_hit_rate=present.cache_hit_rate or self._shown.cache_hit_rate,
@@ -93,7 +94,10 @@ class TrafficWindow:
         return self._shown
 
     def _forget(self, now_s: float) -> None:
-        """Drop slices older than the window, and routers silent for as long: their next totals are a new baseline."""
+        """Drop slices older than the window, and routers without totals in the window.
+
+        The next totals of such a router are a new baseline.
+        """
         oldest_s = now_s - self._window_s
         while self._slices and self._slices[0][0] < oldest_s:
             self._slices.popleft()
@@ -113,22 +117,22 @@ def _read(totals: Mapping[str, object]) -> _Totals | None:
 def _attainment(sums: _Totals) -> str:
     """Return the share of requests whose first token met the SLO; rejected requests count as misses.
 
-    Requests without streaming have no observable first token and do not count.
+    Requests without streaming do not count: their first token is not observable.
     """
     asked = sums.first_tokens + sums.refused
     return _decimal(sums.slo_met, asked) if asked >= _FEWEST else ""
 
 
 def _hit_rate(sums: _Totals) -> str:
-    """Return the share of cached prompt tokens: measured if any engine reports it, else predicted.
+    """Return the share of cached prompt tokens: measured if any engine reports cached tokens, else predicted.
 
-    The two are never added. If engines report only some requests, the measured share is too small, which is the safe
-    side for capacity planning.
+    Measured and predicted tokens are never added. If engines report only some requests, the measured share is too
+    small, which is the safe error for capacity planning.
     """
     if sums.requests < _FEWEST or not sums.prompt_tokens:
         return ""
     cached = sums.measured_cached_tokens or sums.predicted_cached_tokens
-    # The router estimates prompt tokens and the engine counts cached ones: the quotient may exceed 1.
+    # The router estimates prompt tokens, but the engine counts cached tokens exactly: the quotient may exceed 1.
     return _decimal(min(cached, sums.prompt_tokens), sums.prompt_tokens)
 
 

@@ -1,5 +1,5 @@
-"""Observe: what the API server, the routers and the engines report, gathered for one reconcile.
+"""Observe: collects the reports of the API server, the routers and the engines for one reconcile.
 
-May import ``api``, ``decide`` (never its ``plan``), aiohttp for HTTP requests, and ``dualmap_edge`` for
+This package may import ``api``, ``decide`` except ``decide.plan``, aiohttp for HTTP requests, and ``dualmap_edge`` for
 the Kubernetes client.
 """

@@ -1,8 +1,8 @@
-"""An index of the model names that watched pools claim, so that a change wakes only the pools that it concerns.
+"""An index of the model names that pools claim, so that a change triggers a reconcile of affected pools only.
 
-``watches`` keeps it up to date and ``gather`` asks it. ``dualmap.pools.claims`` decides which pool has a name, for the
-operator and for the routers. They agree on every pool that can be read. For a pool that no longer can, each process
-uses what it last read; a process started since then knows nothing of it (docs/operator.md).
+``watches`` updates the index and ``gather`` reads it. Operator and routers use ``dualmap.pools.claims`` to decide which
+pool has a name, so they agree on every pool with a valid spec. If a spec becomes invalid, each process keeps the names
+that it read last. A process that starts with an invalid spec does not have these names (docs/operator.md).
 """
 
 from collections import defaultdict
@@ -17,17 +17,17 @@ from dualmap_operator.observe.mirror import Key
 
 
 class Claims:
-    """The model names that pools claim, by pool and by name."""
+    """The model names that pools claim, indexed by pool and by name."""
 
     def __init__(self) -> None:
         self._claimants: dict[Key, Claimant] = {}
         self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
 
     def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
-        """Take a pool's change from one document to another; return the other pools whose claims may change with it.
+        """Record a pool's change from ``before`` to ``after``; return the other pools that the change may affect.
 
-        A spec that cannot be read keeps its last claims, since routers keep serving by them. A spec that could never
-        be read since the operator started claims nothing, as in a router started at that time.
+        A pool with an invalid spec keeps its last claims, because routers keep using them. If the spec has been invalid
+        since the operator started, the pool has no claims, as in a router started at that time.
         """
         was = self._claimants.get(key)
         if after is None:
@@ -35,7 +35,7 @@ class Claims:
         elif before is None or _uid(before) != _uid(after):
             now = _claimant(after)
         elif before.get("spec") == after.get("spec"):
-            return set()  # Only the status has changed, as in most updates.
+            return set()  # Only the status has changed; most updates are of this kind.
         else:
             now = _claimant(after) or was
         if now == was:
@@ -45,7 +45,7 @@ class Claims:
         return (concerned | self._rivals(now)) - {key}
 
     def lost(self, key: Key) -> tuple[LostClaim, ...]:
-        """Return the names that a pool claims and an older pool has."""
+        """Return the names that a pool claims but that belong to an older pool."""
         mine = self._claimants.get(key)
         if mine is None:
             return ()
@@ -53,7 +53,7 @@ class Claims:
         return tuple(lost for lost in lost_claims(rivals) if lost.pool == mine.pool)
 
     def _rivals(self, claimant: Claimant | None) -> set[Key]:
-        """Return the pools that claim any of a claimant's names."""
+        """Return the pools that claim any name of ``claimant``."""
         if claimant is None:
             return set()
         return {key for name in claimant.names for key in self._by_name.get(name, ())}
@@ -73,7 +73,7 @@ class Claims:
 def _claimant(document: Mapping[str, Any]) -> Claimant | None:
     """Return the claims of a pool, None if its spec cannot be read."""
     try:
-        # The status is the operator's own, and large.
+        # The status is large and contains no claims.
         (pool,) = read_pools({name: value for name, value in document.items() if name != "status"})
     except PoolError:
         return None

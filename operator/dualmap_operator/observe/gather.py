@@ -1,7 +1,7 @@
-"""Gathers the observed state of one pool for a reconcile: watches, reports of routers and engines, traffic totals.
+"""Collects one pool's observed state for a reconcile: watches, reports of routers and engines, traffic totals.
 
-One ``Gatherer`` for each pool, owned by its reconciler. It remembers idle checks in a row, the traffic window and the
-last spec that could be read. All of it may be lost at any time: a drain then takes a second longer.
+Each pool's reconciler owns one ``Gatherer``. A ``Gatherer`` stores the number of consecutive idle checks, the traffic
+window and the last valid spec. A restart of the operator loses this state; a drain then takes a second longer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from dualmap_operator.observe.watches import PoolObject, Watches
 
 _REST_S: Final = 15.0
 _SYNC_S: Final = 1.0
-# A little less than the plan's own interval, so that every reconcile requests once.
+# A little shorter than the plan's interval, so that every reconcile sends requests.
 _DRAIN_S: Final = 0.4
 
 
@@ -27,14 +27,14 @@ class PoolObserver(Protocol):
     """Observes one pool for its reconciler."""
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
-        """Return the observed state of ``pool``; ``spec`` is None if it cannot be read."""
+        """Return the observed state of ``pool``; ``spec`` is None if the spec cannot be read."""
 
     def due_s(self) -> float:
         """Return the seconds until the next request to the routers."""
 
 
 class Gatherer:
-    """Gathers the state of the pool ``pool_id`` (``namespace/name``). ``clock`` is monotonic, in seconds."""
+    """Collects the state of the pool ``pool_id`` (``namespace/name``). ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Gatherer:
         self._spec: PoolSpec | None = None
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
-        """Return the observed state of ``pool``; asks routers and engines if they are due."""
+        """Return the observed state of ``pool``; send requests to routers and engines if the interval has passed."""
         spec = self._spec = spec or self._spec
         if self._traffic is None:
             self._traffic = TrafficWindow(published=pool.status.traffic)
         draining = drain.draining(pool.status)
-        # A member that returned to the ring may have new requests: its next drain starts from zero.
+        # A member that became Active again may have new requests: its next drain starts with zero idle checks.
         self._idle_checks = {each.id: self._idle_checks[each.id] for each in draining if each.id in self._idle_checks}
         observed = self._observed(self._traffic, pool, spec, failures)
         self._interval_s = self._interval(observed, bool(draining))
@@ -120,7 +120,7 @@ class Gatherer:
         return Observed(
             published=pool.status,
             statefulset=self._watches.statefulset(key, pool.uid),
-            # A crashed or deleted pod leaves the ring even if the spec cannot be read.
+            # If the spec cannot be read, crashed and deleted pods still leave the ring.
             pods=self._watches.pods_left(key, members) if spec is None else self._watches.pods_of(spec),
             routers=self._reports,
             engine_requests=self._engine_requests,

@@ -1,13 +1,15 @@
-"""A copy of all objects of one kind, kept up to date by a ``Reflector``, with a listener for every change.
+"""A copy of all objects of one kind. A ``Reflector`` updates the copy, and a listener is called for every change.
 
-``watches`` holds one for each kind that the operator reads. An object that was deleted while no watch was open is gone
-after the next list, and the listener hears of it. kopf's own index (1.45.2) keeps such objects: it forgets only what a
-DELETED event names, and a deleted pod would stay in the ring.
+``watches`` creates one mirror for each kind that the operator reads. If an object is deleted while no watch is open,
+the next list removes the object and calls the listener. The index of kopf (1.45.2) keeps such an object, because that
+index removes objects on DELETED events only. With that index, a deleted pod would stay in the ring.
 
-A broken watch resumes from the last version seen: nothing is lost, and a list of a whole cluster's pods is expensive.
-The router (``pools.kube``) lists its few pods again instead, so that its copy is fresh as soon as the server is back.
+A broken watch resumes from the last received resource version: no event is lost, and a list of all pods of a cluster is
+expensive. The router (``pools.kube``) lists its few pods again instead, so that its copy is current as soon as the API
+server is reachable.
 
-The mirror holds only what lists and watches show. The answer to a write of our own may arrive after the object's end.
+The mirror contains objects from lists and watches only. Responses to the operator's own writes are ignored, because a
+response may arrive after the object's deletion.
 """
 
 import asyncio
@@ -20,15 +22,15 @@ from dualmap_operator.api import ApiObserver
 
 T = TypeVar("T")
 Key = tuple[str, str]
-"""Namespace and name."""
+"""The namespace and name of an object."""
 Listener = Callable[[Key, T | None, T | None], None]
-"""Called for each change with the object's key, its value before and its value now; None where it does not exist."""
+"""Called for each change with the object's key, old value and new value; None if the object does not exist."""
 
 WATCH_POLICY: Final = WatchPolicy(resume=True, first_pause_s=0.5, longest_pause_s=5.0)
 
 
 class Mirror(Generic[T]):
-    """All objects at ``path`` that ``selector`` matches. ``kind`` names them in logs, metrics and health."""
+    """All objects at ``path`` that ``selector`` matches. Logs, metrics and health checks contain ``kind``."""
 
     def __init__(
         self,
@@ -58,24 +60,24 @@ class Mirror(Generic[T]):
         """Set once the first list is complete."""
 
     def get(self, key: Key) -> T | None:
-        """Return one object, None if there is none of that name."""
+        """Return one object; None if no object has this name."""
         return self._objects.get(key)
 
     def items(self) -> Iterator[tuple[Key, T]]:
-        """Return an iterator over all objects; use it up before the next await."""
+        """Return an iterator over all objects; it is valid until the next await."""
         return iter(self._objects.items())
 
     @property
     def age_s(self) -> float:
-        """Seconds since the server last answered."""
+        """Seconds since the last answer of the API server."""
         return self._reflector.age_s
 
     async def run(self) -> None:
-        """Keep the copy up to date until cancelled."""
+        """Update the copy until the task is cancelled."""
         await self._reflector.run()
 
     def replace(self, objects: Sequence[tuple[Key, T]]) -> None:
-        """Take the result of a list (``dualmap_edge.kube.watch.Store``)."""
+        """Replace the content with the result of a list (``dualmap_edge.kube.watch.Store``)."""
         present = dict(objects)
         for key in [key for key in self._objects if key not in present]:
             self._set(key, None)
@@ -84,11 +86,11 @@ class Mirror(Generic[T]):
         self.listed.set()
 
     def put(self, item: tuple[Key, T]) -> None:
-        """Take an object that was added or modified."""
+        """Store an object that was added or modified."""
         self._set(*item)
 
     def remove(self, item: tuple[Key, T]) -> None:
-        """Take an object that was deleted."""
+        """Remove an object that was deleted."""
         self._set(item[0], None)
 
     def _set(self, key: Key, value: T | None) -> None:
@@ -102,7 +104,7 @@ class Mirror(Generic[T]):
 
 
 class _Counted:
-    """A collection whose requests ``observer`` counts."""
+    """A collection that reports each request to ``observer``."""
 
     def __init__(self, source: ListerWatcher, observer: ApiObserver) -> None:
         self._source = source

@@ -1,6 +1,6 @@
-"""Router discovery: the addresses of the command line, or the EndpointSlices of the routers' Service.
+"""Router discovery: from addresses on the command line, or from EndpointSlices of the routers' Service.
 
-``gather`` asks these routers. They include routers that receive no requests (not ready, or terminating), which may
+``gather`` sends requests to these routers. Routers that are not ready or are terminating are included, because they may
 still have requests in flight.
 """
 
@@ -18,14 +18,14 @@ _SERVICE_LABEL: Final = "kubernetes.io/service-name"
 
 
 class Routers(Protocol):
-    """Discovers the routers."""
+    """A source of the routers' addresses."""
 
     def addresses(self) -> tuple[RouterAddress, ...]:
         """Return the metrics port of every router."""
 
 
 class FixedRouters:
-    """The routers that the command line names."""
+    """The routers on the command line."""
 
     def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
         self._addresses = tuple(RouterAddress(host=host, port=port) for host, port in addresses)
@@ -47,13 +47,13 @@ class ServiceRouters:
             kind="EndpointSlice",
             path=collection_path("discovery.k8s.io/v1", "EndpointSlice", namespace),
             read=read_slice,
-            listener=lambda *_: None,  # The next reconcile follows soon and asks the routers.
+            listener=lambda *_: None,  # The next periodic reconcile uses the new routers.
             clock=clock,
             selector=f"{_SERVICE_LABEL}={name}",
         )
 
     def addresses(self) -> tuple[RouterAddress, ...]:
-        """Return the metrics port of every router; a router with IPv4 and IPv6 addresses counts once."""
+        """Return one metrics port for each router, also for a router with IPv4 and IPv6 addresses."""
         found: dict[str, RouterAddress] = {}
         for _, routers in self.mirror.items():
             for name, router in routers.items():
@@ -64,7 +64,7 @@ class ServiceRouters:
 
 
 def read_slice(body: Mapping[str, Any]) -> dict[str, RouterAddress]:
-    """Return the routers in an EndpointSlice by the name of their pod, or by address where no pod is named."""
+    """Return the routers in an EndpointSlice by pod name, or by address if the endpoint has no pod name."""
     ports = [port.get("port") for port in mappings_in(body, "ports") if port.get("name") == _PORT_NAME]
     if not ports or not isinstance(ports[0], int):
         return {}

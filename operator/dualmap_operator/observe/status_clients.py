@@ -1,7 +1,7 @@
-"""HTTP clients for the status of routers and engines: requests in flight, which a drain needs, and traffic totals.
+"""HTTP clients for the status of routers and engines: requests in flight (for drains) and traffic totals.
 
-``gather`` calls them; ``decide.drain`` judges the answers. Every request takes bounded time and memory and never
-raises. A peer that does not answer, or whose answer cannot be read, counts as silent.
+``gather`` calls the clients; ``decide.drain`` evaluates the answers. Every request has bounded time and memory and
+never raises. A router or engine with a missing or invalid answer counts as silent.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from dualmap_operator.decide.observed import EndpointReport, RouterReport
 
 _TIMEOUT_S: Final = 2.0
 _LARGEST_BYTES: Final = 4 * 1024 * 1024
-"""An engine's page grows with its histograms; a router's answer by about 120 bytes for each endpoint."""
+"""An engine's metrics response grows with its histograms. A router's answer has about 120 bytes for each endpoint."""
 _CHUNK_BYTES: Final = 64 * 1024
 _AT_A_TIME: Final = 32
 
@@ -36,7 +36,7 @@ class RouterAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineMetrics:
-    """The path and the names of an engine's metrics for running and waiting requests."""
+    """The path and the metric names for an engine's running and waiting requests."""
 
     path: str
     running: str
@@ -51,8 +51,8 @@ _ENGINE_METRICS: Final[Mapping[str, _EngineMetrics]] = {
     ),
 }
 
-# The rest of a sample's line after the metric's name: labels with quoted values, a value, an optional timestamp.
-# Possessive quantifiers prevent backtracking, so that a long line is read once.
+# Matches a sample's line after the metric's name: labels with quoted values, a value, an optional timestamp. Possessive
+# quantifiers prevent backtracking, so that the time is linear in the line's length.
 _SAMPLE: Final = re.compile(
     rb"""[ \t]*+(?:\{(?:[^"}\n]++|"(?:[^"\\\n]|\\[^\n])*+")*+\})?[ \t]*+([^ \t\n]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+\n"""
 )
@@ -60,11 +60,11 @@ _NAME_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP
 
 
 class _HttpClient:
-    """An HTTP client for small GET requests. Construct it in a running event loop."""
+    """An HTTP client for small GET requests. Construct the client in a running event loop."""
 
     def __init__(self) -> None:
-        # Connections are not reused: another pod may have the address next. Answers are not decompressed, since their
-        # size would have no bound.
+        # Each request opens a new connection, because another pod may get the same address. Answers are not
+        # decompressed, because the decompressed size has no limit.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"Accept-Encoding": "identity"},
@@ -73,7 +73,7 @@ class _HttpClient:
         self._turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def get(self, host: str, port: int, path: str, *, timeout_s: float) -> tuple[int, bytes] | None:
-        """Return the HTTP status and body; None for no answer, or one that is late, cut or too large."""
+        """Return the HTTP status and body; None if the answer is missing, late, incomplete or too large."""
         async with self._turns:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -96,7 +96,7 @@ class _HttpClient:
 
 
 class RouterClient:
-    """Asks routers for their status of a pool. Construct it in a running event loop, and close it."""
+    """Requests the status of a pool from routers. Construct the client in a running event loop, and close it."""
 
     def __init__(self) -> None:
         self._http = _HttpClient()
@@ -104,7 +104,7 @@ class RouterClient:
     async def reports(
         self, pool_id: str, routers: Sequence[RouterAddress], *, timeout_s: float = _TIMEOUT_S
     ) -> tuple[tuple[RouterReport, Mapping[str, Any] | None], ...]:
-        """Return each router's report on ``namespace/name``, in their order, with its traffic totals if any.
+        """Return each router's report on ``pool_id`` and its traffic totals (None if unknown), in the routers' order.
 
         A report's ``router`` is ``host:port``, also for a silent router.
         """
@@ -138,13 +138,13 @@ class RouterClient:
 
 
 class EngineClient:
-    """Asks engines for their number of requests. Construct it in a running event loop, and close it."""
+    """Requests the number of requests from engines. Construct the client in a running event loop, and close it."""
 
     def __init__(self) -> None:
         self._http = _HttpClient()
 
     async def requests(self, engine_type: str, address: str, port: int, *, timeout_s: float = _TIMEOUT_S) -> int | None:
-        """Return the number of running and waiting requests by the engine's own metrics; None if they cannot be read.
+        """Return the number of running and waiting requests from the engine's metrics; None if they cannot be read.
 
         Engines of type Generic have no known metrics.
         """
@@ -171,7 +171,7 @@ def _object(body: bytes) -> Mapping[str, Any] | None:
 
 
 def _endpoints(value: object) -> dict[str, EndpointReport] | None:
-    """Return each endpoint's report by member id; None if any cannot be read, since a drain may wait for it."""
+    """Return each endpoint's report by member id; None if any report is invalid, because a drain may depend on it."""
     if not isinstance(value, list):
         return None
     reports: dict[str, EndpointReport] = {}
@@ -190,9 +190,9 @@ def _count(value: object) -> int | None:
 
 
 def _sum(page: bytes, name: str) -> int | None:
-    """Return the sum of a metric's samples over all labels, on a page in Prometheus' text format.
+    """Return the sum of a metric's samples over all labels, from text in the Prometheus format.
 
-    None if there is no sample, or one that is not a count. A page without a final newline was cut.
+    The result is None without a sample, for a sample that is not a count, and for a text without a final newline.
     """
     if not page.endswith(b"\n"):
         return None

@@ -1,7 +1,7 @@
-"""Mirrors of pools, their pods and their children, and the mapping from a changed object to the pools to reconcile.
+"""Mirrors of pools, pods and children. A changed object triggers a reconcile of each pool that it affects.
 
-``gather`` reads the mirrors; every change wakes the reconcilers of the pools that it concerns. Pods are kept as a few
-facts and children as a fingerprint: the bodies of a thousand pods would be megabytes.
+``gather`` reads the mirrors. A mirror keeps only the required fields of a pod and a hash of a child. The complete
+objects of a thousand pods would need megabytes.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from dualmap_operator.observe.claims import Claims
 from dualmap_operator.observe.mirror import Key, Mirror
 
 FLAP_WINDOW_S: Final = 300.0
-"""How long a loss of readiness counts."""
+"""The time for which a loss of readiness counts."""
 _CHILDREN: Final = (("apps/v1", "StatefulSet"), ("v1", "Service"), ("policy/v1", "PodDisruptionBudget"))
 _IGNORED_METADATA: Final = ("resourceVersion", "generation", "managedFields")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolObject:
-    """One InferencePool: its ``document`` without managedFields, and its status as read."""
+    """One InferencePool: its ``document`` without managedFields, and its parsed status."""
 
     document: Mapping[str, Any]
     uid: str
@@ -41,7 +41,7 @@ class PoolObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodObject:
-    """One pod, its labels, and ``pool``: the pool whose StatefulSet created it, by name (empty for none)."""
+    """One pod with its labels. ``pool`` is the name of the pool that created the pod, or empty."""
 
     labels: Mapping[str, Any]
     pool: str
@@ -50,9 +50,10 @@ class PodObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildObject:
-    """One object of a child's kind: the pool that its label names, and a hash of every field that a client may set.
+    """One object of a child's kind: the pool in its label, and a hash of every field that a client may set.
 
-    ``controller`` is the uid of its controller, empty for none. ``ours`` is whether this operator ever applied it.
+    ``controller`` is the uid of the object's controller, or empty. ``ours`` is true if the operator has applied the
+    object.
     """
 
     pool: str
@@ -62,14 +63,17 @@ class ChildObject:
     statefulset: ObservedStatefulSet | None = None
 
     def belongs_to(self, uid: str) -> bool:
-        """Return whether the pool of ``uid`` may change it: as its controller, or because we applied it."""
+        """Return whether this object belongs to the pool with ``uid``.
+
+        The pool is the object's controller, or the object has no controller and the operator has applied it.
+        """
         return self.controller == uid or (self.ours and not self.controller)
 
 
 class Watches:
-    """Mirrors of pools, pods and children in ``namespace`` (None: all). ``wake`` queues a pool's reconcile.
+    """Mirrors of pools, pods and children in ``namespace`` (None: all namespaces).
 
-    ``clock`` is monotonic, in seconds.
+    ``wake`` queues a pool's reconcile. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Watches:
         }
 
     def pods_of(self, spec: PoolSpec) -> tuple[ObservedPod, ...]:
-        """Return the pods of a pool: those its StatefulSet controls, or those its selector adopts."""
+        """Return a pool's pods: the pods that its StatefulSet controls, or the pods that its selector matches."""
         here = self._pods_in.get(spec.namespace, {})
         if isinstance(spec.workload, SelectorWorkload):
             selector = spec.workload.selector
@@ -135,30 +139,30 @@ class Watches:
         return self._seen(mine)
 
     def pods_left(self, key: Key, members: Collection[str]) -> tuple[ObservedPod, ...]:
-        """Return the pods of a pool whose spec was never readable: those of its StatefulSet, and the ring's members."""
+        """Return a pool's pods without its spec: the pods of its StatefulSet and the pods of the ring's members."""
         here = self._pods_in.get(key[0], {})
         return self._seen(each for each in here.values() if each.pool == key[1] or each.pod.name in members)
 
     def highest_version(self, uid: str) -> int:
-        """Return the highest ring version that the pool of ``uid`` has published, 0 for none."""
+        """Return the highest published ring version of the pool with ``uid``; 0 if none is known."""
         return self._versions.get(uid, 0)
 
     def lost_claims(self, key: Key) -> tuple[LostClaim, ...]:
-        """Return the model names that a pool claims and an older pool has."""
+        """Return the model names that a pool claims but that belong to an older pool."""
         return self._claims.lost(key)
 
     def child(self, kind: str, key: Key) -> ChildObject | None:
-        """Return a child as the watch shows it."""
+        """Return a child from the watch; None if it does not exist."""
         return self._children[kind].get(key)
 
     def statefulset(self, key: Key, uid: str) -> ObservedStatefulSet | None:
-        """Return the StatefulSet of the pool of this name and uid as the watch shows it."""
+        """Return the StatefulSet of the pool with this name and uid from the watch; None if it does not exist."""
         child = self.child("StatefulSet", key)
         return child.statefulset if child is not None and child.belongs_to(uid) else None
 
     @property
     def mirrors(self) -> tuple[Mirror[Any], ...]:
-        """The mirror of every kind, for ``control`` to run."""
+        """The mirrors of all kinds; ``control`` runs them."""
         return (self.pools, self.pods, *self._children.values())
 
     def _seen(self, pods: Iterable[PodObject]) -> tuple[ObservedPod, ...]:
@@ -168,7 +172,7 @@ class Watches:
         if before is not None and (after is None or after.uid != before.uid):
             self._versions.pop(before.uid, None)
         if after is not None:
-            # After a manual edit of the status, only this operator and the routers know the version published before.
+            # After a manual edit of the status, only this operator and the routers have the last published version.
             self._versions[after.uid] = max(self.highest_version(after.uid), after.status.ring_version)
         workload = {} if after is None else mapping_in(mapping_in(after.document, "spec"), "workload")
         self._selectors.pop(key, None)
@@ -225,7 +229,7 @@ def read_pool(body: Mapping[str, Any]) -> PoolObject:
     metadata = mapping_in(body, "metadata")
     kept = {key: value for key, value in metadata.items() if key != "managedFields"}
     return PoolObject(
-        # The items of a list lack kind and apiVersion.
+        # Set kind and apiVersion, which the items of a list do not have.
         document={**body, "apiVersion": API_VERSION, "kind": "InferencePool", "metadata": kept},
         uid=text_in(metadata, "uid"),
         resource_version=text_in(metadata, "resourceVersion"),
@@ -241,7 +245,7 @@ def read_pod_object(body: Mapping[str, Any]) -> PodObject:
 
 
 def _pool_of(metadata: Mapping[str, Any], pod: ObservedPod) -> str:
-    """Return the pool that a pod's label names if its StatefulSet controls the pod, or will adopt it again."""
+    """Return the pool in a pod's label if the pool's StatefulSet controls the pod or will adopt it again."""
     pool, controller = text_in(mapping_in(metadata, "labels"), POOL_LABEL), _controller(metadata)
     if controller is not None:
         mine = controller.get("kind") == "StatefulSet" and controller.get("name") == pool
@@ -268,7 +272,7 @@ def read_child(body: Mapping[str, Any]) -> ChildObject:
 
 
 def fingerprint(body: Mapping[str, Any]) -> str:
-    """Return a hash of every field that a client may set: not the status, nor fields that the server maintains."""
+    """Return a hash of every field that a client may set, without the status and fields that the API server sets."""
     content = {key: value for key, value in body.items() if key not in ("apiVersion", "kind", "status", "metadata")}
     metadata = mapping_in(body, "metadata")
     content["metadata"] = {key: value for key, value in metadata.items() if key not in _IGNORED_METADATA}

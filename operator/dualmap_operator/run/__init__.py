@@ -1,4 +1,5 @@
-"""Run: the process and its loops: leader election, kopf's handlers, reconcilers, HTTP ports, metrics.
+"""Run: the process with its leader election, kopf handlers, reconcilers, HTTP ports and metrics.
 
-May import every room but ``wiring`` and ``main``. The only room that imports kopf and prometheus_client.
+This package may import every layer except ``wiring`` and ``main``. Only this package imports kopf and
+prometheus_client.
 """

@@ -1,6 +1,6 @@
-"""The control loops of an operator that leads: the mirrors, kopf, and with it one reconciler for each pool.
+"""The control loops of the leading operator: the mirrors and kopf, which runs one reconciler for each pool.
 
-``process`` runs them once this operator leads. ``health`` asks ``problems`` what is wrong.
+``process`` starts the loops when this operator leads. ``health`` serves the result of ``problems``.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ _NOT_FOUND: Final = 404
 
 
 class ControlError(OperatorError):
-    """A part of the operator ended unexpectedly; the message names the part and the cause. A supervisor restarts it."""
+    """A mirror or kopf ended unexpectedly; the message contains the cause. The kubelet restarts the operator."""
 
 
 class ControlLoops:
-    """Runs ``mirrors`` and kopf for the pools in ``namespace`` (None: all). ``run`` once, when this operator leads.
+    """Runs ``mirrors`` and kopf for the pools in ``namespace`` (None: all). ``process`` calls ``run`` once.
 
     ``connection`` returns the connection of the operator's own client. ``clock`` is monotonic, in seconds.
     """
@@ -55,13 +55,13 @@ class ControlLoops:
         self._running = False
 
     async def run(self, started: Callable[[], None]) -> None:
-        """Run until ``stop``; ``started`` is called when kopf has installed its signal handlers.
+        """Run until ``stop``; call ``started`` when kopf has installed its signal handlers.
 
-        Raises ControlError when a part ends by itself.
+        Raises ControlError if a mirror or kopf ends before ``stop``.
         """
         self._running = True
         self._metrics.watch(self._ages_s)
-        # The mirrors start before kopf: when kopf ends, it cancels every task started since its own start.
+        # The mirrors start before kopf: at its end, kopf cancels every task that was started after kopf.
         tasks = [asyncio.create_task(mirror.run()) for mirror in self._mirrors]
         tasks.append(asyncio.create_task(self._run_kopf(started)))
         try:
@@ -77,12 +77,12 @@ class ControlLoops:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
-        """Let the reconcilers finish what they are doing, and make ``run`` return."""
+        """Let each reconciler finish its current reconcile, and make ``run`` return."""
         self._reconcilers.closing.set()
         self._stopping.set()
 
     def problems(self) -> tuple[str, ...]:
-        """Return what is wrong with this operator, in words; nothing while it is on standby."""
+        """Return descriptions of this operator's problems; none while the operator is on standby."""
         if not self._running:
             return ()
         now_s = self._clock()
@@ -98,7 +98,7 @@ class ControlLoops:
         return {mirror.kind: mirror.age_s for mirror in self._mirrors}
 
     async def _run_kopf(self, started: Callable[[], None]) -> None:
-        """Run kopf and the reconcilers once every list is complete: before that, pods would look deleted."""
+        """Run kopf and the reconcilers after every list is complete: with incomplete lists, pods would look deleted."""
         if not await finished_before(self._stopping, self._listed()):
             return
         ready = asyncio.Event()
@@ -122,15 +122,15 @@ class ControlLoops:
 
 
 def ended(error: Exception) -> ControlError:
-    """Return the ControlError with the ``error`` that ended a part of the operator."""
-    # Only kopf ends on an error response of the API server, and it lists and watches only pools. Its error classes are
-    # private; their HTTP status is public.
+    """Return a ControlError for the ``error`` of a mirror or kopf."""
+    # Of the mirrors and kopf, only kopf ends on an error response of the API server. kopf lists and watches pools only.
+    # The error classes of kopf are private, but their HTTP status is public.
     if getattr(error, "status", None) == _NOT_FOUND:
         return ControlError(
-            "the API server no longer serves InferencePools; has their CRD been deleted? After a restart the operator "
-            "waits for the CRD"
+            "the API server no longer serves InferencePools; is the CRD deleted? After a restart, the operator waits "
+            "for the CRD"
         )
-    return ControlError(f"a part of the operator ended: {error!r}")
+    return ControlError(f"a task of the operator ended unexpectedly: {error!r}")
 
 
 async def _call_after(event: asyncio.Event, function: Callable[[], None]) -> None:

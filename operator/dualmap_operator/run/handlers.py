@@ -1,7 +1,8 @@
-"""kopf's handlers: a daemon runs each pool's reconciler; a finalizer holds a deleted pool until it has drained.
+"""kopf handlers: a daemon runs each pool's reconciler; a finalizer keeps a deleted pool until it has drained.
 
-kopf watches InferencePools only, because of its finalizer. Pods and children are in ``watches``: unlike kopf's indexes,
-its mirrors also notice objects that were deleted while no watch was open. ``control`` runs these handlers.
+kopf watches InferencePools only, because kopf maintains the finalizer. The mirrors in ``watches`` contain pods and
+children. Unlike kopf's indexes, these mirrors also detect objects that were deleted while no watch was open.
+``control`` runs these handlers.
 """
 
 import itertools
@@ -18,17 +19,18 @@ from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, read_spec
 from dualmap_operator.names import FINALIZER, PLURAL, VERSION
 from dualmap_operator.run.reconciler import Reconciler, Reconcilers
 
-# As in dualmap_edge.kube.client: the server ends each watch in time; longer silence is a broken connection.
+# The server ends every watch after _WATCH_TIMEOUT_S. A watch without data for _WATCH_INACTIVITY_S has a broken
+# connection (as in dualmap_edge.kube.client).
 _WATCH_TIMEOUT_S: Final = 45
 _WATCH_INACTIVITY_S: Final = 55
 _DAEMON_EXIT_S: Final = 1.0
 _POLL_S: Final = 1.0
-# The finalizer is removed at the latest this long after drain.timeout, even if the drain has not ended.
+# The time after drain.timeout at which the finalizer is removed even if the drain has not ended.
 _GRACE_S: Final = 30.0
 
 
 class _Backoffs:
-    """An endless sequence of pauses after failed requests: kopf ends the operator when the sequence ends."""
+    """An endless sequence of pauses after failed requests: with a finite sequence, kopf would end the operator."""
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((0.5, 1.0), itertools.repeat(2.0))
@@ -37,7 +39,7 @@ class _Backoffs:
 def make_registry(
     reconcilers: Reconcilers, clock: Callable[[], float], *, connection: Callable[[], Awaitable[Connection]]
 ) -> kopf.OperatorRegistry:
-    """Return the handlers that run a reconciler for each pool until the pool has drained.
+    """Return kopf handlers that run one reconciler for each pool until the pool has drained.
 
     ``clock`` is monotonic, in seconds. ``connection`` returns the connection that the operator's own client uses.
     """
@@ -55,15 +57,15 @@ def make_registry(
 
         await reconcilers.run((namespace or "", name), uid, until)
         if not stopped and not reconcilers.closing.is_set():
-            raise kopf.TemporaryError("the reconciler ended by itself and is restarted", delay=_POLL_S)
+            raise kopf.TemporaryError("the reconciler ended unexpectedly and is restarted", delay=_POLL_S)
 
     @kopf.on.delete(GROUP, VERSION, PLURAL, registry=registry, id="drain", backoff=_POLL_S)
     async def drain(namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: Any) -> None:
         async def until(reconciler: Reconciler) -> None:
             await reconciler.finished.wait()
 
-        # Not counted from the deletion: the pool may have been deleted long before any operator ran. kopf keeps the
-        # memo for the lifetime of this operator and the object.
+        # The drain time starts here and not at the deletion: the pool may have been deleted long before an operator
+        # ran. The memo exists until this operator ends or the object is removed.
         began_s = memo.setdefault("drain_began_s", clock())
         left_s = began_s + longest_drain_s(body) - clock()
         if not await reconcilers.run((namespace or "", name), uid, until, timeout_s=max(0.0, left_s)):
@@ -75,7 +77,7 @@ def make_registry(
 
 
 def kopf_connection(connection: Connection) -> kopf.ConnectionInfo:
-    """Return a connection in kopf's terms."""
+    """Return a connection as a kopf ConnectionInfo."""
     scheme, _, token = connection.authorization.partition(" ")
     return kopf.ConnectionInfo(
         server=connection.server,
@@ -90,7 +92,7 @@ def kopf_connection(connection: Connection) -> kopf.ConnectionInfo:
 
 
 def longest_drain_s(body: Mapping[str, Any]) -> float:
-    """Return the longest time for which an operator holds a deleted pool, in seconds."""
+    """Return the longest time for which an operator keeps a deleted pool's finalizer, in seconds."""
     try:
         timeout_s = read_spec(body).drain_timeout_s
     except PoolError:
@@ -99,10 +101,10 @@ def longest_drain_s(body: Mapping[str, Any]) -> float:
 
 
 def make_settings() -> kopf.OperatorSettings:
-    """Return kopf's settings: our finalizer and annotations, no Events, no watches of namespaces and CRDs."""
+    """Return kopf's settings: our finalizer and annotations, no Events, and no watches of namespaces or CRDs."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
-    # Kinds and namespaces are looked up once: watching them would need cluster-wide rights.
+    # kopf reads kinds and namespaces once: a watch of them would need cluster-wide permissions.
     settings.scanning.disabled = True
     settings.persistence.finalizer = FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)

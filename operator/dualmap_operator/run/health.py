@@ -1,6 +1,6 @@
-"""The operator's two HTTP ports: ``/healthz`` for the kubelet's liveness probe, ``/metrics`` for Prometheus.
+"""The operator's two HTTP ports: ``/healthz`` for the kubelet's liveness probe and ``/metrics`` for Prometheus.
 
-A standby is healthy as long as it answers.
+A standby operator reports no problems.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,22 +11,23 @@ from aiohttp import web
 from dualmap_edge.ports import IDLE_TIMEOUT_S, AddressError, check_free
 from dualmap_operator.run.metrics import CONTENT_TYPE, Metrics
 
-# The server ends every watch after 45 s, usually after a bookmark.
+# A working watch is never silent for this time: the server ends every watch after 45 s, usually after a bookmark.
 SILENT_S: Final = 120.0
-# kopf starts a pool's reconciler within a second after the mirror shows the pool; later, kopf's watch is broken.
+# kopf normally starts a pool's reconciler within a second after the mirror contains the pool. Without a reconciler
+# after this time, kopf's watch is broken.
 UNRECONCILED_S: Final = 30.0
 
 
 def problems(
     *, ages_s: Mapping[str, float], stuck: Sequence[str], unreconciled_s: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Return what is wrong with a leading operator, in words.
+    """Return the descriptions of a leading operator's problems.
 
-    ``ages_s`` is the age of each kind's copy, ``stuck`` names the pools whose reconcile is stuck, and
-    ``unreconciled_s`` is for how long a pool has had no reconciler.
+    ``ages_s`` is the age of each kind's mirror. ``stuck`` contains the pools with a stuck reconcile. ``unreconciled_s``
+    is the time for which each pool has had no reconciler.
     """
     return (
-        *(f"no word from the watch of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
+        *(f"no data from the watch of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
         *(f"reconcile of {pool} is stuck" for pool in stuck),
         *(
             f"{pool} has had no reconciler for {for_s:.0f} s"
@@ -39,7 +40,7 @@ def problems(
 class HttpServer:
     """Serves ``problems`` and ``metrics``, each on its own port.
 
-    A connection without a complete request for ``idle_timeout_s`` is closed.
+    The server closes a connection without a complete request for ``idle_timeout_s``.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class HttpServer:
         )
 
     async def start(self, host: str, *, health_port: int, metrics_port: int) -> tuple[int, int]:
-        """Listen on both ports (0: any free one) and return them. Raises AddressError."""
+        """Listen on both ports (0: any free port) and return them. Raises AddressError."""
         health, metrics = self._runners
         try:
             return (
@@ -80,7 +81,7 @@ class HttpServer:
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int, option: str) -> int:
-    """Listen on a port, 0 for any free one, and return it. Raises AddressError."""
+    """Listen on ``port`` (0: any free port) and return the port. Raises AddressError."""
     check_free(host, port, option)
     await runner.setup()
     try:

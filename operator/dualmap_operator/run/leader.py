@@ -1,11 +1,12 @@
-"""Leader election: takes, renews and releases a Lease (coordination.k8s.io).
+"""Leader election: acquires, renews and releases a Lease (coordination.k8s.io).
 
-``process`` runs the control loops while this operator leads. The library's own election
-(``kubernetes.aio.leaderelection``) is not used. It writes local time marked as UTC, ends on an error without an HTTP
-answer, may wait in one request past its own deadline, and never releases a lease.
+``process`` runs the control loops while this operator leads. This module does not use the leader election of the
+Kubernetes library (``kubernetes.aio.leaderelection``). The library's election writes local time marked as UTC, ends on
+an error without an HTTP answer, and never releases a lease. One of its requests may also exceed the election's
+deadline.
 
-A lease expires by our own monotonic clock, counted from when we first saw its present version. The times in the lease
-are never compared with our clock: clocks of two machines differ.
+An operator computes the lease's expiry with its own monotonic clock, from its first read of the lease's present
+version. The times in the lease are never compared with the operator's clock, because the clocks of two machines differ.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ _RELEASE_S: Final = 2.0
 
 
 class LeadershipLostError(OperatorError):
-    """The lease was not renewed in time, or another operator holds it: this one must stop writing."""
+    """The lease was not renewed in time, or another operator holds it: this operator must stop all writes."""
 
 
 class Leadership:
-    """One candidate for the Lease ``settings.name`` in ``namespace``; ``identity`` is unique.
+    """One candidate for the Lease ``settings.name`` in ``namespace``, with the unique name ``identity``.
 
-    ``clock`` is monotonic, in seconds; ``now`` is the time of day, for people who read the Lease.
+    ``clock`` is monotonic, in seconds. ``now`` returns the wall-clock time for the fields of the Lease.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class Leadership:
 
     @property
     def leading(self) -> bool:
-        """Whether this candidate may write now."""
+        """True if this candidate may write now."""
         return self._left_s() > 0
 
     def _left_s(self) -> float:
-        """Return for how long this candidate may still write without a renewal."""
+        """Return the remaining seconds in which this candidate may write without a renewal."""
         if self._renewed_at_s is None:
             return 0.0
         return self._renewed_at_s + self._settings.renew_within_s - self._clock()
 
     async def acquire(self) -> None:
-        """Return when this candidate holds the lease; log errors and retry without limit."""
+        """Acquire the lease: log errors and retry without limit."""
         while True:
             if await self._try_to_take():
                 break
@@ -78,9 +79,9 @@ class Leadership:
         self._log.info("Leading", lease=self._settings.name, identity=self._identity)
 
     async def renew(self) -> None:
-        """Renew the lease again and again.
+        """Renew the lease periodically.
 
-        Raises LeadershipLostError when another candidate holds it, and at the deadline for its renewal.
+        Raises LeadershipLostError if another candidate holds the lease, or at the deadline for the renewal.
         """
         try:
             while (left_s := self._left_s()) > 0:
@@ -96,14 +97,15 @@ class Leadership:
             raise
 
     async def _renew_once(self) -> None:
-        """Try once to renew; log errors."""
+        """Try to renew the lease once; log errors."""
         began_s = self._clock()
         timeout_s = self._settings.retry_s
         try:
             try:
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
             except ConflictError as error:
-                # The lease changed since our last read; if a response was lost, our own write changed it.
+                # The lease has changed since the last read. After a lost response, the change may be this operator's
+                # own write.
                 if not await self._look(timeout_s) or self._holder() != self._identity:
                     raise LeadershipLostError(f"another operator holds the lease {self._settings.name}") from error
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
@@ -113,9 +115,9 @@ class Leadership:
             self._renewed_at_s = began_s
 
     async def release(self) -> None:
-        """Release the lease, so that the next candidate takes it at once; log errors: the lease then expires.
+        """Release the lease, so that the next candidate acquires it at once; log errors (the lease then expires).
 
-        Also releases a lease that was being taken when ``acquire`` was cancelled.
+        This method also releases a lease if ``acquire`` was cancelled during its request.
         """
         if not self._may_hold:
             return
@@ -132,14 +134,14 @@ class Leadership:
             there = await self._look(self._settings.retry_s)
             if there and not self._free():
                 return False
-            # From here on the server may have granted the lease although its answer is lost.
+            # From here on, the server may have granted the lease even if its answer is lost.
             self._may_hold = True
             if there:
                 await self._replace(self._spec(self._identity, taking=True), timeout_s=self._settings.retry_s)
             else:
                 await self._create()
         except ConflictError:
-            return False  # Another candidate was faster.
+            return False  # Another candidate has written the lease first.
         except ApiError as error:
             self._log.warning("Acquiring lease failed, retrying", error=str(error))
             return False
@@ -147,7 +149,7 @@ class Leadership:
         return True
 
     async def _look(self, timeout_s: float) -> bool:
-        """Read the lease and record when its version was first seen; return False if there is none. Raises ApiError."""
+        """Read the lease and record the time of a new version; return False if there is no lease. Raises ApiError."""
         try:
             lease = await self._api.request("GET", self._path, timeout_s=timeout_s)
         except GoneError:
@@ -164,7 +166,7 @@ class Leadership:
         return str(((self._seen or {}).get("spec") or {}).get("holderIdentity") or "")
 
     def _spec(self, holder: str, *, taking: bool) -> dict[str, Any]:
-        """Return the spec to write: the last one seen with the changes. Times are UTC in microseconds."""
+        """Return the spec to write: the last spec read, with changes. Times are in UTC with microseconds."""
         now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = (self._seen or {}).get("spec") or {}
         spec = {
@@ -184,7 +186,7 @@ class Leadership:
         self._note(await self._api.request("POST", self._collection, body=body, timeout_s=self._settings.retry_s))
 
     async def _replace(self, spec: dict[str, Any], *, timeout_s: float) -> None:
-        """Write the lease; raises ConflictError if it has changed since it was read."""
+        """Write the lease; raise ConflictError if the lease has changed since the last read."""
         version = ((self._seen or {}).get("metadata") or {}).get("resourceVersion", "")
         metadata = {**self._metadata, "resourceVersion": version}
         body = {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}

@@ -1,7 +1,7 @@
-"""Prometheus metrics of one operator, all named ``dualmap_operator_*``; ``health`` serves them.
+"""Prometheus metrics of one operator (``dualmap_operator_*``); ``health`` serves them.
 
-``Metrics`` implements ``api.ApiObserver`` and ``reconciler.ReconcileMetrics``. The ages of the watches are read at each
-scrape. The series of a deleted pool are removed.
+``Metrics`` implements ``api.ApiObserver`` and ``reconciler.ReconcileMetrics``. Each scrape reads the ages of the
+watches. The series of a deleted pool are removed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from dualmap_operator.decide.observed import PoolStatus
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 # A reconcile takes milliseconds, or up to 10 s for each router and each request to the API server.
 _RECONCILE_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-# A drain of an idle pool takes seconds; the longest is drain.timeout (default 10 min).
+# A drain of an idle pool takes seconds; the longest drain takes drain.timeout (default 10 min).
 _DRAIN_BUCKETS_S: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
 
 
@@ -37,16 +37,14 @@ class Metrics:
             buckets=_RECONCILE_BUCKETS_S,
             registry=registry,
         )
-        self._queue = Gauge(
-            "dualmap_operator_reconcile_queue", "Pools that are queued for a reconcile.", registry=registry
-        )
+        self._queue = Gauge("dualmap_operator_reconcile_queue", "Pools that wait for a reconcile.", registry=registry)
         self._members = Gauge(
             "dualmap_operator_ring_members", "Published ring members, by state.", ["pool", "state"], registry=registry
         )
         self._version = Gauge("dualmap_operator_ring_version", "Published ring version.", ["pool"], registry=registry)
         self._drains = Histogram(
             "dualmap_operator_drain_seconds",
-            "Time from a member's Draining to its removal from the ring, in seconds.",
+            "Time from the start of a member's drain to the member's removal from the ring, in seconds.",
             buckets=_DRAIN_BUCKETS_S,
             registry=registry,
         )
@@ -59,7 +57,7 @@ class Metrics:
         )
 
     def watch(self, ages: Callable[[], Mapping[str, float]]) -> None:
-        """Export the age of each kind's watch, read at every scrape."""
+        """Export the age of each kind's watch; every scrape calls ``ages``."""
         self._registry.register(_WatchAges(ages))
 
     def leading(self, leads: bool) -> None:
@@ -80,7 +78,7 @@ class Metrics:
         self._reconcile_seconds.observe(seconds)
 
     def published(self, pool: str, status: PoolStatus, now_s: float) -> None:
-        """Record a pool's published ring; Draining members that are no longer in it have drained."""
+        """Record a pool's published ring; a Draining member that is no longer in the ring has drained."""
         before = self._rings.get(pool)
         self._rings[pool] = status
         present = {member.id for member in status.members}
@@ -100,7 +98,7 @@ class Metrics:
             self._version.remove(pool)
 
     def render(self) -> bytes:
-        """Return the metrics page."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -113,7 +111,7 @@ class _WatchAges(Collector):
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "dualmap_operator_watch_age_seconds",
-            "Time since the API server last answered a list or watch of a kind, in seconds.",
+            "Time since the last message from the API server about a resource kind, in seconds.",
             labels=["kind"],
         )
         for kind, age_s in self._ages().items():

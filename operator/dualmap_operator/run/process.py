@@ -1,6 +1,6 @@
-"""The life of an operator process: serve its ports, lead, run the control loops, stop in order, exit status.
+"""The operator process: serves the HTTP ports, acquires the lease, runs the control loops, stops and exits.
 
-``wiring`` constructs the parts that run here.
+``wiring`` constructs the objects that this module runs.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _CANCEL_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """The parts of one operator process; ``leadership`` is None without leader election."""
+    """The components of one operator process; ``leadership`` is None without leader election."""
 
     server: HttpServer
     leadership: Leadership | None
@@ -37,8 +37,8 @@ class Process:
     async def run(self, settings: Settings, stop: asyncio.Event) -> None:
         """Run until ``stop`` is set.
 
-        Raises AddressError for a port that cannot be bound, and ControlError when a part ends by itself. The loss of
-        the lease ends the process at once.
+        Raises AddressError for a port that cannot be bound, and ControlError if a mirror or kopf ends unexpectedly. If
+        the lease is lost, the process exits at once.
         """
         try:
             health, metrics = await self.server.start(
@@ -59,7 +59,7 @@ class Process:
                 await self.leadership.release()
 
     async def _lead(self, stop: asyncio.Event) -> None:
-        """Run the control loops until ``stop`` is set; raises ControlError for a part that ended by itself."""
+        """Run the control loops until ``stop`` is set; raise ControlError if a mirror or kopf ends unexpectedly."""
         tasks = [
             asyncio.create_task(stop.wait()),
             asyncio.create_task(self.control.run(lambda: stop_on_signals(stop))),
@@ -69,9 +69,9 @@ class Process:
         _, controlling, *renewing = tasks
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # When kopf ends, it waits for every task started since its own start, such as open connections.
+            # At its end, kopf waits for every task that was started after kopf, such as open HTTP connections.
             await self.server.close()
-            # The lease is renewed until the last write is done.
+            # The renewal of the lease continues until the last write is complete.
             self.control.stop()
             await asyncio.wait([controlling], timeout=_KOPF_EXIT_S)
             for task in (*renewing, controlling):
@@ -84,7 +84,7 @@ class Process:
 
 
 def exit_status(operator: Coroutine[Any, Any, None]) -> int:
-    """Run ``operator`` and return the exit status: 1 for a failure, 2 for a kubeconfig that cannot be used."""
+    """Run ``operator`` and return the exit status: 0, 1 for a failure, or 2 for an invalid kubeconfig."""
     try:
         asyncio.run(operator)
     except KubeConfigError as error:
@@ -103,10 +103,10 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _renew_or_exit(leadership: Leadership) -> None:
-    """Renew the lease, and exit at once when it is lost: another operator may lead soon, and kopf's writes cannot stop.
+    """Renew the lease; exit at once if it is lost, because another operator may lead soon.
 
-    A regular stop takes seconds in which kopf finishes its writes. Nothing is lost: the next leader continues from the
-    published status.
+    During a regular stop, kopf continues its writes for some seconds. An immediate exit loses no state: the next leader
+    continues from the published status.
     """
     try:
         await leadership.renew()

@@ -1,7 +1,8 @@
-"""The reconcile loop of one pool: when watches report a change or the last plan asks for it, observe, plan and apply.
+"""The reconcile loop of one pool: observe, plan and apply after each change and after the last plan's interval.
 
-``handlers`` runs one ``Reconciler`` for each pool, through ``Reconcilers``. A failure ends one reconcile only. The next
-follows after a pause that grows with every failure in a row, or as soon as something changes.
+``handlers`` runs one ``Reconciler`` for each pool, through ``Reconcilers``. A failure ends only the current reconcile.
+The next reconcile starts after a backoff that grows with each consecutive failure, or earlier if a watched object
+changes.
 """
 
 import asyncio
@@ -21,49 +22,50 @@ from dualmap_operator.observe.gather import PoolObserver
 from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import PoolObject
 
-# Changes come in bursts: a pod that starts changes a dozen times within a second.
+# The pause before a reconcile, which collects bursts of changes: a starting pod changes a dozen times within a second.
 DEBOUNCE_S: Final = 0.05
 _CONFLICT_S: Final = 0.2
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
-# The longest wait for our own status write to appear in the watch.
+# The longest wait until the operator's own status write appears in the watch.
 _ECHO_S: Final = 2.0
-# A draining pool counts as deleted after it was missing from the watch for this time.
+# A draining pool counts as deleted if it is missing from the watch for this time.
 _GONE_S: Final = 60.0
 STUCK_S: Final = 60.0
-"""A reconcile that takes longer is stuck: each of its requests has a timeout far below."""
+"""A reconcile that takes longer is stuck: each request of a reconcile has a much shorter timeout."""
 _STOP_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """The decision functions: ``plan`` for a spec, ``refused`` for a spec that cannot be read (generation, error)."""
+    """The decision functions: ``plan`` for a valid spec; ``refused`` for an invalid spec (generation, error)."""
 
     plan: Callable[[PoolSpec, Observed, float], Plan]
     refused: Callable[[Observed, int, str, float], Plan]
 
 
 class ReconcileMetrics(Protocol):
-    """Counts reconciles."""
+    """The metrics of reconciles."""
 
     def waiting(self, change: int) -> None:
         """Record that a pool entered (1) or left (-1) the queue."""
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """Record one reconcile: done, refused, conflict or failed."""
+        """Record one reconcile with its duration and result: done, refused, conflict or failed."""
 
     def published(self, pool: str, status: PoolStatus, now_s: float) -> None:
-        """Record a pool's status as the watch shows it."""
+        """Record a pool's status from the watch."""
 
     def forget(self, pool: str) -> None:
-        """Drop a pool that no longer exists."""
+        """Remove a pool that no longer exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcilerContext:
-    """What reconcilers share.
+    """The values that all reconcilers share.
 
-    ``clock`` is monotonic, ``now`` is seconds since the epoch. ``slots`` limits concurrent reconciles.
+    ``clock`` is monotonic; ``now`` returns seconds since the epoch. ``slots`` limits the number of concurrent
+    reconciles.
     """
 
     pool: Callable[[Key], PoolObject | None]
@@ -75,7 +77,7 @@ class ReconcilerContext:
 
 
 class Reconciler:
-    """Reconciles the pool of this name and uid; a pool recreated under the same name has its own reconciler."""
+    """Reconciles the pool with this name and uid; a recreated pool with the same name has its own reconciler."""
 
     def __init__(
         self, key: Key, uid: str, *, observer: PoolObserver, applier: PlanApplier, context: ReconcilerContext
@@ -103,7 +105,7 @@ class Reconciler:
 
     @property
     def stuck(self) -> bool:
-        """Whether the present reconcile has run for longer than STUCK_S."""
+        """True if the present reconcile has run for longer than STUCK_S."""
         return self._running_since_s is not None and self._context.clock() - self._running_since_s > STUCK_S
 
     def wake(self) -> None:
@@ -118,7 +120,7 @@ class Reconciler:
         self.wake()
 
     async def run(self) -> None:
-        """Reconcile again and again until stopped."""
+        """Reconcile periodically until ``stop``."""
         wait_s = 0.0
         try:
             while True:
@@ -131,7 +133,7 @@ class Reconciler:
             self._context.metrics.forget(self.pool_id)
 
     async def _wait(self, wait_s: float) -> None:
-        """Sleep until woken, at most ``wait_s``, and a moment longer to collect further changes."""
+        """Sleep until ``wake``, at most ``wait_s``; after ``wake``, wait ``DEBOUNCE_S`` for further changes."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._woken.wait()
@@ -146,7 +148,7 @@ class Reconciler:
             self._context.metrics.waiting(-1)
 
     async def _reconcile_if_present(self) -> float:
-        """Reconcile if the pool exists; return in how many seconds to reconcile again."""
+        """Reconcile if the pool exists; return the seconds until the next reconcile."""
         async with self._context.slots:
             self._dequeue()
             now_s = self._context.clock()
@@ -155,7 +157,7 @@ class Reconciler:
                 return self._missing(now_s)
             self._missing_since_s = None
             if self._echo is not None and self._echo[0] == pool.resource_version and now_s < self._echo[1]:
-                return self._echo[1] - now_s  # The watch does not show our last write yet.
+                return self._echo[1] - now_s  # The watch does not contain the last status write yet.
             self._echo = None
             self._running_since_s = now_s
             try:
@@ -171,7 +173,7 @@ class Reconciler:
         return _GONE_S
 
     async def _reconcile_safely(self, pool: PoolObject) -> float:
-        """Reconcile once and handle every failure; return in how many seconds to reconcile again."""
+        """Reconcile once and handle every failure; return the seconds until the next reconcile."""
         began_s = self._context.clock()
         result, wait_s = "failed", self._pause_s
         try:
@@ -193,7 +195,7 @@ class Reconciler:
         return wait_s
 
     async def _reconcile(self, pool: PoolObject) -> tuple[str, float]:
-        """Observe, plan and apply; return the result and in how many seconds to reconcile again."""
+        """Observe, plan and apply; return the result and the seconds until the next reconcile."""
         result, spec, refusal = "done", None, ""
         try:
             spec = read_spec(pool.document)
@@ -213,7 +215,7 @@ class Reconciler:
             self.finished.set()
         if failures:
             self._log.warning(
-                "Applying the plan failed in part",
+                "Applying a part of the plan failed",
                 pool=self.pool_id,
                 errors=failures,
                 retry_after_s=self._pause_s,
@@ -222,13 +224,13 @@ class Reconciler:
         if bool(failures) != bool(before):
             return result, 0.0  # The next reconcile publishes the change in the Degraded condition.
         if failures:
-            return "failed", self._pause_s  # Also if the server's error text differs each time.
+            return "failed", self._pause_s  # The backoff applies even if the error text differs each time.
         wait_s = min(plan.requeue_after_s, max(0.0, self._observer.due_s()))
         return result, min(wait_s, _ECHO_S) if applied.wrote_status else wait_s
 
 
 class Reconcilers:
-    """All running reconcilers, by pool. ``make`` returns the reconciler of a name and uid."""
+    """All running reconcilers, by pool. ``make`` creates the reconciler for a pool's name and uid."""
 
     def __init__(self, make: Callable[[Key, str], Reconciler]) -> None:
         self._make = make
@@ -238,12 +240,12 @@ class Reconcilers:
         """Set when this operator stops."""
 
     def wake(self, key: Key) -> None:
-        """Queue a reconcile of the pool of this name."""
+        """Queue a reconcile of the pool with this name."""
         for reconciler in self._running.get(key, ()):
             reconciler.wake()
 
     def is_running(self, key: Key) -> bool:
-        """Return whether the pool of this name has a reconciler."""
+        """Return whether the pool with this name has a reconciler."""
         return key in self._running
 
     def stuck(self) -> list[str]:
@@ -260,7 +262,7 @@ class Reconcilers:
     ) -> bool:
         """Run a reconciler until ``until(reconciler)`` returns, ``timeout_s`` has passed, or this operator stops.
 
-        Return whether the pool has drained or no longer exists; False also if the reconciler ended by itself.
+        Return whether the pool has drained or no longer exists; False if the reconciler ended unexpectedly.
         """
         reconciler = self._make(key, uid)
         self._running[key].append(reconciler)

@@ -1,4 +1,4 @@
-"""Waiting for one thing or another: shared by ``control`` and ``process``."""
+"""A wait for a coroutine or a stop event; ``control`` and ``process`` use it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def finished_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Run ``work`` until it is done or ``stop`` is set; return whether it was done."""
+    """Run ``work`` until it is complete or ``stop`` is set; return whether ``work`` is complete."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)

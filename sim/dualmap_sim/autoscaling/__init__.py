@@ -1,1 +1,1 @@
-"""A pool that an autoscaler sizes, in virtual time: ``loop`` runs it, the other modules are its parts."""
+"""A pool with an autoscaler, in virtual time. ``loop`` runs the pool; the other modules are its components."""

@@ -1,7 +1,6 @@
-"""The figures of an autoscaled run: cost, objective, delay in following the load, and stability.
+"""The figures of an autoscaled run: cost, SLO attainment, delay in following the load, and stability.
 
-Neighbours: ``loop`` makes the runs, ``summary`` computes the figures over requests, ``bench/autoscaling`` shows the
-results.
+``loop`` makes the runs, ``summary`` computes the figures over requests, and ``bench/autoscaling`` shows the results.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """Seconds from a rise in load until enough replicas were requested and were serving. None: never."""
+    """Seconds from a rise in load until enough replicas were requested, and until enough served; None if never."""
 
     asked_s: float | None
     serving_s: float | None
@@ -25,11 +24,11 @@ class Lag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of a run after its warm-up; ``instance_hours`` cover the whole run, including pods that start or drain.
+    """Figures of a run after its warm-up, except that ``instance_hours`` cover the full run.
 
-    ``changes`` counts changes of the requested replicas, ``turns`` changes between growing and shrinking.
-    ``worst_minute`` is the least attainment of the requests of one minute. ``cut`` counts requests whose pod was
-    deleted before they ended.
+    ``instance_hours`` include pods that start or drain. ``changes`` counts changes of the requested replicas. ``turns``
+    counts switches between growing and shrinking. ``worst_minute`` is the lowest attainment of any minute. ``cut``
+    counts requests whose pod was deleted before they ended.
     """
 
     summary: Summary
@@ -43,7 +42,7 @@ class Figures:
 
 
 def figures(run: Run, *, slo_ttft_s: float, warmup_s: float) -> Figures:
-    """Measure a run; requests of the first ``warmup_s`` are served and paid for, but not judged."""
+    """Measure a run. Requests of the first ``warmup_s`` count for the cost, but not for the attainment."""
     counted = [record for record in run.records if record.arrival.at_s >= warmup_s]
     lifetimes_s = [(run.ended_s if pod.gone_s is None else pod.gone_s) - pod.created_s for pod in run.pods]
     syncs = [sync for sync in run.syncs if sync.at_s >= warmup_s]
@@ -67,7 +66,7 @@ def figures(run: Run, *, slo_ttft_s: float, warmup_s: float) -> Figures:
 def attainment(
     records: Sequence[Record], *, slo_ttft_s: float, every_s: float = _MINUTE_S
 ) -> list[tuple[float, float]]:
-    """Return the share of requests within the SLO, by when they arrived; spans without a request are left out."""
+    """Return the share of requests within the SLO per span of arrival time, without the spans that have no request."""
     met: dict[int, list[bool]] = {}
     for record in records:
         in_time = record.ttft_s is not None and record.ttft_s <= slo_ttft_s
@@ -76,7 +75,7 @@ def attainment(
 
 
 def lag(syncs: Sequence[Sync], *, since_s: float, enough: int) -> Lag:
-    """Return the seconds from ``since_s`` until that many instances were requested, and were serving."""
+    """Return the seconds from ``since_s`` until ``enough`` instances were requested, and until ``enough`` served."""
     later = [sync for sync in syncs if sync.at_s >= since_s]
     return Lag(
         asked_s=next((sync.at_s - since_s for sync in later if sync.requested >= enough), None),

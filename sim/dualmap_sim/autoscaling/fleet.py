@@ -1,8 +1,9 @@
 """The pods of a pool and the members of its ring, as the operator and a StatefulSet manage them (docs/operator.md).
 
-Pods are numbered; scaling adds and removes the highest numbers. A new pod starts, joins with a weight that grows step
-by step, and serves. A pod to be removed is drained first; the StatefulSet shrinks only when all such pods are drained.
-The module is pure: ``loop`` passes in the time and the requested replicas, and passes the ring on to the routers.
+Pods are numbered; scaling adds and removes the highest numbers. A new pod starts, joins the ring with a weight that
+grows in steps, and serves. The operator drains a pod before its removal. The StatefulSet shrinks when all pods to
+remove are drained. The module is pure: ``loop`` passes in the time and the requested replicas, and sends the ring to
+the routers.
 """
 
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from typing import Final
 from dualmap.pools.pool import Member, MemberState
 
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
-"""A joining member's weight from each number of seconds on; after the last step it is Active."""
+"""The weight of a joining member by seconds since it joined; the last step makes the member Active."""
 IDLE_CHECK_S: Final = 0.5
 """Seconds between two idle checks of a draining member."""
 _IDLE_CHECKS: Final = 2
@@ -22,9 +23,10 @@ _PORT: Final = 8000
 
 @dataclass(slots=True, kw_only=True)
 class Pod:
-    """One pod from its creation to its end, which is None while it lives. ``serves_s`` is when its engine is ready.
+    """One pod. ``serves_s`` is the time at which the engine is ready. ``gone_s`` is the time of deletion, or None.
 
-    ``joined_s`` is when it joined the ring, None before; it is ``-inf`` for a pod that is Active without a ramp.
+    ``joined_s`` is the time at which the pod joined the ring, None until then. A pod that is Active without a ramp has
+    ``-inf``.
     """
 
     number: int
@@ -38,22 +40,22 @@ class Pod:
 
     @property
     def id(self) -> str:
-        """The member's name in the ring."""
+        """The member's id in the ring."""
         return f"qwen-{self.number}"
 
     @property
     def endpoint(self) -> str:
-        """``ip:port``; no two pods have the same."""
+        """``ip:port``, unique among all pods."""
         return f"{self.address}:{_PORT}"
 
     @property
     def drained(self) -> bool:
-        """Whether enough idle checks in a row found it idle."""
+        """Whether the pod was idle at enough consecutive idle checks."""
         return self.draining and self.idle_checks >= _IDLE_CHECKS
 
 
 class Fleet:
-    """The pods; ``pods`` also has the deleted ones, in order of their creation."""
+    """The pods of a pool. ``pods`` also contains the deleted pods, in order of creation."""
 
     def __init__(self, replicas: int, *, start_s: float) -> None:
         self._start_s = start_s
@@ -71,16 +73,16 @@ class Fleet:
 
     @property
     def serving(self) -> int:
-        """How many pods take requests."""
+        """Number of pods that receive requests."""
         return sum(pod.joined_s is not None and not pod.draining for pod in self._alive)
 
     @property
     def draining(self) -> tuple[str, ...]:
-        """The names of the members that are draining."""
+        """The ids of the members that are draining."""
         return tuple(pod.id for pod in self._alive if pod.draining)
 
     def scale(self, now: float, replicas: int) -> None:
-        """Set the requested replicas: create missing pods, reactivate draining pods or drain pods."""
+        """Set the requested replicas: create missing pods, reactivate draining pods, or start to drain pods."""
         self.requested = replicas
         while len(self._alive) < replicas:
             self._create(now, serves_s=now + self._start_s, joined_s=None)
@@ -94,14 +96,14 @@ class Fleet:
         self._shrink(now)
 
     def check_idle(self, now: float, idle: Collection[str]) -> None:
-        """Record which draining pods are idle at this check, and remove those that are drained."""
+        """Record which draining pods are idle at this check, and remove the drained pods."""
         for pod in self._alive:
             if pod.draining:
                 pod.idle_checks = pod.idle_checks + 1 if pod.id in idle else 0
         self._shrink(now)
 
     def members(self, now: float) -> tuple[Member, ...]:
-        """Return the current ring; pods that have started join it."""
+        """Return the current ring; pods that have started join the ring."""
         members = []
         for pod in self._alive:
             if pod.joined_s is None and pod.serves_s <= now and pod.number < self.requested:
@@ -111,7 +113,7 @@ class Fleet:
         return tuple(members)
 
     def next_change_s(self, now: float) -> float | None:
-        """Return the time of the next change of the ring that needs no event; None if there is none."""
+        """Return the next time at which a pod joins or a weight grows, None if no such change is due."""
         due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.requested]
         due += [
             pod.joined_s + step_s
@@ -134,7 +136,7 @@ class Fleet:
         self._alive.append(pod)
 
     def _shrink(self, now: float) -> None:
-        """Delete the pods beyond the requested replicas, once all of these are drained or were never in the ring."""
+        """Delete the pods beyond the requested replicas if each is drained or was never in the ring."""
         leaving = self._alive[self.requested :]
         if all(pod.drained or not pod.draining for pod in leaving):
             for pod in leaving:

@@ -1,8 +1,8 @@
 """A HorizontalPodAutoscaler as in Kubernetes 1.36: one external metric, target AverageValue 1, and ``behavior``.
 
-Computes the replicas at each sync from the metric, the current replicas and earlier decisions
-(https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). ``loop`` calls it and ``fleet``
-applies the result.
+Each sync computes the replicas from the metric, the current replicas and earlier decisions
+(https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). ``loop`` runs the syncs, and
+``fleet`` applies the result.
 """
 
 from collections import deque
@@ -15,14 +15,14 @@ SYNC_S: Final = 15.0
 """Seconds between two syncs (kube-controller-manager's default)."""
 _TOLERANCE: Final = 0.1
 _SLACK: Final = 1e-9
-"""Tolerates rounding: sums that are whole in decimals may not be whole in binary."""
+"""Tolerates rounding: a sum that is an integer in decimal arithmetic may not be an integer in binary arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Limits the change within any ``period_s`` to a number of ``pods`` or to a percentage.
 
-    ``percent`` refers to the replicas at the period's start. Of ``pods`` and ``percent`` one is 0.
+    ``percent`` refers to the replicas at the period's start. Either ``pods`` or ``percent`` is 0.
     """
 
     pods: int = 0
@@ -32,7 +32,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """One direction's ``behavior``: of several policies the most permissive one holds (selectPolicy Max)."""
+    """The ``behavior`` of one direction. Of several policies, the most permissive policy applies (selectPolicy Max)."""
 
     stabilization_s: float
     policies: tuple[Policy, ...]
@@ -57,19 +57,20 @@ class HpaSpec:
 
 
 class Hpa:
-    """The controller's memory of one object."""
+    """The controller's state for one HorizontalPodAutoscaler object."""
 
     def __init__(self, spec: HpaSpec) -> None:
         self._spec = spec
         self._recommendations: deque[tuple[float, int]] = deque()
-        # The times and numbers of replicas added and removed.
+        # The times and numbers of added and removed replicas.
         self._added: deque[tuple[float, int]] = deque()
         self._removed: deque[tuple[float, int]] = deque()
 
     def sync(self, now: float, metric: float | None, *, requested: int, present: int) -> int:
-        """Return the replicas to request; unchanged while there is no metric.
+        """Return the replicas to request. Without a metric the number stays unchanged.
 
-        ``requested`` is the target's ``spec.replicas``. ``present`` is its ``status.replicas``, larger during a drain.
+        ``requested`` is the target's ``spec.replicas``. ``present`` is the target's ``status.replicas``, which is
+        larger while pods drain.
         """
         if metric is None:
             return requested
@@ -93,7 +94,7 @@ class Hpa:
         return min(max(requested, least), most)
 
     def _limited(self, now: float, desired: int, requested: int) -> int:
-        """Limit the replicas by the policies, the minimum and the maximum."""
+        """Limit the replicas by the policies, the minimum and the maximum of the spec."""
         spec = self._spec
         if desired > requested:
             desired = min(desired, max(requested, *(self._most(now, each, requested) for each in spec.up.policies)))

@@ -1,8 +1,8 @@
-"""One run of a pool that an autoscaler sizes: requests in, records and the fleet's history out.
+"""One run of a pool with an autoscaler. The input is a list of requests; the results are records and fleet history.
 
-The cluster is ``cluster.Cluster`` with the real router and the engine model. This module closes the loop: a meter gives
-the desired instances, the HPA decides every 15 s, and pods start and join, or drain and stop. Neighbours: ``hpa``,
-``fleet`` and ``meters`` are the parts, ``figures`` measures the results.
+``cluster.Cluster`` runs the real router and the engine model. This module adds the control loop. A meter computes the
+desired instances, and the HPA decides every 15 s. Pods then start and join, or drain and stop. ``hpa``, ``fleet`` and
+``meters`` are components of the loop, and ``figures`` measures the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +27,11 @@ _SAMPLE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaled:
-    """A pool that is scaled: its scaler, its first number of instances, and their start time.
+    """The settings of a pool with an autoscaler. ``first`` is the initial number of instances.
 
-    ``pool`` has all settings but the members. ``lasts_s`` is the least duration of the run. During ``blind_s`` (begin
-    and end) the HPA gets no metric. ``exchange`` is the replication between several ``routers``.
+    ``pool`` has all settings except the members. ``start_s`` is the time that a pod needs to start. ``lasts_s`` is the
+    minimum duration of the run. From the first to the second time of ``blind_s`` the HPA gets no metric. ``exchange``
+    is the replication between several ``routers``.
     """
 
     pool: Pool
@@ -48,7 +49,7 @@ class Autoscaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """The fleet after a sync: desired (None without a metric or a scaler), requested and present replicas."""
+    """The fleet after a sync. ``desired`` is None without a metric or a scaler."""
 
     at_s: float
     desired: float | None
@@ -59,7 +60,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The results of a run. ``pods`` includes deleted pods; ``ended_s`` is the end of the run."""
+    """The results of a run. ``pods`` includes the deleted pods. ``ended_s`` is the time the run ended."""
 
     records: tuple[Record, ...]
     syncs: tuple[Sync, ...]
@@ -68,7 +69,7 @@ class Run:
 
 
 def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
-    """Replay requests until the last has ended and ``lasts_s`` has passed."""
+    """Replay the requests until the last request has ended and ``lasts_s`` has passed."""
     loop = _Loop(config)
     cluster = Cluster(
         ClusterConfig(
@@ -86,7 +87,7 @@ def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
 
 
 class _Loop:
-    """Watches one run and scales its pool."""
+    """Observes one run and scales its pool."""
 
     def __init__(self, config: Autoscaled) -> None:
         self._config = config
@@ -99,7 +100,7 @@ class _Loop:
         self._routers: Sequence[PoolRouter] = ()
         self._publish: Callable[[Pool], None]
         self._is_check_due = False
-        # The time of the next publication of the ring; wake-ups scheduled for other times do nothing.
+        # The time of the next publication of the ring. Wake-ups scheduled for other times have no effect.
         self._changes_s = inf
 
     @property
@@ -108,28 +109,28 @@ class _Loop:
         return self._timeline.now_s
 
     def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
-        """Start to sync and to sample."""
+        """Schedule the first sync and the first sample."""
         self._timeline, self._routers, self._publish = timeline, routers, publish
         timeline.at(SYNC_S, self._sync, SYNC_S, ticks=True)
         timeline.at(0.0, self._sample, _SAMPLE_S, ticks=True)
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
-        """Pass the event to the meter."""
+        """Count the routed request in the meter."""
         if self._meter is not None:
             self._meter.routed(now, router, receipt)
 
     def held(self, now: float, router: int) -> None:
-        """Pass the event to the meter."""
+        """Count the queued request in the meter."""
         if self._meter is not None:
             self._meter.held(now, router)
 
     def refused(self, now: float, router: int) -> None:
-        """Pass the event to the meter."""
+        """Count the rejected request in the meter."""
         if self._meter is not None:
             self._meter.refused(now, router)
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """Pass the event to the meter."""
+        """Count the first token in the meter."""
         if self._meter is not None:
             self._meter.first_token(now, router, first_token)
 
@@ -156,7 +157,7 @@ class _Loop:
         )
 
     def _refresh(self) -> None:
-        """Publish the ring if it has changed, and schedule its next change over time."""
+        """Publish the ring if it has changed, and schedule the next change that depends on time."""
         now = self.now_s
         members = self.fleet.members(now)
         if members != self.pool.members:
@@ -180,7 +181,7 @@ class _Loop:
             self._timeline.at(self.now_s + IDLE_CHECK_S, self._check_idle, self.fleet, ticks=True)
 
     def _check_idle(self, fleet: Fleet) -> None:
-        """Check which draining members have no requests at any router."""
+        """Check which draining members have no requests at any router, and apply the result."""
         self._is_check_due = False
         busy = {
             endpoint.id

@@ -1,7 +1,7 @@
-"""The metrics an autoscaler uses: the router's own rule, or the requests in flight per instance.
+"""The metrics that an autoscaler uses: the router's own rule, or the requests in flight per instance.
 
 A meter receives the routers' events and returns the desired instances, as a metric with a target of 1 per instance.
-``loop`` calls it. ``dualmap.scaling.scaling`` is the rule, with the same input as in production.
+``loop`` calls the meter. The router's own rule is ``dualmap.scaling.scaling``, with the same input as in production.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dualmap.scaling.scaling import OtherRouter, Scaling
 
 
 class Meter(Protocol):
-    """The metric of one pool. ``router`` is a router's number; ``statuses`` are the current ones of all routers."""
+    """The metric of one pool. ``router`` is a router's number; ``statuses`` has the current status of each router."""
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool."""
@@ -33,14 +33,14 @@ class Meter(Protocol):
         """Count a first token."""
 
     def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
-        """Sample the routers, once a second."""
+        """Sample the routers' statuses, once a second."""
 
     def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
-        """Return the desired instances, which the caller rounds up at each sync."""
+        """Return the desired instances. The caller rounds the number up at each sync."""
 
 
 class Scaler(Protocol):
-    """The metric a pool is scaled on, as a value; None stands for a fleet that is not scaled."""
+    """The metric that scales a pool. None stands for a fleet that is not scaled."""
 
     def meter(self, pool: Pool, *, routers: int) -> Meter:
         """Return a new meter of the pool."""
@@ -48,7 +48,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnSlo:
-    """Scales on ``dualmap_pool_desired_replicas``, summed over routers."""
+    """Scales on ``dualmap_pool_desired_replicas``, summed over the routers."""
 
     def meter(self, pool: Pool, *, routers: int) -> Meter:
         """Return a new meter of the pool."""
@@ -57,10 +57,10 @@ class OnSlo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnQueue:
-    """Scales on the requests in flight, ``requests`` per instance, as is common with vLLM's own metrics.
+    """Scales on the requests in flight: one instance per ``requests``, a common rule with vLLM's own metrics.
 
-    Requests queued in the routers count, because they would otherwise wait in the engines' queues. The mean over the
-    seconds since the last sync counts, so that a short burst at a sync has little effect.
+    Requests queued in the routers count, because without the router they would wait in the engines' queues. The metric
+    is the mean since the last sync, so that a short burst at a sync has little effect.
     """
 
     requests: float
@@ -73,7 +73,7 @@ class OnQueue:
 class _Slo:
     def __init__(self, pool: Pool, routers: int) -> None:
         self._scalings = tuple(Scaling(pool) for _ in range(routers))
-        # The last desired replicas of each router, as known to the others.
+        # The last desired replicas of each router, as the other routers have received them.
         self._desired = [0.0] * routers
 
     def adopt(self, pool: Pool) -> None:
@@ -94,7 +94,7 @@ class _Slo:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
 
     def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
-        """The rule's input is updated at the sync."""
+        """Do nothing: the rule's input is updated at each sync."""
 
     def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
@@ -114,19 +114,19 @@ class _Queue:
         self._samples: list[int] = []
 
     def adopt(self, pool: Pool) -> None:
-        """Requests in flight are counted for any version of the pool."""
+        """Do nothing: the metric does not depend on the pool's settings."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
-        """Requests in flight are sampled, not counted one by one."""
+        """Do nothing: ``sample`` counts the requests in flight."""
 
     def held(self, now: float, router: int) -> None:
-        """Queued requests are in the samples."""
+        """Do nothing: ``sample`` counts the queued requests."""
 
     def refused(self, now: float, router: int) -> None:
-        """A rejected request is not in flight."""
+        """Do nothing: a rejected request is not in flight."""
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """A request is in flight until it ends."""
+        """Do nothing: a request is in flight until it ends."""
 
     def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         in_flight = sum(endpoint.in_flight for status in statuses for endpoint in status.endpoints)

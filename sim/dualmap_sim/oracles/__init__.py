@@ -1,7 +1,8 @@
-"""Bounds that no router can reach, because oracles see every cache, every queue and every prompt's true cost.
+"""Oracles: bounds that no router can reach. An oracle has the true state of all caches, queues and prompt costs.
 
-They replay the same arrivals on the same engine model as ``cluster`` and write the same records, so ``summary``
-measures them like a policy. The distance of a policy from ``limit`` is what better routing could still gain.
+Oracles replay the same arrivals on the same engine model as ``cluster`` and write the same records. So ``summary``
+measures oracles and policies alike. The distance of a policy from the oracle ``limit`` is the possible gain of better
+routing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,20 +26,20 @@ __all__ = ["ORACLES", "OracleInfo", "OracleRun", "run_oracle"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The setting of an oracle: ``instances`` engines of one kind, and an objective."""
+    """The configuration of an oracle: ``instances`` equal engines, and an SLO."""
 
     engine: EngineConfig
     instances: int
     slo_ttft_s: float
 
     def members(self, cache: PrefixCache | None = None, kind: type[Instance] = Instance) -> tuple[Instance, ...]:
-        """Return fresh instances that share a cache, or have each their own where none is given."""
+        """Return new instances that share ``cache``. Without ``cache``, each instance has its own cache."""
         return tuple(kind(f"instance-{number}", Engine(self.engine, cache=cache)) for number in range(self.instances))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleInfo:
-    """An oracle's name and source; ``build`` makes one for a run."""
+    """An oracle's name and source. ``build`` creates an oracle for a run."""
 
     name: str
     source: str
@@ -58,8 +59,8 @@ def run_oracle(
 ) -> OracleRun:
     """Replay requests, in order of arrival, on ``instances`` engines under an oracle of ``ORACLES``.
 
-    ``gives_up`` is called at each first token; True ends the run at once. Some oracles use the SLO to order requests.
-    Raises RequestDoesNotFit for a request larger than an engine's memory.
+    The replay calls ``gives_up`` at each first token; the result True ends the run. Some oracles use the SLO to order
+    requests. Raises RequestDoesNotFit for a request larger than an engine's memory.
     """
     discipline = ORACLES[name].build(Pool(engine=engine, instances=instances, slo_ttft_s=slo_ttft_s))
     return Replay(discipline, gives_up=gives_up, sample_s=sample_s).run(arrivals)
@@ -80,7 +81,7 @@ def _limit_pooled(pool: Pool) -> Discipline:
 
 def _limit_deadline(pool: Pool) -> Discipline:
     instances = pool.members(PrefixCache(None))
-    # All instances share the cache, so any instance can answer.
+    # All instances share the cache, so every instance predicts the same prefill time.
     return SingleQueue(instances, HopefulFirst(instances[0].prefill_s, slo_ttft_s=pool.slo_ttft_s))
 
 
@@ -128,4 +129,4 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
         )
     }
 )
-"""Every oracle, by name."""
+"""All oracles, by name."""

@@ -1,7 +1,7 @@
-"""The lower bound of TTFT: every request has its own engine with the whole prompt cached.
+"""The lower bound of TTFT: every request has its own engine with the full prompt cached.
 
-The engine computes only the incomplete last block, or the last token. No cluster of these engines, however large,
-serves a request sooner.
+The engine computes only the incomplete last block, or the last token. No cluster of such engines, of any size, serves a
+request sooner.
 """
 
 from dualmap_sim.engine import Engine
@@ -12,7 +12,7 @@ from dualmap_sim.records import Record
 
 
 class AllCached:
-    """A fresh engine for each request, with the request's own blocks in its cache."""
+    """A new engine for each request, with the request's own blocks in its cache."""
 
     def __init__(self, engine: EngineConfig) -> None:
         self._engine = engine
@@ -22,7 +22,7 @@ class AllCached:
         """Submit a request at once."""
         work = record.arrival.work
         cache = PrefixCache(None)
-        # No cache holds an incomplete block; of a prompt of whole blocks the engine computes the last one.
+        # No cache holds an incomplete block. If all blocks are complete, the engine still computes the last token.
         cache.insert(work.blocks[: work.prompt_tokens // self._engine.block_tokens])
         hand_over(record, Instance("alone", Engine(self._engine, cache=cache)))
 

@@ -1,9 +1,10 @@
-"""A router with perfect knowledge that dispatches every request at once.
+"""A router with complete and exact state that dispatches every request at once.
 
-Each arrival goes to the instance with the lowest T_q + T_c (DualMap paper, eq. 1). Both are true values: the engine's
-own backlog, and the cache it will have when the prefill begins, including blocks prefilled before. The rule looks at
-one request at a time, so a policy that spreads prefixes ahead of time or queues requests can do better. It does not
-foresee completions, evictions or requests that wait for memory.
+Each arrival goes to the instance with the lowest T_q + T_c, queue time plus prefill time (DualMap paper, eq. 1). T_q is
+the engine's true backlog. T_c uses the engine's true cache at the beginning of the prefill, including blocks of earlier
+prefills.
+The rule considers one request at a time. So a policy that spreads prefixes ahead of time or queues requests can do
+better. The rule does not predict completions, evictions or requests that wait for memory.
 """
 
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from dualmap_sim.records import Record
 
 
 class FullScan:
-    """Least true TTFT; among equals the least KV reserved, then the first instance."""
+    """Selects the lowest true TTFT; among equal values the lowest reserved KV, then the first instance."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.instances = instances
@@ -38,7 +39,7 @@ class FullScan:
 
 
 class _Queue:
-    """An instance's requests that are not prefilled yet, in order, each with its prefill time."""
+    """An instance's requests that are not prefilled, in order, with their prefill times."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -46,11 +47,11 @@ class _Queue:
         self._blocks_ahead: Counter[int] = Counter()
 
     def ttft_s(self, now: float, work: EngineRequest) -> float:
-        """Return the seconds until the first token of a request submitted now, to a nanosecond."""
+        """Return the seconds until the first token of a request submitted now, rounded to a nanosecond."""
         self._drop_prefilled()
         engine = self.instance.engine
         busy_s = engine.backlog_s(now)
-        # The engine computes the wait with its current cache, and so overestimates the prefills of waiting requests.
+        # The engine computes its backlog with the current cache, and so overestimates the waiting requests' prefills.
         for record, prefill_s in islice(reversed(self._ahead), engine.waiting):
             busy_s += prefill_s - self.instance.prefill_s(record.arrival.work)
         return round(busy_s + self._prefill_s(work), 9)

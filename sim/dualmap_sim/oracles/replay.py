@@ -1,11 +1,12 @@
-"""Shared by the oracles: arrivals and engines on one timeline, with no router between them.
+"""The replay that all oracles share: arrivals and engines on one timeline, without a router between them.
 
-A *discipline* decides where a request goes, with complete knowledge. This module does what ``cluster`` does around its
-routers, with the same records, samples and assertions, so that bounds and policies are measured alike. The engine model
-alone decides what happens inside an engine; a discipline only submits.
+A *discipline* selects the instance of each request, with complete knowledge. This module replaces the part of
+``cluster`` outside its routers. The module writes the same records and samples and makes the same assertions, so that
+bounds and policies are measured alike. A discipline only submits requests; the engine model decides what happens inside
+an engine.
 
-Neighbours: ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, ``ORACLES`` names them; ``cluster``
-is the counterpart with routers.
+``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, and ``ORACLES`` lists them. ``cluster`` is the
+corresponding module with routers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dualmap_sim.timeline import Timeline
 
 
 class Instance(instances.Instance):
-    """An instance of a cluster: its name, and its predictions for a request."""
+    """An instance of a cluster, with its name and its predictions for a request."""
 
     __slots__ = ("name",)
 
@@ -30,7 +31,7 @@ class Instance(instances.Instance):
         self.name = name
 
     def prefill_s(self, work: EngineRequest) -> float:
-        """Return the duration of a request's prefill if it began here now and alone."""
+        """Return the duration of a request's prefill on this instance if it began now and alone."""
         cached_tokens = self.engine.cached_tokens(work)
         return self.engine.config.prefill.seconds(
             new_tokens=work.prompt_tokens - cached_tokens, cached_tokens=cached_tokens
@@ -38,28 +39,29 @@ class Instance(instances.Instance):
 
 
 HandOver = Callable[[Record, Instance], None]
-"""Submits a request to an instance, now."""
+"""Submits a request to an instance at the current time."""
 
 
 class Discipline(Protocol):
-    """Who decides. It carries out each decision at once, by ``hand_over``."""
+    """Selects the instance of each request, and submits the request with ``hand_over``."""
 
     @property
     def instances(self) -> Sequence[Instance]:
         """The instances that serve the requests."""
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
-        """Queue a request, or submit it."""
+        """Queue or submit a request that arrives."""
 
     def changed(self, now: float, hand_over: HandOver) -> None:
-        """Reconsider queued requests: an engine ended a prefill or a request."""
+        """Reconsider the queued requests after an engine ended a prefill or a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleRun:
     """The results of a run: a record of each request in order of arrival, and the samples of the load.
 
-    Samples leave out requests that wait for no instance in particular. ``gave_up`` is true if the run was ended early.
+    Samples exclude requests that wait in the common queue of all instances. ``gave_up`` is true if the run was ended
+    early.
     """
 
     records: tuple[Record, ...]
@@ -68,7 +70,7 @@ class OracleRun:
 
 
 class Replay:
-    """One run of a discipline. ``gives_up`` is called at each first token; True ends the run at once."""
+    """One run of a discipline. The replay calls ``gives_up`` at each first token; True ends the run."""
 
     def __init__(
         self,
@@ -84,12 +86,12 @@ class Replay:
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
         self._samples: list[LoadSample] = []
-        # Requests that arrive after another has ended, by the other's id.
+        # Requests that arrive after the end of another request, by the other request's id.
         self._followers: dict[str, list[Arrival]] = {}
         self._unfinished = 0
 
     def run(self, arrivals: Sequence[Arrival]) -> OracleRun:
-        """Replay requests until the last has ended; those that follow no other are in order of arrival."""
+        """Replay the requests until the last has ended. The arrivals that follow no other request are in order."""
         self._unfinished = len(arrivals)
         for arrival in arrivals:
             if arrival.follows is not None:
@@ -138,7 +140,7 @@ class Replay:
     def _due(self, instance: Instance) -> None:
         now = self._timeline.now_s
         if instance.wakes_s != now:
-            return  # Another wake-up time has replaced this one.
+            return  # A later call of `_wake` has replaced this wake-up time.
         instance.wakes_s = inf
         events = instance.engine.advance(now)
         for event in events:

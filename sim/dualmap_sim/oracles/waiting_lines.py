@@ -1,4 +1,4 @@
-"""Orders of the single queue: by arrival, or first the requests that can still meet the SLO."""
+"""Orders of the single queue: by arrival, or with the requests first that can still meet the SLO."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,35 +8,35 @@ from dualmap_sim.engine import EngineRequest
 from dualmap_sim.records import Record
 
 PASSED_OVER_MAX: Final = 8
-"""How often in a row the oldest waiting request may be passed over: with 8, at least every ninth start is in order.
+"""Number of starts in a row that may pass over the oldest waiting request. With 8, every ninth start is in order.
 
-No request starves: one that waits behind k other late ones starts within 9 (k + 1) starts. Every ninth start is more
-than the tenth of requests that goodput allows to be late, so late requests are served as fast as they come. With a
-number above 9, goodput could be reached by letting a tenth wait for ever.
+No request starves: a request behind k other late requests starts within 9 (k + 1) starts. Goodput allows a tenth of the
+requests to be late. One start in nine is more than one in ten, so late requests do not accumulate. With a number above
+9, goodput could be reached while a tenth of the requests never starts.
 """
 
 
 class WaitingLine(Protocol):
-    """The queued requests, in the order in which they start."""
+    """The queued requests, in the order of their start."""
 
     def add(self, record: Record) -> None:
-        """Take a request that arrived after all others here."""
+        """Add a request that arrived after all queued requests."""
 
     def head(self, now: float) -> Record | None:
         """Return the next request, or None if the queue is empty."""
 
     def take(self) -> None:
-        """Remove what ``head`` returned last."""
+        """Remove the request that ``head`` returned last."""
 
 
 class InOrder:
-    """First come, first served."""
+    """The order of arrival: first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: deque[Record] = deque()
 
     def add(self, record: Record) -> None:
-        """Take a request that arrived after all others here."""
+        """Add a request that arrived after all queued requests."""
         self._waiting.append(record)
 
     def head(self, now: float) -> Record | None:
@@ -44,33 +44,36 @@ class InOrder:
         return self._waiting[0] if self._waiting else None
 
     def take(self) -> None:
-        """Remove the head."""
+        """Remove the head of the queue."""
         self._waiting.popleft()
 
 
 class HopefulFirst:
-    """Requests that can still meet the SLO go before those that cannot, each in order of arrival.
+    """Requests that can still meet the SLO go before late requests. Each group is in order of arrival.
 
-    All have the same objective, so the order of arrival is that of the deadlines. Serving a late request costs as much
-    as serving one in time and gains nothing. Still no late request waits for ever: see ``PASSED_OVER_MAX``.
-    ``prefill_s`` says how long a request's prefill would take if it began now.
+    All requests have the same SLO, so the order of arrival is also the order of deadlines. Serving a late request costs
+    as much as serving a request in time, and does not increase goodput. ``PASSED_OVER_MAX`` ensures that every late
+    request is served. ``prefill_s`` returns how long a request's prefill would take if it began now.
     """
 
     def __init__(self, prefill_s: Callable[[EngineRequest], float], *, slo_ttft_s: float) -> None:
         self._prefill_s = prefill_s
         self._slo_ttft_s = slo_ttft_s
         self._hopeful: deque[Record] = deque()
-        # Late requests are older than all others, because only the head is found to be late.
+        # Late requests are older than all other requests, because the oldest of the other requests becomes late first.
         self._late: deque[Record] = deque()
         self._passed_over = 0
         self._next_is_late = False
 
     def add(self, record: Record) -> None:
-        """Take a request that arrived after all others here."""
+        """Add a request that arrived after all queued requests."""
         self._hopeful.append(record)
 
     def head(self, now: float) -> Record | None:
-        """Return the oldest that can still be in time; the oldest of all when there is none or it is its turn."""
+        """Return the oldest request that can still meet the SLO, or the oldest late request.
+
+        A late request is next if no other request waits, or if it was passed over ``PASSED_OVER_MAX`` times.
+        """
         while self._hopeful and not self._is_hopeful(now, self._hopeful[0]):
             self._late.append(self._hopeful.popleft())
         overdue = self._passed_over >= PASSED_OVER_MAX
@@ -79,7 +82,7 @@ class HopefulFirst:
         return waiting[0] if waiting else None
 
     def take(self) -> None:
-        """Remove what ``head`` returned last."""
+        """Remove the request that ``head`` returned last."""
         if self._next_is_late:
             self._late.popleft()
             self._passed_over = 0

@@ -1,7 +1,7 @@
-"""Workloads: requests and their times, which the demo's load generator and the simulator replay.
+"""Workloads: requests with arrival times, for the demo's load generator and the simulator.
 
-``catalog`` has them by name. ``trace`` holds the values and what can be done to them (windows, rates, caps);
-``synthetic``, ``tool_agent``, ``agentic`` and ``zipf_bursts`` generate them from ``draws``; ``mooncake`` reads recorded
-ones and ``sessions`` labels those. ``statistics`` compares them with the requested figures, ``text`` turns block ids
-into prompts. Everything here is pure and deterministic.
+``catalog`` lists the workloads by name. ``trace`` defines traces and their transformations (windows, rates, caps).
+``synthetic``, ``tool_agent``, ``agentic`` and ``zipf_bursts`` generate traces with the random numbers of ``draws``.
+``mooncake`` reads recorded traces, and ``sessions`` finds their sessions. ``statistics`` compares traces with the
+target figures, and ``text`` converts block ids into prompts. Everything here is pure and deterministic.
 """

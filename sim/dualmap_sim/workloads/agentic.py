@@ -1,12 +1,12 @@
-"""An agentic workload in a closed loop, as the EAR paper describes it (section 2): a turn starts when the last ends.
+"""An agentic workload in a closed loop, after the EAR paper (section 2): a turn starts when the previous turn ends.
 
-A tool answers at once, so the speed of the system decides when the next request comes. Only the starts of sessions are
-given (a Poisson process). Session sizes are extremely unequal; random sizes would vary too much with few sessions, so
-they are quantiles of the published shares of input tokens.
-A session's prompt grows turn by turn, up to the model's context, behind a system prompt common to all agents of a kind
-and files common to all sessions of a project. Neighbours: ``draws`` for the numbers, ``statistics`` for what came out.
+Tools answer at once, so the speed of the system decides when the next request arrives. Only the starts of sessions are
+given; they are a Poisson process. Session sizes are extremely unequal, and random sizes would vary too much with few
+sessions. So the sizes are quantiles of the published shares of input tokens. A session's prompt grows turn by turn, up
+to the model's context. The prompt begins with a system prompt that all agents of a kind share. Then it has files that
+all sessions of a project share. ``draws`` provides the random numbers, and ``statistics`` measures the result.
 
-All requests of a workload are planned together, so fewer requests are not the beginning of more.
+All requests of a workload are planned together. So a shorter workload is not the beginning of a longer workload.
 """
 
 from bisect import bisect
@@ -32,32 +32,32 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 INPUT_TOKENS_MEAN: Final = 33_600
 CONTEXT_TOKENS: Final = PRESETS["agent"].input_tokens_max
-"""The largest length of a prompt with its answer."""
+"""The maximum length of a prompt with its answer."""
 _LONGEST_PROMPT_TOKENS: Final = CONTEXT_TOKENS - 2048
 _REQUESTS_PER_S: Final = 2.0
-"""Nominal; ``Trace.at_rate`` scales it."""
+"""The nominal rate; ``Trace.at_rate`` scales it."""
 
 TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
-"""Largest sessions, as a share of all, and the share of all input tokens that they have (EAR paper, section 2.1)."""
+"""Pairs of a share of the sessions, from the largest, and their share of all input tokens (EAR paper, section 2.1)."""
 _WITHIN_TOP: Final = 0.75
-"""Within the top 1 %, the tokens of the largest x grow as x to this power; no source gives this distribution."""
+"""The exponent of a power law for input tokens within the largest 1 % of sessions. No source has this exponent."""
 
 _ONE_TURN_TOKENS: Final = 10_000
 _TURNS_POWER: Final = 0.656
-"""A session of s tokens in all has (s / 10,000) ** 0.656 turns, one in the middle and dozens at the top.
+"""A session of s tokens in total has (s / 10,000) ** 0.656 turns: one for a median session, dozens for the largest.
 
-Both numbers are fitted: to the mean prompt, and to what sessions can reuse of themselves.
+The two numbers are fitted to the mean prompt, and to the share of tokens that sessions reuse from themselves.
 """
 _MEAN_OF_LONGEST: Final = 0.65
-"""Mean prompt of a session over its last one, unless the context ends its growth before."""
+"""Ratio of a session's mean prompt to its last prompt, unless the context limit ends the growth earlier."""
 _FIRST_OF_LONGEST: Final = 0.05
-"""The first prompt is at least this share of the last."""
+"""The minimum ratio of the first prompt to the last prompt."""
 
 _AGENT_KINDS: Final = 3
 _PROJECTS: Final = 5
 _PROJECT_SKEW: Final = 0.8
 _COMMON_OF_FIRST: Final = 0.12
-"""Share of a session's first prompt that is its agent's system prompt (a block) and its project's files."""
+"""Share of a session's first prompt that other sessions share: the agent's system prompt and the project's files."""
 _ANSWER: Final = LogNormal(median=333, sigma=0.8)
 _GROWTH: Final = LogNormal(median=1.0, sigma=0.5)
 _STRATA: Final = 200
@@ -74,11 +74,11 @@ ASKED: Final = (
     Asked("reused from the same session, of all reused", 0.932, intra_session_share),
     Asked("coefficient of variation of arrivals", 1, arrival_cv),
 )
-"""What EAR found in a production trace of 1.3 million sessions (shares, reuse) and in its experiments' (mean input)."""
+"""Target figures: shares and reuse from EAR's production trace of 1.3 million sessions, mean input from its tests."""
 
 
 def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
-    """Return a closed loop of ``requests`` requests. Equal arguments give equal traces, everywhere."""
+    """Return a closed loop of ``requests`` requests. Equal arguments give equal traces on any machine."""
     rng = Random(seed)
     projects = _Projects(rng)
     answers, growths = Deck(rng, strata=_STRATA), Deck(rng, strata=_STRATA)
@@ -107,9 +107,10 @@ def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
 
 
 def _plan(requests: int) -> list[tuple[float, int]]:
-    """Return each session's input tokens and turns, largest first: ``requests`` turns in all.
+    """Return each session's input tokens and turns, largest first, with ``requests`` turns in total.
 
-    There are as many sessions as have that many turns: the more there are, the smaller they are.
+    A larger number of sessions means smaller sessions with fewer turns. The search finds the largest number of sessions
+    with at most ``requests`` turns.
     """
     fewest, too_many = 1, requests + 1
     while too_many - fewest > 1:
@@ -131,7 +132,10 @@ def _sizes(sessions: int, requests: int) -> list[float]:
 
 
 def _share_of_largest(top: float) -> float:
-    """Return the share of all input tokens of the largest ``top`` (0 to 1) of the sessions; powers join TOP_SHARES."""
+    """Return the largest sessions' share of all input tokens, for a share ``top`` (0 to 1) of the sessions.
+
+    Power functions interpolate TOP_SHARES.
+    """
     known, share = TOP_SHARES[0]
     if top <= known:
         return share * float((top / known) ** _WITHIN_TOP)
@@ -145,9 +149,9 @@ def _turns(tokens: float) -> int:
 
 
 def _prompts(tokens: float, turns: int, growths: list[float]) -> list[int]:
-    """Return the lengths of a session's prompts: ``tokens`` in all, each longer than the last, as ``growths`` say.
+    """Return the lengths of a session's prompts: ``tokens`` in total, increasing in proportion to ``growths``.
 
-    The last is set by the mean; the first is what then brings the sum about.
+    The mean determines the last prompt. The first prompt then follows from the total.
     """
     mean = tokens / turns
     if turns == 1:
@@ -160,7 +164,7 @@ def _prompts(tokens: float, turns: int, growths: list[float]) -> list[int]:
 
 
 class _Projects:
-    """What sessions have in common: a system prompt by kind of agent, then files by project."""
+    """The common prefixes of sessions: a system prompt per kind of agent, then files per project."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -170,7 +174,7 @@ class _Projects:
         self._popularity = list(accumulate(rank**-_PROJECT_SKEW for rank in range(1, _PROJECTS + 1)))
 
     def blocks(self, prompts: list[int]) -> list[int]:
-        """Return the blocks of a session with these prompts, enough for the longest."""
+        """Return the blocks of a session with these prompts, enough for the longest prompt."""
         common = self._common[bisect(self._popularity, self._rng.random() * self._popularity[-1])]
         shared = max(1, round(prompts[0] * _COMMON_OF_FIRST / TRACE_BLOCK_TOKENS))
         common.extend(islice(self._unused, max(0, shared - len(common))))

@@ -1,6 +1,6 @@
 """The workloads by name, and ``Workload``, a value that commands and worker processes share.
 
-Neighbours: the generators and ``mooncake`` make the traces, ``sessions`` labels the recorded ones.
+The generators and ``mooncake`` make the traces, and ``sessions`` adds sessions to the recorded traces.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from dualmap_sim.workloads.zipf_bursts import zipf_bursts_workload
 
 
 class Generator(Protocol):
-    """What makes a workload."""
+    """A function that generates a workload."""
 
     def __call__(self, requests: int, *, seed: int = 0) -> Trace:
-        """Return a trace of so many requests; equal arguments give equal traces, everywhere."""
+        """Return a trace with that number of requests. Equal arguments give equal traces on any machine."""
 
 
 WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType(
@@ -44,11 +44,11 @@ ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType(
         "zipf_bursts": zipf_bursts.ASKED,
     }
 )
-"""The requested figures of each generated workload, if any."""
+"""The target figures of each generated workload, if it has any."""
 
 
 class UnknownWorkload(Exception):
-    """No workload has that name; ``str()`` says which there are."""
+    """No workload has that name; the message lists the valid names."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"workload: {name!r} is not accepted; give one of {', '.join(WORKLOADS)}, or a trace")
@@ -57,10 +57,10 @@ class UnknownWorkload(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Which requests to replay: ``requests`` of them from the ``start``-th on.
+    """The requests to replay: ``requests`` requests, starting with number ``start``.
 
-    They are those of a recorded ``trace`` in Mooncake's form where one is given, else of the generated workload
-    ``name`` from ``seed``.
+    The requests are read from a recorded ``trace`` in Mooncake's format. Without a ``trace``, the workload ``name`` is
+    generated with ``seed``.
     """
 
     name: str = "default"
@@ -70,9 +70,9 @@ class Workload:
     seed: int = 0
 
     def load(self) -> Trace:
-        """Return the trace, neither capped nor scaled to a rate. A recorded one is labelled with its sessions.
+        """Return the trace, neither capped nor scaled to a rate. A recorded trace gets session labels.
 
-        A recorded trace may hold fewer requests than requested. Raises UnknownWorkload, or TraceError for a trace that
+        A recorded trace may have fewer requests than requested. Raises UnknownWorkload, or TraceError for a trace that
         cannot be read.
         """
         if self.trace is not None:
@@ -84,5 +84,5 @@ class Workload:
         return replace(whole, requests=whole.requests[self.start :])
 
     def facts(self, trace: Trace) -> tuple[Fact, ...]:
-        """Return the statistics of the loaded trace and the requested ones."""
+        """Return the statistics of the loaded trace and its target figures."""
         return compare(trace, ASKED.get(self.name, ()) if self.trace is None else ())

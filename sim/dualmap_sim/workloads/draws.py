@@ -1,7 +1,8 @@
-"""Stratified random numbers, and distributions by their quantiles: a few hundred draws already have the requested mean.
+"""Stratified random numbers, and distributions by their quantiles. A few hundred draws have nearly the exact mean.
 
-Lengths of prompts are so unequal that plain draws miss their mean by some per cent even over thousands of requests.
-Here every round of draws takes each part of a distribution once, in random order. Neighbours: the generators.
+Prompt lengths are very unequal. The mean of independent draws would differ by some per cent even over thousands of
+requests. Here every round of draws takes one value from each stratum of a distribution, in random order. The generators
+use this module.
 """
 
 from bisect import bisect_right
@@ -13,32 +14,32 @@ from typing import Final, Protocol
 
 _STANDARD_NORMAL: Final = NormalDist()
 _OUTERMOST: Final = 1e-4
-"""Share of a log-normal distribution that is cut off at either end."""
+"""Share of a log-normal distribution that is cut off at each end."""
 
 
 class Distribution(Protocol):
-    """A distribution by its quantile function."""
+    """A distribution, defined by its quantile function."""
 
     def at(self, level: float) -> float:
-        """Return the value below which a share ``level`` (0 to 1, exclusive) of the distribution lies."""
+        """Return the quantile of ``level`` (0 to 1, exclusive)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Values at increasing ``levels`` from 0 to 1, straight lines between them."""
+    """Values at increasing ``levels`` from 0 to 1, with linear interpolation."""
 
     levels: tuple[float, ...]
     values: tuple[float, ...]
 
     def at(self, level: float) -> float:
-        """Return the value below which a share ``level`` (0 to 1, exclusive) of the distribution lies."""
+        """Return the quantile of ``level`` (0 to 1, exclusive)."""
         right = bisect_right(self.levels, level)
         low, high = self.levels[right - 1], self.levels[right]
         below, above = self.values[right - 1], self.values[right]
         return below + (above - below) * (level - low) / (high - low)
 
     def scaled(self, factor: float) -> "Quantiles":
-        """Return the distribution of ``factor`` times the value."""
+        """Return the distribution with all values multiplied by ``factor``."""
         return Quantiles(self.levels, tuple(value * factor for value in self.values))
 
 
@@ -50,13 +51,13 @@ class LogNormal:
     sigma: float
 
     def at(self, level: float) -> float:
-        """Return the value below which a share ``level`` (0 to 1) of the distribution lies."""
+        """Return the quantile of ``level`` (0 to 1)."""
         inside = min(max(level, _OUTERMOST), 1 - _OUTERMOST)
         return self.median * exp(self.sigma * _STANDARD_NORMAL.inv_cdf(inside))
 
 
 class Deck:
-    """Numbers uniform in [0, 1): of every ``strata`` draws in a row from the first on, one falls into each stratum."""
+    """Uniform random numbers in [0, 1). Each round of ``strata`` consecutive draws has one number in each stratum."""
 
     def __init__(self, rng: Random, *, strata: int) -> None:
         self._rng = rng
@@ -71,5 +72,5 @@ class Deck:
         return (self._left.pop() + self._rng.random()) / self._strata
 
     def tokens(self, distribution: Distribution) -> int:
-        """Draw a length from a distribution: whole tokens, at least one."""
+        """Draw a length from a distribution, as a whole number of tokens, at least 1."""
         return max(1, round(distribution.at(self.draw())))

@@ -1,7 +1,8 @@
-"""Mooncake's JSONL traces: one request a line, its prompt given as ids of 512-token blocks.
+"""Reads Mooncake's JSONL traces: one request per line, with the prompt as ids of 512-token blocks.
 
-``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``; the paper
-replays two of them (section A.2.1). A line that says something else is refused with its number, field and value.
+A line is ``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``. The
+DualMap paper replays two such traces (section A.2.1). The error for an invalid line contains the line's number, the
+field and the value.
 """
 
 import json
@@ -15,26 +16,26 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 _SHOWN_CHARACTERS: Final = 60
 _TIMESTAMP_MS_MAX: Final = 1e15
-"""Thirty thousand years: keeps out infinity and what no clock could wait for."""
+"""Thirty thousand years: excludes infinity and unreasonable times."""
 
 
 class TraceError(Exception):
-    """A trace cannot be replayed; ``str()`` names file, line, field, value and accepted values."""
+    """A trace cannot be replayed; the message contains file, line, field, value and accepted values."""
 
 
 def read_mooncake(path: Path, *, start: int = 0, limit: int | None = None) -> Trace:
-    """Read ``limit`` requests (None: all) from the ``start``-th on; lines before and after are not looked at."""
+    """Read ``limit`` requests (None: all), starting with number ``start``. Other lines are not checked."""
     try:
         with path.open(encoding="utf-8") as lines:
             return parse_mooncake(lines, source=str(path), start=start, limit=limit)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; give a readable file in Mooncake's JSONL form") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not UTF-8 text; give a file in Mooncake's JSONL form") from error
+        raise TraceError(f"{path}: the file is not UTF-8 text; give a file in Mooncake's JSONL form") from error
 
 
 def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: int | None = None) -> Trace:
-    """Parse a trace's lines; blank ones are skipped. ``source`` names the trace and opens every error."""
+    """Parse a trace's lines; blank lines are skipped. Every error message begins with ``source``."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     window = islice(numbered, start, None if limit is None else start + limit)
     requests: list[TraceRequest] = []
@@ -42,21 +43,23 @@ def parse_mooncake(lines: Iterable[str], *, source: str, start: int = 0, limit: 
         previous_s = requests[-1].arrival_s if requests else 0.0
         requests.append(_Line(line, where=f"{source}:{number}").request(not_before_s=previous_s))
     if not requests:
-        raise TraceError(f"{source}: no request at or after number {start}; give a trace with at least one")
+        raise TraceError(
+            f"{source}: the trace has no request at or after number {start}; give a longer trace or a lower start"
+        )
     return Trace(name=Path(source).name, block_tokens=TRACE_BLOCK_TOKENS, requests=tuple(requests))
 
 
 class _Line:
-    """One line while it is read: knows where it stands, so that every refusal can say so."""
+    """A line of a trace while it is parsed; its position becomes part of each error message."""
 
     def __init__(self, text: str, *, where: str) -> None:
         self._where = where
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise TraceError(f"{where}: not JSON ({error}); give one JSON object a line") from error
+            raise TraceError(f"{where}: the line is not JSON ({error}); give one JSON object per line") from error
         if not isinstance(fields, dict):
-            raise TraceError(f"{where}: {_shown(fields)} is not accepted; give one JSON object a line")
+            raise TraceError(f"{where}: {_shown(fields)} is not accepted; give one JSON object per line")
         self._fields: dict[str, object] = fields
 
     def request(self, *, not_before_s: float) -> TraceRequest:

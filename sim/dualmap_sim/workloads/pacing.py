@@ -1,6 +1,6 @@
 """Changes a trace's rate over time, and repeats a trace that is too short.
 
-The trace's bursts stay, because time itself is stretched. Neighbours: ``trace`` is what is paced.
+The trace's bursts remain, because the module stretches time. ``trace`` defines the traces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,22 +13,22 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A number of seconds at a rate, as a multiple of the trace's own; 0 means no requests."""
+    """A number of seconds at a rate, as a multiple of the trace's own rate; 0 means no requests."""
 
     seconds: float
     rate: float
 
 
 def wave(*, period_s: float, low: float, high: float, steps: int = 96) -> tuple[Phase, ...]:
-    """Return a day: from the lowest rate to the highest and back, in small steps."""
+    """Return the phases of one day: from the lowest rate to the highest and back, in small steps."""
     rates = (low + (high - low) * (1 - cos(2 * pi * (step + 0.5) / steps)) / 2 for step in range(steps))
     return tuple(Phase(seconds=period_s / steps, rate=rate) for rate in rates)
 
 
 def paced(trace: Trace, phases: Sequence[Phase], *, start: int = 0) -> Trace:
-    """Return a trace at the phases' rates, from its ``start``-th request on, repeated as often as needed.
+    """Return the trace at the phases' rates, starting with request number ``start``, repeated as often as needed.
 
-    Each repetition has new prompts, so that no request finds blocks of its earlier copy in a cache.
+    Each repetition has new prompts, so that no request finds cached blocks of its earlier copy.
     """
     assert not trace.closed_loop, "how fast a closed loop comes is the system's business"
     again = _over_and_over(trace, start)
@@ -45,10 +45,10 @@ def paced(trace: Trace, phases: Sequence[Phase], *, start: int = 0) -> Trace:
 
 
 def _over_and_over(trace: Trace, start: int) -> Iterator[TraceRequest]:
-    """Yield a trace's requests without end, the first at 0, at the pace of their recording."""
+    """Yield a trace's requests without end at the recorded rate, starting at time 0."""
     whole = trace.requests
     blocks = 1 + max(block for request in whole for block in request.blocks)
-    # From the last request to the first there is a pause as between any two.
+    # The pause between two repetitions is the mean pause between requests.
     lap_s = trace.duration_s * len(whole) / max(1, len(whole) - 1)
     for number in count(start):
         lap, place = divmod(number, len(whole))

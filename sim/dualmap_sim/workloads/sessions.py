@@ -1,7 +1,7 @@
-"""Finds sessions in a trace without session names: which requests are turns of one conversation, by their prompts.
+"""Finds the sessions of a trace without session ids: the prompts show which requests are turns of one conversation.
 
-Mooncake's traces have no sessions, although a chat client sends its whole history with every turn. Neighbours:
-``mooncake`` reads such traces, ``catalog`` labels them.
+Mooncake's traces have no session ids, but a chat client sends its full history with every turn. ``mooncake`` reads such
+traces, and ``catalog`` adds the sessions.
 """
 
 from dataclasses import replace
@@ -10,11 +10,11 @@ from dualmap_sim.workloads.trace import Trace
 
 
 def label_sessions(trace: Trace) -> Trace:
-    """Return the trace with sessions and turns: a prompt that holds a session's last one is that session's next turn.
+    """Return the trace with sessions and turns. A prompt that contains a session's last prompt is its next turn.
 
-    A prompt is known by its last full block, unless other sessions have that block too: then it is but the end of a
-    common system prompt. Of two requests that both go on from one prompt, the first continues its session and the
-    other begins one of its own.
+    The last full block identifies a prompt, unless other sessions also have the block. A block of several sessions is
+    the end of a common system prompt. If two requests continue the same prompt, the first continues its session, and
+    the second begins a new session.
     """
     ends: dict[int, tuple[int, int]] = {}
     owners: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""The statistics of a trace: lengths, the ideal reuse, and the engine time it needs with that.
+"""The statistics of a trace: lengths, the ideal reuse, and the engine time that the trace needs with ideal reuse.
 
-``compare`` pairs a trace's figures with the requested ones (each generator's ``ASKED``).
+``compare`` pairs a trace's figures with the target figures (each generator's ``ASKED``).
 
-The reuse bound is one shared cache without a limit (the paper's theoretical upper bound, section A.2.2): what a
-router can at best approach with as many caches as it has engines.
+The bound of reuse is one shared cache without a limit, the DualMap paper's theoretical upper bound (section A.2.2). A
+router can at best approach this bound with one cache per engine.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from dualmap_sim.presets import EngineConfig, PrefillCost
 from dualmap_sim.workloads.trace import Trace
 
 _WHOLE_FROM: Final = 100
-"""Figures from here on are printed without decimals."""
+"""Figures of at least this value are printed without decimals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStatistics:
-    """Means per request over a trace, and its ideal hit rate (reused over all prompt tokens)."""
+    """Means per request over a trace, and its ideal hit rate (reused prompt tokens over all prompt tokens)."""
 
     requests: int
     sessions: int | None
@@ -34,9 +34,9 @@ class TraceStatistics:
 
 
 def ideal_cached_tokens(trace: Trace) -> tuple[int, ...]:
-    """Return, per request, the prompt tokens that one shared unlimited cache would hold when it arrives.
+    """Return, per request, the prompt tokens that one shared unlimited cache would contain at its arrival.
 
-    Counts the longest run from the prompt's beginning; of a block seen only in part, that part.
+    The tokens are the longest cached prefix of the prompt, which may end within a block.
     """
     seen_tokens: dict[int, int] = {}
     cached = []
@@ -71,7 +71,7 @@ def measure(trace: Trace) -> TraceStatistics:
 
 
 def prefill_work_s(trace: Trace, cost: PrefillCost, *, ideally_cached: bool) -> float:
-    """Return the engine seconds that the trace's prefills take, all of them, with an ideal cache or with none."""
+    """Return the engine seconds of all the trace's prefills, with an ideal cache or without a cache."""
     cached = ideal_cached_tokens(trace) if ideally_cached else (0,) * len(trace.requests)
     return sum(
         cost.seconds(new_tokens=request.input_tokens - reused, cached_tokens=reused)
@@ -80,9 +80,9 @@ def prefill_work_s(trace: Trace, cost: PrefillCost, *, ideally_cached: bool) -> 
 
 
 def decode_work_s(trace: Trace, engine: EngineConfig) -> float:
-    """Return the engine seconds that the trace's decoding takes at best: in batches as large as the KV memory admits.
+    """Return the least engine seconds for the trace's decoding, in batches as large as the KV memory admits.
 
-    Each request bears its share of the steps of a batch of average requests that fills the memory.
+    Each request has its share of the steps of a batch of average requests that fills the memory.
     """
     if engine.decode is None:
         return 0.0
@@ -94,7 +94,7 @@ def decode_work_s(trace: Trace, engine: EngineConfig) -> float:
 
 
 def ideal_block_tokens(trace: Trace) -> tuple[int, ...]:
-    """Return, per request, its leading tokens in whole blocks of the trace that came before: what engines can reuse."""
+    """Return, per request, its leading tokens in full blocks of earlier requests, which engines can reuse."""
     seen: set[int] = set()
     cached = []
     for request in trace.requests:
@@ -106,48 +106,48 @@ def ideal_block_tokens(trace: Trace) -> tuple[int, ...]:
 
 
 def ideal_block_hit_rate(trace: Trace) -> float:
-    """Return the share of all prompt tokens that one shared unlimited cache of whole blocks would have."""
+    """Return the share of all prompt tokens that one shared unlimited cache of full blocks would contain."""
     return sum(ideal_block_tokens(trace)) / sum(request.input_tokens for request in trace.requests)
 
 
 def shared_prefix_rates(trace: Trace) -> tuple[float, ...]:
-    """Return, in increasing order, the share (0 to 1) of each prompt that earlier prompts begin with (paper A.4)."""
+    """Return, in increasing order, the share of each prompt that is a prefix of earlier prompts (0 to 1; paper A.4)."""
     cached = ideal_block_tokens(trace)
     return tuple(sorted(reused / request.input_tokens for reused, request in zip(cached, trace.requests, strict=True)))
 
 
 def share_reusing(trace: Trace, least: float) -> float:
-    """Return the share of requests that share at least ``least`` (0 to 1) of their prompt with earlier ones."""
+    """Return the share of requests that share at least ``least`` (0 to 1) of their prompt with earlier requests."""
     rates = shared_prefix_rates(trace)
     return sum(rate >= least for rate in rates) / len(rates)
 
 
 def prefix_share(trace: Trace, *, blocks: int = 1, rank: int) -> float:
-    """Return the share of requests that begin with the ``rank``-th (from 0) most frequent ``blocks`` leading blocks."""
+    """Return the share of requests with the prefix of ``blocks`` blocks at frequency rank ``rank`` (from 0)."""
     prefixes = Counter(request.blocks[blocks - 1] for request in trace.requests if len(request.blocks) >= blocks)
     ranked = prefixes.most_common(rank + 1)
     return ranked[rank][1] / len(trace.requests) if len(ranked) > rank else 0.0
 
 
 def input_tokens_mean(trace: Trace) -> float:
-    """Return the mean prompt length in tokens."""
+    """Return the mean length of the prompts in tokens."""
     return sum(request.input_tokens for request in trace.requests) / len(trace.requests)
 
 
 def output_tokens_mean(trace: Trace) -> float:
-    """Return the mean answer length in tokens."""
+    """Return the mean length of the answers in tokens."""
     return sum(request.output_tokens for request in trace.requests) / len(trace.requests)
 
 
 def input_per_output(trace: Trace) -> float:
-    """Return how many prompt tokens there are for each token of the answers."""
+    """Return the number of prompt tokens per token of the answers."""
     return input_tokens_mean(trace) / output_tokens_mean(trace)
 
 
 def session_share(trace: Trace, *, top: float) -> float:
     """Return the share of all prompt tokens that belongs to the largest ``top`` (0 to 1) of the sessions.
 
-    A session that only belongs to them in part counts in that part. nan where the trace names no sessions.
+    If ``top`` is not a whole number of sessions, the last session counts in part. NaN if the trace has no sessions.
     """
     sizes: Counter[int] = Counter()
     for request in trace.requests:
@@ -161,7 +161,7 @@ def session_share(trace: Trace, *, top: float) -> float:
 
 
 def own_session_hit_rate(trace: Trace) -> float:
-    """Return the share of all prompt tokens in whole blocks that earlier requests of the same session came with."""
+    """Return the share of all prompt tokens in full blocks that the same session has sent before."""
     own: dict[int | None, set[int]] = {}
     reused = 0
     for request in trace.requests:
@@ -173,9 +173,9 @@ def own_session_hit_rate(trace: Trace) -> float:
 
 
 def intra_session_share(trace: Trace) -> float:
-    """Return which share of the ideally reused blocks the same session was the first to come with; nan without reuse.
+    """Return the share of the ideally reused blocks that the same session was the first to send; NaN without reuse.
 
-    A beginning common to many sessions counts as another session's in every turn of all but the first session.
+    A prefix common to many sessions counts as another session's block in all sessions except the first.
     """
     first_with: dict[int, int | None] = {}
     reused, own = 0, 0
@@ -193,7 +193,7 @@ def intra_session_share(trace: Trace) -> float:
 def arrival_cv(trace: Trace) -> float:
     """Return the standard deviation of the gaps between arrivals over their mean: 1 for a Poisson process.
 
-    Of a closed loop only the first request of each session in the trace counts, as the others' arrivals are nominal.
+    In a closed loop only the first request of each session counts, because the other arrival times are nominal.
     """
     begun: set[int | None] = set()
     arrivals_s = []
@@ -208,7 +208,7 @@ def arrival_cv(trace: Trace) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One figure that a workload is meant to have, and how it is measured; ``value`` None: it is only shown."""
+    """A figure of a workload and the function that measures it. ``value`` is the target, None if there is no target."""
 
     name: str
     value: float | None
@@ -217,7 +217,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One figure of a trace, and the requested value or None."""
+    """One figure of a trace, and the target value or None."""
 
     name: str
     asked: float | None
@@ -232,11 +232,11 @@ SHOWN: Final = (
     Asked("input tokens of the top 1 % of sessions", None, partial(session_share, top=0.01)),
     Asked("coefficient of variation of arrivals", None, arrival_cv),
 )
-"""Figures of any trace, generated or recorded."""
+"""Figures for every trace, generated or recorded."""
 
 
 def compare(trace: Trace, asked: Sequence[Asked]) -> tuple[Fact, ...]:
-    """Return each requested figure with the trace's, then the general figures."""
+    """Return each target figure with the trace's value, then the general figures."""
     names = {one.name for one in asked}
     return tuple(
         Fact(name=one.name, asked=one.value, produced=one.measured(trace))
@@ -245,7 +245,7 @@ def compare(trace: Trace, asked: Sequence[Asked]) -> tuple[Fact, ...]:
 
 
 def fact_lines(facts: Sequence[Fact]) -> tuple[str, ...]:
-    """Return a table of facts to print: a heading, then one line for each."""
+    """Return a table of facts to print: a heading, then one line for each fact."""
     width = max(len(fact.name) for fact in facts)
     rows = (
         f"{fact.name:<{width}}  {'' if fact.asked is None else _figure(fact.asked):>10}  {_figure(fact.produced):>10}"

@@ -1,8 +1,8 @@
-"""The default workload: multi-turn conversations and tool-calling agents, mixed, from a seed.
+"""The default workload: a mix of multi-turn conversations and tool-calling agents, generated from a seed.
 
-Its two halves pull a router in opposite directions, as the paper's two traces do (section 4, A.2.1). Conversations
-grow turn by turn, so that only the engine that served the last turn can reuse the history. Agents begin with one of
-a few long tool prefixes of very unequal popularity, so that following the prefix alone overloads its engine.
+The workload's two halves have opposite demands on a router, like the DualMap paper's two traces (sections 4, A.2.1).
+Conversations grow turn by turn, so that only the engine of the last turn can reuse the history. Agents begin with one
+of a few long tool prefixes of very unequal popularity. So routing by prefix alone overloads an engine.
 """
 
 import heapq
@@ -17,19 +17,20 @@ from typing import Final
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 BLOCK_TOKENS: Final = 128
-"""Length of a block of the default workload: that of a router's block by default (``routing.prefix.blockTokens``)."""
+"""Length of a block of the default workload, equal to the router's default (``routing.prefix.blockTokens``)."""
 
 _DECODE_S_PER_TOKEN: Final = 0.03
-"""How long a user or tool is assumed to wait for each output token before the next turn can follow."""
+"""Assumed time per output token that a user or tool waits before the next turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKind:
-    """How one half of the mix behaves. Lengths are log-normal with the given median (tokens) and sigma ``spread``.
+    """The parameters of one half of the mix. Lengths are log-normal: a median in tokens and the sigma ``spread``.
 
-    ``prefixes`` shared beginnings (system prompts, tool descriptions) of ``prefix_blocks`` (shortest, longest) blocks
-    are chosen with Zipf's law of exponent ``prefix_skew``. A session goes on after each turn with probability
-    ``continues``, ``pause_s`` on average after its answer, until its prompt would exceed ``context_tokens``.
+    The sessions share ``prefixes`` prefixes, such as system prompts or tool descriptions. ``prefix_blocks`` is the
+    range of prefix lengths in blocks. Zipf's law with exponent ``prefix_skew`` gives the prefixes' popularity. A
+    session continues after each turn with probability ``continues``, after a pause with mean ``pause_s``. A session
+    also ends if its prompt exceeds ``context_tokens``.
     """
 
     sessions_per_s: float
@@ -57,7 +58,7 @@ CONVERSATIONS: Final = SessionKind(
     continues=0.72,
     pause_s=15.0,
 )
-"""Chat: short shared system prompts, a long opening (a document, a file), then turns about it."""
+"""Chat: short shared system prompts, a long opening (a document or file), then turns about the opening."""
 
 AGENTS: Final = SessionKind(
     sessions_per_s=1.3,
@@ -71,14 +72,14 @@ AGENTS: Final = SessionKind(
     continues=0.35,
     pause_s=3.0,
 )
-"""Tool use: long tool descriptions, a few of them hot, then a few quick steps with tool results."""
+"""Tool use: long tool descriptions, some of them hot, then a few quick steps with tool results."""
 
 _BURN_IN_S: Final = 240.0
-"""Model seconds generated and dropped first, so that the trace begins with sessions of every age."""
+"""Model seconds that are generated first and dropped, so that the trace begins with sessions of every age."""
 
 
 def default_workload(requests: int, *, seed: int = 0) -> Trace:
-    """Return ``requests`` requests of conversations and agents. Equal arguments give equal traces, everywhere."""
+    """Return ``requests`` requests of conversations and agents. Equal arguments give equal traces on any machine."""
     rng = Random(seed)
     blocks = count()
     kinds = [_Kind(kind, rng, blocks) for kind in (CONVERSATIONS, AGENTS)]
@@ -92,7 +93,7 @@ def default_workload(requests: int, *, seed: int = 0) -> Trace:
 
 
 class _Kind:
-    """A SessionKind with its shared prefixes drawn, and when its next session begins."""
+    """A SessionKind with its drawn prefixes."""
 
     def __init__(self, kind: SessionKind, rng: Random, blocks: Iterator[int]) -> None:
         self.kind = kind
@@ -102,16 +103,16 @@ class _Kind:
         self._shares = list(accumulate(rank**-kind.prefix_skew for rank in range(1, kind.prefixes + 1)))
 
     def prefix(self) -> list[int]:
-        """Draw a shared prefix by its popularity."""
+        """Draw a shared prefix according to its popularity."""
         return self._prefixes[bisect(self._shares, self._rng.random() * self._shares[-1])]
 
     def length(self, median_tokens: float) -> int:
-        """Draw a length in tokens."""
+        """Draw a length in tokens around the median."""
         return max(1, round(self._rng.lognormvariate(log(median_tokens), self.kind.spread)))
 
 
 class _Session:
-    """One conversation or agent task: its growing prompt, as block ids and a length."""
+    """One conversation or agent task, with its growing prompt as block ids and a length."""
 
     def __init__(self, of: _Kind, *, number: int, blocks: Iterator[int]) -> None:
         self._of = of
@@ -123,7 +124,7 @@ class _Session:
         self._grow(of.length(of.kind.opening_tokens))
 
     def ask(self, arrival_s: float) -> TraceRequest:
-        """Return the next turn, and append its answer and what will be said next to the history."""
+        """Return the next turn, and append its answer and the next input to the history."""
         kind = self._of.kind
         request = TraceRequest(
             arrival_s=arrival_s,
@@ -138,7 +139,7 @@ class _Session:
         return request
 
     def next_arrival_s(self, last: TraceRequest, rng: Random) -> float | None:
-        """Return when the session's next turn comes, None when it has ended."""
+        """Return the arrival time of the session's next turn, None if the session has ended."""
         kind = self._of.kind
         goes_on = rng.random() < kind.continues
         if not goes_on or self._tokens > kind.context_tokens:
@@ -154,7 +155,7 @@ class _Session:
 def _merged(kinds: list[_Kind], rng: Random, blocks: Iterator[int]) -> Iterator[TraceRequest]:
     """Yield the requests of all sessions in order of arrival, without end. New sessions arrive as a Poisson process."""
     numbers = count()
-    # (when, tie-breaker, whose turn it is); a _Kind's turn is to begin a session.
+    # (time, tie-breaker, the kind or session due then). A kind that is due begins a new session.
     agenda: list[tuple[float, int, _Kind | _Session]] = []
     for tie, kind in enumerate(kinds):
         heapq.heappush(agenda, (rng.expovariate(kind.kind.sessions_per_s), tie, kind))

@@ -1,7 +1,7 @@
-"""Prompts spelled out: the same block id always gives the same bytes, so equal ids become equal prompt prefixes.
+"""Converts block ids into prompt text. An id always gives the same bytes, so equal ids give equal prefixes.
 
-The replay sends this text through the router, which hashes bytes, to engines that count four bytes as a token
-(``dualmap.prompts.blocks.BYTES_PER_TOKEN``).
+The replay sends this text through the router to engines. The router hashes the bytes, and the engines count four bytes
+as one token (``dualmap.prompts.blocks.BYTES_PER_TOKEN``).
 """
 
 from hashlib import shake_128
@@ -13,16 +13,16 @@ _HEX_DIGITS_PER_BYTE = 2
 
 
 def block_text(block: int, *, tokens: int) -> str:
-    """Return the first ``tokens`` tokens of a block: hexadecimal digits, which JSON carries as they are.
+    """Return the first ``tokens`` tokens of a block, as hexadecimal digits, which need no escaping in JSON.
 
-    The digits come from an extendable-output function, so fewer tokens are a prefix of more.
+    The digits come from an extendable-output function, so a shorter text is a prefix of a longer text.
     """
     length = tokens * BYTES_PER_TOKEN // _HEX_DIGITS_PER_BYTE
     return shake_128(b"block %d" % block).hexdigest(length)
 
 
 def prompt_text(request: TraceRequest, *, block_tokens: int) -> str:
-    """Return a request's prompt: exactly ``input_tokens`` tokens at ``BYTES_PER_TOKEN`` bytes each."""
+    """Return a request's prompt: exactly ``input_tokens`` tokens of ``BYTES_PER_TOKEN`` bytes."""
     full, rest_tokens = divmod(request.input_tokens, block_tokens)
     texts = [block_text(block, tokens=block_tokens) for block in request.blocks[:full]]
     if rest_tokens:

@@ -1,14 +1,15 @@
-"""The paper's Tool&Agent workload rebuilt: two hot tool prompts with their agents, and conversations for the rest.
+"""A reconstruction of the DualMap paper's Tool&Agent workload: two hot tool prompts with agents, and conversations.
 
-The trace itself is not at hand; its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts carry
-37.8 % and 14.9 % of the requests. The first lines of the trace, which its publishers show, have twelve or five common
-blocks, a short question of the agent and a very short answer. The other requests look like those of the Conversation
-trace, whose lengths, pauses and answers are taken over here. How often conversations go on and by what their lengths
-are scaled is fitted, so that the first 8000 requests, before any cap on the input, have what the paper says. Requests
-arrive in batches every three seconds, as Mooncake's do, at a steady rate. Neighbours:
-``draws`` for the numbers, ``statistics`` for what came out.
+The trace itself is not available, but its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts
+start 37.8 % and 14.9 % of the requests. The publishers of the trace show its first lines. The requests in these lines
+have twelve or five common blocks, a short question of the agent and a very short answer. The other requests resemble
+the Conversation trace, so this module uses that trace's lengths, pauses and answers. The probability that a
+conversation continues and the scale of its lengths are fitted. With these values, the first 8000 requests match the
+paper's statistics before prompts are cut. Requests arrive in batches every three seconds at a steady rate, as in
+Mooncake's traces. ``draws`` provides the random numbers, and ``statistics`` measures the result.
 
-Deviation: 2.1 % of the paper's requests have a key of a fourth length, of which it says nothing; they count as rest.
+Deviation: 2.1 % of the paper's requests have a key of a fourth length that the paper does not describe. Here they count
+as conversations.
 """
 
 import heapq
@@ -34,27 +35,26 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 BATCH_S: Final = 3.0
 _REQUESTS_PER_S: Final = 23_608 / 3600
-"""Mean rate of the whole trace, which lasts an hour; ``Trace.at_rate`` scales it."""
+"""Mean rate of the original one-hour trace; ``Trace.at_rate`` scales it."""
 _BURN_IN_S: Final = 600.0
-"""Seconds generated and dropped first, so that the trace begins in the middle of sessions as a recorded one does."""
+"""Seconds that are generated first and dropped. So the trace begins during sessions, like a recorded trace."""
 _CONTEXT_TOKENS: Final = 128_000
-"""A session whose next prompt would be longer ends; the longest prompt of the Conversation trace has 126,195."""
+"""A session ends if its next prompt would be longer. The longest in the Conversation trace has 126,195 tokens."""
 PROMPT_BANDS: Final = (8000, 32_000)
-"""Short, middling and long prompts: those of the Conversation trace go on the less often the longer they are."""
+"""Bounds between short, medium and long prompts. In the Conversation trace, longer prompts continue less often."""
 _STRATA: Final = 250
 _TURN_STRATA: Final = 20
 _SHARE_STRATA: Final = 1000
-"""Rounds of draws: of lengths, of whether a session goes on, of which source is next."""
+"""Draws per round: for lengths, for whether a session continues, and for the source of the next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPart:
-    """One part of the traffic: ``share`` of the requests (0 to 1), all beginning with the same ``prefix_blocks``.
+    """One part of the traffic: ``share`` of the requests (0 to 1), which all begin with the same ``prefix_blocks``.
 
-    Lengths in tokens: ``opening`` is what a session adds to the prefix, ``answer`` an answer, ``said`` the input of
-    each further turn. A session goes on after a request with probability ``continues``, one for each of the
-    PROMPT_BANDS,
-    ``pause_s`` seconds after it arrived.
+    Lengths are in tokens. ``opening`` is the first input after the prefix, and ``said`` the input of each further turn.
+    ``answer`` is the length of an answer. ``continues`` is the probability that a session continues after a request,
+    for each of the PROMPT_BANDS. The session's next request arrives ``pause_s`` seconds after the last request.
     """
 
     share: float
@@ -67,7 +67,8 @@ class TrafficPart:
 
 
 _LEVELS: Final = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1)
-# The Conversation trace's, its sessions labelled as ``sessions`` does; openings without the block that all share.
+# The Conversation trace's quantiles, with the sessions that ``sessions`` finds. Openings exclude the common first
+# block.
 _OPENINGS: Final = Quantiles(
     _LEVELS,
     (379, 386, 395, 651, 1635, 3872, 5450, 8082, 11_637, 16_521, 26_033, 38_368, 66_700, 86_660, 108_697, 125_683),
@@ -85,7 +86,7 @@ LONG_TOOL: Final = TrafficPart(
     continues=(0.25, 0.25, 0.25),
     pause_s=LogNormal(median=9, sigma=1.0),
 )
-"""The hottest tool: 6144 tokens in common, then what one call needs."""
+"""The hottest tool: 6144 common tokens, then the input of one call."""
 
 SHORT_TOOL: Final = TrafficPart(
     share=0.149,
@@ -96,7 +97,7 @@ SHORT_TOOL: Final = TrafficPart(
     continues=(0.25, 0.25, 0.25),
     pause_s=LogNormal(median=9, sigma=1.0),
 )
-"""The second tool: 2560 tokens in common."""
+"""The second tool: 2560 common tokens."""
 
 CONVERSATIONS: Final = TrafficPart(
     share=0.473,
@@ -107,9 +108,10 @@ CONVERSATIONS: Final = TrafficPart(
     continues=(0.785, 0.46, 0.4),
     pause_s=_PAUSES_S,
 )
-"""The rest, which shares one block of system prompt: lengths and pauses by the Conversation trace's quantiles.
+"""All other requests, which share one block of system prompt. Lengths and pauses follow the Conversation trace.
 
-Conversations go on more often than in that trace, or else fewer than 76 % of the requests would share half a prompt.
+Conversations continue more often than in that trace. Otherwise fewer than 76 % of the requests would share half their
+prompt.
 """
 
 SOURCES: Final = (LONG_TOOL, SHORT_TOOL, CONVERSATIONS)
@@ -122,11 +124,11 @@ ASKED: Final = (
     Asked("requests behind the shorter hot prefix", 0.149, partial(prefix_share, blocks=5, rank=1)),
     Asked("requests that share half their prompt", 0.76, partial(share_reusing, least=0.5)),
 )
-"""What the paper says of the trace's first 8000 requests."""
+"""The paper's statistics of the trace's first 8000 requests."""
 
 
 def tool_agent_workload(requests: int, *, seed: int = 0) -> Trace:
-    """Return ``requests`` requests of the rebuilt trace. Equal arguments give equal traces, everywhere."""
+    """Return ``requests`` requests of the reconstructed trace. Equal arguments give equal traces on any machine."""
     rng = Random(seed)
     blocks, sessions = count(), count()
     traffics = [_Traffic(source, rng, blocks, sessions) for source in SOURCES]
@@ -143,7 +145,7 @@ def tool_agent_workload(requests: int, *, seed: int = 0) -> Trace:
 
 
 class _Session:
-    """One agent or conversation: its growing prompt, as block ids and a length."""
+    """One agent or conversation, with its growing prompt as block ids and a length."""
 
     def __init__(self, number: int, prefix: list[int]) -> None:
         self.number = number
@@ -158,7 +160,7 @@ class _Session:
 
 
 class _Traffic:
-    """The sessions of one source. A request is the next turn of the session that waits longest, else of a new one."""
+    """The sessions of one source. A request continues the session that is due first, or begins a new session."""
 
     def __init__(self, source: TrafficPart, rng: Random, blocks: Iterator[int], sessions: Iterator[int]) -> None:
         self._source = source
@@ -167,7 +169,7 @@ class _Traffic:
         self._prefix = [next(blocks) for _ in range(source.prefix_blocks)]
         self._openings, self._answers, self._said, self._pauses = (Deck(rng, strata=_STRATA) for _ in range(4))
         self._goes_on = [Deck(rng, strata=_TURN_STRATA) for _ in source.continues]
-        # (when its next turn is due, its number, the session)
+        # (time of the next turn, session number, session)
         self._waiting: list[tuple[float, int, _Session]] = []
 
     def ask(self, now_s: float) -> TraceRequest:

@@ -1,7 +1,7 @@
-"""Traces: requests with arrival times and prompts as block ids; and how to scale, cut and window them.
+"""Traces: requests with arrival times and prompts as block ids, and functions to change rates, prompts and sessions.
 
-A prompt is a sequence of block ids: two prompts share a prefix exactly as long as their ids agree. Neighbours:
-the generators and ``mooncake`` make traces, ``statistics`` measures them, ``text`` spells their prompts out.
+A prompt is a sequence of block ids. The common prefix of two prompts is exactly as long as their ids are equal. The
+generators and ``mooncake`` make traces, ``statistics`` measures them, and ``text`` converts them to prompts.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 class TraceRequest:
     """One request. Its prompt is ``blocks`` cut to ``input_tokens``: only the last block may be partial.
 
-    A block's beginning does not depend on how much of it is used, so a conversation that goes on in the middle of a
-    block keeps that block's id. ``session`` is None where the source does not say which requests belong together.
+    A partial block has the same id as the full block. So a conversation that continues within a block keeps the block's
+    id. ``session`` is None if the source has no session ids.
     """
 
     arrival_s: float
@@ -27,11 +27,11 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in order of arrival; ``block_tokens`` is the length of a full block.
+    """Requests in order of arrival. ``block_tokens`` is the length of a full block.
 
-    In a closed loop only a session's first request in the trace arrives at its ``arrival_s``. Each later one arrives
-    ``pause_s`` after the one before it in its session has ended, and its ``arrival_s`` is nominal: when it would come
-    if the system took no time at all.
+    In a closed loop, only the first request of a session arrives at its ``arrival_s``. Each later request arrives
+    ``pause_s`` after the end of the previous request of its session. The ``arrival_s`` of the later request is nominal:
+    the arrival time on an infinitely fast system.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Trace:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     def at_rate(self, requests_per_s: float) -> "Trace":
-        """Return the trace starting at 0 with arrival times multiplied so that the mean rate is ``requests_per_s``.
+        """Return the trace from time 0, with arrival times scaled so that the mean rate is ``requests_per_s``.
 
-        Bursts stay bursts. A trace whose requests all arrive at once has no rate to change and is returned as it is.
-        Of a closed loop the starts of sessions are multiplied, its pauses stay and the rate is the nominal one; with
-        pauses too long for that rate, all sessions start at once.
+        Bursts remain bursts. A trace with all requests at one time has no rate, and is returned unchanged. In a closed
+        loop, only the starts of sessions are scaled, the pauses stay, and the rate is nominal. If the pauses are too
+        long for the rate, all sessions start at once.
         """
         start_s, needed_s = self.requests[0].arrival_s, len(self.requests) / requests_per_s
         factors = (
@@ -60,11 +60,11 @@ class Trace:
         return self._rescaled(max(0.0, min(factors, default=1.0)), origin_s=start_s)
 
     def sped_up(self, factor: float) -> "Trace":
-        """Return the trace with every arrival (of a closed loop: every session's start) ``factor`` times as early."""
+        """Return the trace with all arrival times divided by ``factor``; in a closed loop, all starts of sessions."""
         return self._rescaled(1 / factor, origin_s=0.0)
 
     def capped(self, input_tokens_max: int) -> "Trace":
-        """Return the trace with prompts cut to their first ``input_tokens_max`` tokens, as the paper does (A.2.1)."""
+        """Return the trace with prompts cut to their first ``input_tokens_max`` tokens (DualMap paper, A.2.1)."""
         blocks_max = -(-input_tokens_max // self.block_tokens)
         return self._with(
             replace(r, blocks=r.blocks[:blocks_max], input_tokens=min(r.input_tokens, input_tokens_max))
@@ -72,15 +72,15 @@ class Trace:
         )
 
     def without_sessions(self) -> "Trace":
-        """Return the trace with requests that name no session."""
+        """Return the trace with requests that carry no session id."""
         return self._with(replace(r, session=None) for r in self.requests)
 
     def longer_than(self, input_tokens: int) -> int:
-        """Return how many prompts have more than ``input_tokens``."""
+        """Return the number of prompts with more than ``input_tokens`` tokens."""
         return sum(request.input_tokens > input_tokens for request in self.requests)
 
     def _begun_s(self) -> list[float]:
-        """Return, per request, the arrival that its own hangs on: in a closed loop its session's first."""
+        """Return the start of each request's session in a closed loop, otherwise the request's arrival."""
         if not self.closed_loop:
             return [request.arrival_s for request in self.requests]
         firsts: dict[int, float] = {}

@@ -1,9 +1,9 @@
-"""Prefixes of Zipf's popularity with bursts: a cold prefix turns hot for some seconds, then another one does.
+"""Prefixes with Zipf popularity and bursts: one cold prefix after another becomes hot for some seconds.
 
-A router that lengthens the keys of hot prefixes must notice each burst while it lasts, and forget it afterwards. Every
-request has a prefix from a catalogue, shared with other requests, and a part of its own. There are no sessions. Times
-are those of the nominal rate: ``Trace.at_rate`` stretches bursts with everything else. Neighbours: ``draws`` for the
-numbers, ``statistics`` for what came out.
+A router that lengthens the keys of hot prefixes must detect each burst while it lasts, and end the lengthening
+afterwards. Every request has a prefix from a common set, and tokens of its own. There are no sessions. Times refer to
+the nominal rate: ``Trace.at_rate`` stretches bursts with all other times. ``draws`` provides the random numbers, and
+``statistics`` measures the result.
 """
 
 from bisect import bisect
@@ -27,18 +27,18 @@ BURST_EVERY_S: Final = 40.0
 BURST_S: Final = 20.0
 """The second half of every period is a burst."""
 BURST_SHARE: Final = 0.45
-"""Share of a burst's requests that ask for its prefix, which is one of the colder half of the catalogue."""
+"""Share of a burst's requests that have the burst's prefix, which is from the less popular half of the prefixes."""
 
 _OWN: Final = LogNormal(median=1000, sigma=0.8)
 _ANSWER: Final = LogNormal(median=120, sigma=0.7)
 _STRATA: Final = 200
 
 WINDOW_REQUESTS: Final = 50
-"""Five seconds at the nominal rate."""
+"""The requests of five seconds at the nominal rate."""
 
 
 def hottest_at_times(trace: Trace) -> float:
-    """Return the share of the hottest prefix of WINDOW_REQUESTS in a row that every fourth such window exceeds."""
+    """Return the upper quartile, over windows of WINDOW_REQUESTS, of the hottest prefix's share of a window."""
     firsts = [request.blocks[0] for request in trace.requests]
     windows = [firsts[start : start + WINDOW_REQUESTS] for start in range(0, len(firsts), WINDOW_REQUESTS)]
     shares = sorted(Counter(window).most_common(1)[0][1] / len(window) for window in windows)
@@ -58,11 +58,11 @@ ASKED: Final = (
     Asked("requests behind one prefix in a burst", BURST_SHARE, hottest_at_times),
     Asked("coefficient of variation of arrivals", 1, arrival_cv),
 )
-"""The figures that Zipf's law and the bursts give."""
+"""The target figures, which follow from Zipf's law and the bursts."""
 
 
 def zipf_bursts_workload(requests: int, *, seed: int = 0) -> Trace:
-    """Return ``requests`` requests. Equal arguments give equal traces, everywhere."""
+    """Return ``requests`` requests. Equal arguments give equal traces on any machine."""
     rng = Random(seed)
     blocks = count()
     lengths = Deck(rng, strata=_PREFIX_BLOCKS[1] + 1 - _PREFIX_BLOCKS[0])

@@ -14,14 +14,14 @@ AUDITED_WITHIN_S = 10.0
 LOST_WITHIN_S = 60.0
 
 
-def test_kubectl_and_server_are_the_pinned_version(cluster: Cluster) -> None:
+def test_kubectl_and_api_server_have_the_pinned_version(cluster: Cluster) -> None:
     said = json.loads(cluster.kubectl("version", "-o", "json"))
 
     assert said["clientVersion"]["gitVersion"] == KUBERNETES_VERSION
     assert said["serverVersion"]["gitVersion"] == KUBERNETES_VERSION
 
 
-def test_object_applied_is_stored_and_audited(cluster: Cluster) -> None:
+def test_applied_object_is_stored_and_audited(cluster: Cluster) -> None:
     namespace = cluster.namespace()
 
     cluster.kubectl("apply", "-n", namespace, "-f", "-", input=config_map("kept", colour="blue"))
@@ -33,7 +33,7 @@ def test_object_applied_is_stored_and_audited(cluster: Cluster) -> None:
     assert entry["responseStatus"]["code"] == 201
 
 
-def test_objects_survive_a_restart_of_the_api_server(cluster: Cluster) -> None:
+def test_objects_persist_across_api_server_restart(cluster: Cluster) -> None:
     namespace = cluster.namespace()
     cluster.kubectl("apply", "-n", namespace, "-f", "-", input=config_map("survivor", colour="green"))
 
@@ -43,7 +43,7 @@ def test_objects_survive_a_restart_of_the_api_server(cluster: Cluster) -> None:
     cluster.start_apiserver()
 
     assert read(cluster, namespace, "survivor") == {"colour": "green"}
-    # The controllers also survived: `namespace` waits for the service account that they create.
+    # The controllers also survived, because `namespace` waits for the service account that the controllers create.
     assert cluster.namespace() != namespace
 
 
@@ -80,11 +80,11 @@ def test_service_account_authenticates_by_token(cluster: Cluster) -> None:
     assert re.search(rf'cannot list resource "pods" .* in the namespace "{namespace}"', refused)
 
 
-def test_address_blocks_do_not_overlap(cluster: Cluster) -> None:
+def test_cluster_address_blocks_do_not_overlap(cluster: Cluster) -> None:
     assert not cluster.address_block().overlaps(cluster.address_block())
 
 
-def test_silent_node_is_lost_only_with_node_lifecycle(cluster: Cluster) -> None:
+def test_silent_node_is_lost_only_with_node_lifecycle_controller(cluster: Cluster) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"generateName": "silent-"}}
     name = cluster.kubectl("create", "-o", "name", "-f", "-", input=json.dumps(node)).strip()
     ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}

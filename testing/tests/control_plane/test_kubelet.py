@@ -1,4 +1,4 @@
-"""The process kubelet works with Kubernetes' own controllers like a real kubelet."""
+"""Tests of the process kubelet with Kubernetes' own controllers."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ async def _namespace(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator
         yield namespace
 
 
-async def test_statefulset_scaled_has_matching_endpoints(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_scaled_statefulset_has_matching_endpoints(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     namespace.apply(*statefulset("chat", replicas=2, container=ENGINE))
     for replicas in (2, 4, 1):
         namespace.scale("chat", replicas)
@@ -58,7 +58,7 @@ async def test_statefulset_scaled_has_matching_endpoints(namespace: Namespace, k
         assert (await answer.json())["data"][0]["id"] == "m"
 
 
-async def test_pod_with_closed_gate_is_not_ready(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_pod_with_false_readiness_gate_is_not_ready(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     namespace.apply(pod("gated", shell(FOREVER), readinessGates=[{"conditionType": GATE}]))
 
     await namespace.until_conditions("gated", ContainersReady="True", Ready="False")
@@ -68,7 +68,7 @@ async def test_pod_with_closed_gate_is_not_ready(namespace: Namespace, kubelet: 
     await namespace.until_conditions("gated", ContainersReady="True", Ready="False")
 
 
-async def test_pre_stop_delays_sigterm_and_the_pod_stays_ready(
+async def test_pre_stop_delays_sigterm_while_pod_stays_ready(
     namespace: Namespace, kubelet: ProcessKubelet, tmp_path: Path
 ) -> None:
     hook = f"echo hook; until test -e {tmp_path}/go; do sleep 0.05; done; echo done"
@@ -91,7 +91,7 @@ async def test_pre_stop_delays_sigterm_and_the_pod_stays_ready(
     assert kubelet.log(process).split() == ["up", "hook", "done", "term"]
 
 
-async def test_container_crashed_restarts_and_is_counted(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_crashed_container_restarts_and_increments_count(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     namespace.apply(pod("crashing", ENGINE))
     before = await namespace.until_ready("crashing")
 
@@ -107,7 +107,9 @@ async def test_container_crashed_restarts_and_is_counted(namespace: Namespace, k
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
 
 
-async def test_process_ignoring_sigterm_is_killed_after_grace(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_process_that_ignores_sigterm_is_killed_after_grace(
+    namespace: Namespace, kubelet: ProcessKubelet
+) -> None:
     namespace.apply(pod("stubborn", shell(f"trap '' TERM; echo up; {FOREVER}"), terminationGracePeriodSeconds=3))
     await namespace.until_ready("stubborn")
     stubborn = kubelet.pod(namespace.name, "stubborn")
@@ -135,7 +137,7 @@ async def test_forced_deletion_shortens_the_grace_period(namespace: Namespace, k
     await until(ended, "the process and its worker end", timeout_s=WITHIN_S)
 
 
-async def test_processes_survive_a_restart_of_the_api_server(
+async def test_processes_keep_running_across_api_server_restart(
     cluster: Cluster, namespace: Namespace, kubelet: ProcessKubelet
 ) -> None:
     namespace.apply(pod("survivor", shell(FOREVER), readinessGates=[{"conditionType": GATE}]))
@@ -149,7 +151,7 @@ async def test_processes_survive_a_restart_of_the_api_server(
     assert [each.processes for each in pods_of(namespace, kubelet)] == [each.processes for each in before]
 
 
-async def test_node_lost_is_detected_and_its_processes_end(cluster: Cluster, namespace: Namespace) -> None:
+async def test_lost_node_is_detected_and_its_processes_end(cluster: Cluster, namespace: Namespace) -> None:
     with cluster.node_lifecycle(), kubelet_on(cluster, "lost") as lost:
         namespace.apply(pod("stranded", shell(FOREVER), nodeName="lost"))
         await namespace.until_ready("stranded")
@@ -170,7 +172,7 @@ async def test_node_lost_is_detected_and_its_processes_end(cluster: Cluster, nam
     assert "lost" not in cluster.kubectl("get", "nodes", "-o", "name")
 
 
-async def test_fake_pods_have_a_status_and_no_process(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_fake_pods_have_a_status_but_no_process(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     fake = {"annotations": {FAKE_ANNOTATION: "true"}}
     namespace.apply(*statefulset("many", replicas=40, container={"name": "engine", "image": "any"}, metadata=fake))
 
@@ -187,7 +189,7 @@ async def test_fake_pods_have_a_status_and_no_process(namespace: Namespace, kube
     await until(gone, "no pod left", timeout_s=WITHIN_S)
 
 
-async def test_container_without_command_reports_the_reason(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_container_without_command_reports_error_reason(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     namespace.apply(pod("imaginary", {"name": "engine", "image": "any"}))
 
     async def refused() -> bool:

@@ -1,4 +1,4 @@
-"""Pods of images on the process kubelet: root file systems, volumes, users, networks, init containers, jobs."""
+"""Tests of pods with images on the process kubelet: file systems, volumes, users, networks, init containers, jobs."""
 
 import base64
 import json
@@ -46,7 +46,7 @@ def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", name="kubelet")
 def _kubelet(cluster: Cluster, root: Path) -> Iterator[ProcessKubelet]:
-    """A node with two images: busybox, and the same with a configuration."""
+    """A node with two images: busybox without and with an image configuration."""
     web = Image(root=root, entrypoint=("sh", "-c"), environment={"FROM": "image"}, user="web", directory="/run")
     with kubelet_on(cluster, "rooted", images={IMAGE: root, WEB: web}) as kubelet:
         yield kubelet
@@ -59,7 +59,7 @@ async def _namespace(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator
         yield namespace
 
 
-async def test_restricted_pod_has_user_read_only_root_and_volumes(
+async def test_restricted_pod_has_user_id_read_only_root_and_volumes(
     namespace: Namespace, kubelet: ProcessKubelet, root: Path
 ) -> None:
     before = files_of(root)
@@ -86,7 +86,7 @@ async def test_restricted_pod_has_user_read_only_root_and_volumes(
     assert files_of(root) == before
 
 
-async def test_writable_root_belongs_to_one_container(
+async def test_writable_root_is_private_to_its_container(
     namespace: Namespace, kubelet: ProcessKubelet, root: Path
 ) -> None:
     writable = {**RESTRICTED, "readOnlyRootFilesystem": False}
@@ -99,7 +99,7 @@ async def test_writable_root_belongs_to_one_container(
     assert root / "tmp" / "it" not in files_of(root)
 
 
-async def test_volume_files_follow_their_objects(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_volume_files_update_with_configmap_and_secret(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     namespace.apply(config("settings", {"a": "1", "b": "2"}), secret("keys", {"tls.key": "k1", "tls.crt": "c1"}))
     volumes = [
         {"name": "settings", "configMap": {"name": "settings"}},
@@ -207,7 +207,7 @@ async def test_every_pod_has_its_own_network(namespace: Namespace, kubelet: Proc
 async def test_init_containers_run_in_order_and_share_files(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     first = busybox("sleep 0.2; echo first >> /shared/log", volumeMounts=mounts, name="first")
-    # Fails once: a file in its volume marks the second attempt.
+    # The container fails once: a file in its volume marks the second attempt.
     again = "test -e /shared/tried || { touch /shared/tried; exit 1; }; echo second >> /shared/log"
     second = busybox(again, volumeMounts=mounts, name="second")
     main = busybox(f"cat /shared/log; {FOREVER}", volumeMounts=mounts)
@@ -219,7 +219,7 @@ async def test_init_containers_run_in_order_and_share_files(namespace: Namespace
     assert [each["restartCount"] for each in staged["status"]["initContainerStatuses"]] == [0, 1]
 
 
-async def test_init_container_failed_fails_a_pod_without_restarts(
+async def test_failed_init_container_fails_pod_with_restart_never(
     namespace: Namespace, kubelet: ProcessKubelet
 ) -> None:
     failing = busybox("exit 3", name="failing")
@@ -253,7 +253,7 @@ async def test_job_succeeds_after_a_failed_container(namespace: Namespace, kubel
     assert container_status(ended)["restartCount"] == 1
 
 
-async def test_pod_deleted_leaves_no_files_and_interfaces(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+async def test_deleted_pod_leaves_no_files_or_network_interfaces(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     container = busybox(f"trap 'echo term; exit' TERM; echo up; {FOREVER}", lifecycle=hook)
     namespace.apply(restricted("leaver", container, security={"runAsUser": 1000}))

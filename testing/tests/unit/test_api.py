@@ -1,4 +1,4 @@
-"""The emulated cluster's API client, and the loop that follows a collection."""
+"""Tests of the emulated cluster's API client and of its list-watch loop."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def pod(name: str, **labels: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncIterator[str]:
-    """A server that gives one answer, once."""
+    """A server that answers one request with a fixed response."""
 
     async def handle(request: web.Request) -> web.Response:
         seen.append(request)
@@ -45,7 +45,7 @@ async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncItera
 
 @asynccontextmanager
 async def following(api: KubeApi) -> AsyncIterator[list[Mapping[str, Any]]]:
-    """Records every state of the pods that ``follow`` passes on, the newest last."""
+    """Records the pods after each change that ``follow`` reports, with the latest state last."""
     client = ApiClient.from_kubeconfig(api.kubeconfig)
     states: list[Mapping[str, Any]] = []
     task = asyncio.create_task(follow(client, PODS, Mirror(states.append)))
@@ -85,7 +85,7 @@ async def test_request_with_token_sends_query_body_and_token(tmp_path: Path) -> 
         (lambda: web.json_response([]), 0, "the answer is not a JSON object"),
     ],
 )
-async def test_request_failed_raises_status_and_message(answer: Any, status: int, message: str) -> None:
+async def test_failed_request_raises_error_with_status_and_message(answer: Any, status: int, message: str) -> None:
     async with answering(answer(), []) as server:
         client = ApiClient(server)
         with pytest.raises(ApiError, match=message) as raised:
@@ -94,7 +94,7 @@ async def test_request_failed_raises_status_and_message(answer: Any, status: int
     assert raised.value.status == status
 
 
-async def test_request_to_absent_server_raises_status_zero() -> None:
+async def test_request_to_absent_server_raises_error_with_status_0() -> None:
     client = ApiClient("http://127.0.0.1:1")
     with pytest.raises(ApiError, match="cannot be reached") as raised:
         await client.request("GET", PODS)
@@ -120,7 +120,7 @@ async def test_watch_yields_events_until_an_error_event() -> None:
     assert raised.value.expired
 
 
-async def test_follow_passes_every_change_to_the_store(tmp_path: Path) -> None:
+async def test_follow_applies_every_change_to_the_store(tmp_path: Path) -> None:
     async with kube_api(tmp_path) as api:
         await api.put(pod("a"))
         async with following(api) as states:
@@ -135,7 +135,7 @@ async def test_follow_passes_every_change_to_the_store(tmp_path: Path) -> None:
         assert len(states) == 4
 
 
-async def test_follow_lists_again_when_its_version_expired(tmp_path: Path) -> None:
+async def test_follow_lists_again_after_expired_resource_version(tmp_path: Path) -> None:
     async with kube_api(tmp_path) as api, following(api) as states:
         await until(lambda: api.open_watches == 1)
         await api.stop()
@@ -146,7 +146,7 @@ async def test_follow_lists_again_when_its_version_expired(tmp_path: Path) -> No
     assert len(api.lists) >= 2
 
 
-async def test_follow_rejected_raises(tmp_path: Path) -> None:
+async def test_follow_with_rejected_list_raises_an_error(tmp_path: Path) -> None:
     async with kube_api(tmp_path) as api:
         api.refuse_with = 403
         client = ApiClient.from_kubeconfig(api.kubeconfig)

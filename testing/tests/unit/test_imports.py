@@ -1,4 +1,4 @@
-"""The emulated cluster does not import the product, and its packages import downwards only."""
+"""Tests that the emulated cluster does not import the product, and that its packages import only lower packages."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "emulated_cluster"
-# Each package and the packages that it may import, besides itself.
+# Maps each package to the other packages that it may import.
 PACKAGES = {
     "waiting": (),
     "api": (),
@@ -20,7 +20,7 @@ PACKAGES = {
     "fixtures": ("control_plane", "kubelet"),
 }
 PRODUCT = ("dualmap", "controlplane", "harness")
-# The list-watch loop is the product's own, which the operator and the router also run.
+# The exception is the product's list-watch loop, which the operator and the router also use.
 LOOP = ("api/follow.py", "dualmap_edge.kube.")
 
 
@@ -71,6 +71,6 @@ def test_module_imports_only_what_its_package_allows(path: Path) -> None:
         ("api/client.py", "from emulated_cluster.control_plane import kubeconfigs"),
     ],
 )
-def test_planted_import_is_found(module: str, planted: str) -> None:
+def test_import_check_finds_a_forbidden_import(module: str, planted: str) -> None:
     path = PACKAGE / module
     assert len(violations(path, f"{path.read_text()}\n{planted}\n")) == 1

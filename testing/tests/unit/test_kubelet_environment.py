@@ -1,4 +1,4 @@
-"""The environment and the command line that the kubelet gives a container."""
+"""Tests of the environment and the command line that the kubelet sets for a container."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,11 +28,11 @@ from kubelet_objects import pod
         ("$(HOST", "$(HOST"),
     ],
 )
-def test_references_to_variables(text: str, expanded: str) -> None:
+def test_variable_references_are_expanded(text: str, expanded: str) -> None:
     assert expand(text, {"HOST": "10.0.0.1", "PORT": "80"}) == expanded
 
 
-def test_environment_has_fields_and_earlier_variables() -> None:
+def test_environment_has_pod_fields_and_earlier_variables() -> None:
     container = {
         "name": "engine",
         "command": ["serve", "--url=$(URL)"],
@@ -70,7 +70,7 @@ def test_environment_has_fields_and_earlier_variables() -> None:
         ({}, "command is missing"),
     ],
 )
-def test_unknown_source_of_a_variable_is_rejected(container: Mapping[str, Any], said: str) -> None:
+def test_variable_with_unknown_source_is_rejected(container: Mapping[str, Any], said: str) -> None:
     named = {"name": "engine", **container}
 
     with pytest.raises(ContainerConfigError, match=said):
@@ -95,7 +95,7 @@ def test_variables_come_from_config_maps_and_secrets() -> None:
     assert references(container) == {*there, ("secret", "gone")}
 
 
-def test_environment_has_the_services_of_the_namespace() -> None:
+def test_environment_has_variables_for_namespace_services() -> None:
     ports = [{"name": "http", "port": 80}, {"name": "tls", "port": 443, "protocol": "TCP"}]
     service = {"metadata": {"name": "front-door"}, "spec": {"clusterIP": "10.0.0.7", "ports": ports}}
     headless = {"metadata": {"name": "members"}, "spec": {"clusterIP": "None", "ports": ports}}
@@ -119,7 +119,7 @@ def test_environment_has_the_services_of_the_namespace() -> None:
     }
 
 
-def test_command_line_without_command_is_the_entrypoint() -> None:
+def test_container_without_command_runs_the_entrypoint() -> None:
     container = {"name": "engine", "args": ["operator"]}
 
     assert command_line(container, {}, entrypoint=("dualmap",)) == ["dualmap", "operator"]

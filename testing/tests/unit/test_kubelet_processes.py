@@ -1,4 +1,4 @@
-"""Processes of the kubelet: probes, restarts and hooks; none remains after the end."""
+"""Tests of the kubelet's processes: probes, restarts and hooks; no process remains after the end."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SHELL = ["/bin/sh", "-c"]
 FOREVER = "while :; do sleep 0.05; done"
 
 
-def test_probe_decides_at_its_thresholds() -> None:
+def test_probe_result_changes_at_its_thresholds() -> None:
     spec = {"readinessProbe": {"successThreshold": 2, "failureThreshold": 3}}
     probe = Probe.read(spec, "readinessProbe")
     assert probe is not None
@@ -89,7 +89,7 @@ async def test_grpc_probe_checks_its_service() -> None:
     assert answers == [True, False, False]
 
 
-async def test_exec_probe_hanging_is_killed(tmp_path: Path) -> None:
+async def test_hung_exec_probe_is_killed(tmp_path: Path) -> None:
     where = action_target(log=tmp_path / "log")
     script = f"echo $$ > {tmp_path}/pid; {FOREVER}"
 
@@ -101,7 +101,7 @@ async def test_exec_probe_hanging_is_killed(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-async def test_child_processes_end_with_their_command(tmp_path: Path) -> None:
+async def test_child_processes_end_when_container_command_ends(tmp_path: Path) -> None:
     where = action_target(log=tmp_path / "log")
     script = f"( {FOREVER} ) & echo $! > {tmp_path}/child"
 
@@ -110,7 +110,7 @@ async def test_child_processes_end_with_their_command(tmp_path: Path) -> None:
     await until(lambda: not alive(int((tmp_path / "child").read_text())))
 
 
-async def test_container_crashed_restarts_and_reports_its_end(tmp_path: Path) -> None:
+async def test_crashed_container_restarts_and_reports_its_exit(tmp_path: Path) -> None:
     async with running({"command": [*SHELL, FOREVER]}, tmp_path) as container:
         await until(lambda: container.view.ready)
         container.crash()
@@ -135,7 +135,7 @@ async def test_pre_stop_runs_before_sigterm(tmp_path: Path) -> None:
     assert container.view.state.exit_code == 7
 
 
-async def test_startup_probe_failed_restarts_the_container(tmp_path: Path) -> None:
+async def test_failed_startup_probe_restarts_the_container(tmp_path: Path) -> None:
     probe = {"exec": {"command": ["false"]}, "failureThreshold": 1}
     async with running({"command": [*SHELL, FOREVER], "startupProbe": probe}, tmp_path) as container:
         await until(lambda: container.view.restarts == 1)
@@ -143,7 +143,7 @@ async def test_startup_probe_failed_restarts_the_container(tmp_path: Path) -> No
         assert not container.view.started
 
 
-async def test_liveness_probe_failed_restarts_the_container(tmp_path: Path) -> None:
+async def test_failed_liveness_probe_restarts_the_container(tmp_path: Path) -> None:
     flag = tmp_path / "alive"
     flag.touch()
     probe = {"exec": {"command": ["test", "-e", str(flag)]}, "failureThreshold": 1, "periodSeconds": 0.05}
@@ -158,7 +158,9 @@ async def test_liveness_probe_failed_restarts_the_container(tmp_path: Path) -> N
     ("policy", "exit_code", "again"),
     [("Never", 1, False), ("OnFailure", 0, False), ("OnFailure", 1, True), ("Always", 0, True)],
 )
-async def test_restart_policy_decides_about_a_restart(policy: str, exit_code: int, again: bool, tmp_path: Path) -> None:
+async def test_restart_policy_decides_if_container_restarts(
+    policy: str, exit_code: int, again: bool, tmp_path: Path
+) -> None:
     spec = {"command": [*SHELL, f"exit {exit_code}"]}
     async with running(spec, tmp_path, policy=policy) as container:
         await until(lambda: isinstance(container.view.state, Terminated) or container.view.restarts > 0)
@@ -171,7 +173,7 @@ async def test_restart_policy_decides_about_a_restart(policy: str, exit_code: in
             assert container.view.state.exit_code == exit_code
 
 
-async def test_readiness_is_probed_while_the_container_ends(tmp_path: Path) -> None:
+async def test_readiness_probe_continues_during_termination(tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     flag.touch()
     probe = {"exec": {"command": ["test", "-e", str(flag)]}, "failureThreshold": 1, "periodSeconds": 0.05}
@@ -188,7 +190,7 @@ async def test_readiness_is_probed_while_the_container_ends(tmp_path: Path) -> N
         await until(lambda: isinstance(container.view.state, Terminated))
 
 
-async def test_container_cancelled_leaves_no_process(tmp_path: Path) -> None:
+async def test_cancelled_container_leaves_no_process(tmp_path: Path) -> None:
     script = f"sh -c '{FOREVER}' & echo $! > {tmp_path}/child; wait"
     async with running({"command": [*SHELL, script]}, tmp_path) as container:
         await until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text().endswith("\n"))
@@ -231,7 +233,7 @@ def ignored() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The process kubelet repeats requests that the API server rejects or does not answer."""
+"""Tests that the process kubelet repeats requests after a rejection or without an answer."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ TERMINATED = {"kind": "Status", "message": "unable to create new content in name
 
 
 class Server:
-    """Answers with these statuses, one request each, and accepts every request after them."""
+    """A server that answers the first requests with these statuses, and accepts all later requests."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
@@ -64,7 +64,7 @@ async def server(*statuses: int) -> AsyncIterator[tuple[Server, ApiClient]]:
         await runner.cleanup()
 
 
-async def test_pod_status_rejected_is_sent_again_and_logged_once(
+async def test_rejected_pod_status_is_sent_again_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="emulated_cluster.kubelet.pods")
@@ -97,7 +97,7 @@ class Clock:
         return self.now_s
 
 
-def test_retries_count_a_minute_of_rejections_but_no_outage() -> None:
+def test_retry_limit_counts_rejections_but_no_outage() -> None:
     clock = Clock()
     retries = Retries(clock)
     refused, away = ApiError(403, "no"), ApiError(0, "away")
@@ -117,7 +117,7 @@ def test_retries_count_a_minute_of_rejections_but_no_outage() -> None:
         retries.check(refused)
 
 
-async def test_request_for_a_container_rejected_is_its_config_error() -> None:
+async def test_rejected_container_request_is_reported_as_config_error() -> None:
     async with server(403) as (_, client):
         with pytest.raises(ContainerConfigError, match="403 unable to create new content"):
             await persistently(client, "POST", "/api/v1/namespaces/team/serviceaccounts/default/token", body={})

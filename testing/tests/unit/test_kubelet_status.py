@@ -19,7 +19,7 @@ from kubelet_objects import pod
 GATE = "example.com/in-ring"
 
 
-def test_pod_is_ready_with_all_containers_and_gates() -> None:
+def test_pod_is_ready_if_all_containers_and_gates_are_ready() -> None:
     gated = pod(readinessGates=[{"conditionType": GATE}])
 
     closed = ready(gated, view(ready=True))
@@ -33,7 +33,7 @@ def test_pod_is_ready_with_all_containers_and_gates() -> None:
     assert ready(gated, view(ready=False)) == ("False", "False", "containers with unready status: ['engine']")
 
 
-def test_condition_keeps_its_last_transition_time() -> None:
+def test_unchanged_condition_keeps_its_last_transition_time() -> None:
     some = pod()
     where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
     some["status"] = pod_status(some, [view(ready=False)], where, now_s=1.0)
@@ -58,7 +58,7 @@ def test_condition_keeps_its_last_transition_time() -> None:
         ("Never", Terminated(exit_code=1, started_s=0.0, finished_s=1.0), False, "Failed"),
     ],
 )
-def test_phase_follows_the_containers(policy: str, state: State, terminating: bool, phase: str) -> None:
+def test_pod_phase_is_derived_from_container_states(policy: str, state: State, terminating: bool, phase: str) -> None:
     some = pod(restartPolicy=policy)
     if terminating:
         some["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
@@ -79,7 +79,7 @@ def test_pod_with_a_restarting_container_is_not_failed() -> None:
     ("exit_code", "over", "phase", "initialized"),
     [(0, True, "Running", "True"), (1, True, "Failed", "False"), (1, False, "Pending", "False")],
 )
-def test_init_containers_decide_the_status_first(exit_code: int, over: bool, phase: str, initialized: str) -> None:
+def test_pod_phase_depends_on_init_containers_first(exit_code: int, over: bool, phase: str, initialized: str) -> None:
     where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
     initial = view(state=Terminated(exit_code=exit_code, started_s=0.0, finished_s=1.0), over=over)
 
@@ -105,7 +105,7 @@ def view(*, ready: bool = False, state: State | None = None, over: bool = False)
 
 
 def ready(some: Mapping[str, Any], container: ContainerView) -> tuple[str, str, str | None]:
-    """Return ContainersReady, Ready and Ready's message."""
+    """Return the statuses of ContainersReady and Ready, and the message of Ready."""
     where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
     conditions = {each["type"]: each for each in pod_status(some, [container], where, now_s=1.0)["conditions"]}
     return conditions["ContainersReady"]["status"], conditions["Ready"]["status"], conditions["Ready"]["message"]

@@ -1,4 +1,4 @@
-"""The names of a cluster, resolved by its DNS server."""
+"""Tests of the emulated cluster's DNS names."""
 
 import struct
 
@@ -37,11 +37,11 @@ SLICES = {"team/members": [{"endpoints": MEMBERS}, {"endpoints": None}]}
         ("web.team", None),
     ],
 )
-def test_name_resolves_to_its_records(name: str, found: Found | None) -> None:
+def test_dns_name_resolves_to_its_records(name: str, found: Found | None) -> None:
     assert resolve(name, SERVICES, SLICES) == found
 
 
-def test_answer_has_the_question_and_its_records() -> None:
+def test_dns_response_contains_question_and_records() -> None:
     message = asked("other.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
@@ -56,7 +56,7 @@ def test_answer_has_the_question_and_its_records() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "code"), [("web", AAAA, 0), ("nowhere", A, 3)])
-def test_name_without_record_differs_from_unknown_name(name: str, kind: int, code: int) -> None:
+def test_dns_name_without_record_differs_from_unknown_name(name: str, kind: int, code: int) -> None:
     message = asked(f"{name}.team.svc.cluster.local", kind)
     question = read_question(message)
     assert question is not None
@@ -67,7 +67,7 @@ def test_name_without_record_differs_from_unknown_name(name: str, kind: int, cod
     assert (flags & 0xF, counts) == (code, [1, 0, 0, 0])
 
 
-def test_answer_too_long_for_udp_is_truncated() -> None:
+def test_dns_response_too_long_for_udp_is_truncated() -> None:
     message = asked("members.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
@@ -82,7 +82,7 @@ def test_answer_too_long_for_udp_is_truncated() -> None:
 
 
 @pytest.mark.parametrize("message", [b"", bytes(12), b"\0\7\x80\0\0\1" + bytes(20), b"\0\7\0\0\0\1\0\0\0\0\0\0\5ab"])
-def test_message_that_is_no_question_is_recognized(message: bytes) -> None:
+def test_dns_message_without_question_is_recognized(message: bytes) -> None:
     assert read_question(message) is None
 
 

@@ -1,4 +1,5 @@
-"""Policies of other systems that trade cached prefixes against load over all members.
+"""Policies of other systems that use cached prefixes and load of all members.
 
-May import what ``policies`` may, ``situation`` and ``migration``; neither ``pair`` nor ``single_signal``.
+This package may import ``situation``, ``migration`` and the packages that ``policies`` may import, but not ``pair`` or
+``single_signal``.
 """

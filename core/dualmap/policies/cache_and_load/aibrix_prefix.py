@@ -16,11 +16,12 @@ _NO_MATCH = Rule(
 
 
 class AibrixPrefix:
-    """The longest match among members within one standard deviation of the mean requests; else the fewest requests.
+    """Chooses the longest match among members with acceptable load; else the fewest requests.
 
-    If the difference between the most and the fewest requests exceeds 8, matches are ignored. Fewer requests break
-    ties. Deviation: running requests are those that the routers have in flight or queued, not the engines' own count.
-    The requests of other routers are counted as last reported.
+    A load is acceptable if it is at most the mean number of requests plus one standard deviation. If the difference
+    between the most and the fewest requests exceeds 8, matches are ignored. Fewer requests break ties. Deviation: this
+    policy counts the requests that routers have in flight or queued, not the engines' running requests. Other routers'
+    requests are counted from their last report.
     """
 
     name: ClassVar[str] = "aibrix_prefix"
@@ -31,7 +32,7 @@ class AibrixPrefix:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the longest match, or the member with the fewest requests."""
+        """Return the member with the longest match, or with the fewest requests."""
         everyone = situation.everyone
         requests = everyone.requests()
         if max(requests) - min(requests) > _IMBALANCE_REQUESTS:

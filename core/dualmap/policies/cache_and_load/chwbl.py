@@ -12,10 +12,10 @@ _BOUNDED = Rule("bounded", "it follows on ring 1 after members whose load is at 
 
 
 class Chwbl:
-    """The first member that the key meets on ring 1 whose requests would stay within 1.25 times the mean.
+    """Chooses the first member in ring 1's order for the key with requests within 1.25 times the mean.
 
-    The bound is ``ceil(1.25 * requests / members)`` and includes the new request. It is computed from the situation
-    alone and needs no state. Deviation: members of different weight have the same bound.
+    The bound is ``ceil(1.25 * requests / members)`` and includes the new request. The policy computes the bound from
+    the situation and needs no state. Deviation: members with different weights have the same bound.
     """
 
     name: ClassVar[str] = "chwbl"
@@ -28,11 +28,11 @@ class Chwbl:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the first member on the key's walk of ring 1 whose load is within the bound."""
+        """Return the first member in ring 1's order for the key with a load within the bound."""
         everyone = situation.everyone
         requests = everyone.requests()
         most = ceil(_FACTOR * (sum(requests) + 1) / len(requests))
         walk = enumerate(situation.ring_walk())
-        # The bound exceeds the mean, so some member is below it.
+        # The bound exceeds the mean, so at least one member is below the bound.
         step, position = next((step, position) for step, position in walk if requests[position] < most)
         return Choice(everyone[position], _BOUNDED if step else _AFFINITY)

@@ -1,4 +1,4 @@
-"""EAR: each session is bound to a host and moves when the host is hot."""
+"""EAR: binds each session to a host and moves the session if the host is hot."""
 
 from math import inf
 from typing import ClassVar
@@ -12,13 +12,13 @@ _MOVE = Rule("session-move", "the session's host is hot, and this member has the
 
 
 class Ear:
-    """A new session goes to the least pending prefill; later turns go to its host unless the host is hot.
+    """Sends a new session to the member with the least pending prefill, and later turns to the session's host.
 
-    The host is hot when its pending prefill is more than it computes within the SLO; the paper gives no threshold. A
-    session of a hot host moves to the member with the least pending prefill. It moves only if that is less than the
-    host's, the member has room for the session's context, and the session has not moved within the pool's
-    ``session.migration.cooldown``. The member that serves a turn becomes the session's host
-    (``dualmap.keys.sessions``). A request without a session counts as a new session.
+    A host is hot if it cannot compute its pending prefill within the SLO; the paper gives no threshold. A session of a
+    hot host moves to the member with the least pending prefill. The session moves only under three conditions. The
+    target has less pending prefill than the host. The target has enough memory for the session's context. The session
+    has not moved within the pool's ``session.migration.cooldown``. The member that serves a turn becomes the session's
+    host (``dualmap.keys.sessions``). A request without a session counts as a new session.
 
     Deviation: the KV is not transferred. ``session.migration`` is DualMap's variant of EAR for any policy
     (``dualmap.policies.migration``); it takes precedence over this policy.
@@ -32,7 +32,7 @@ class Ear:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the session's host, or the member where the session starts or moves to."""
+        """Return the session's host, or the target of a new or moved session."""
         everyone, host = situation.everyone, situation.host
         pending_tokens = everyone.pending_tokens()
         if host is None:

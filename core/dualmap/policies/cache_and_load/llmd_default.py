@@ -1,4 +1,4 @@
-"""llm-d's default scorers: queue, KV utilisation and prefix, weighted 2, 2 and 3."""
+"""llm-d's default scorers: queue, KV utilisation and prefix, with the weights 2, 2 and 3."""
 
 from typing import ClassVar
 
@@ -12,11 +12,12 @@ _BEST_SCORE = Rule("best-score", "its weighted score of queue, KV utilisation an
 
 
 class LlmdDefault:
-    """The highest weighted sum of three scores between 0 and 1. Fewer requests in flight, then a hash, break ties.
+    """Chooses the highest weighted sum of three scores from 0 to 1. Fewer requests in flight, then a hash, break ties.
 
-    Queue: 1 for the shortest queue, 0 for the longest. KV: the share of the cache that is not in use. Prefix: the
-    matched share of the prompt. Deviations: llm-d scrapes the number of waiting requests and the KV utilisation from
-    the engines. Here the queue is the pending prefill tokens, and the KV is that of the prompts placed at a member.
+    The queue score is 1 for the shortest queue and 0 for the longest queue. The KV score is the free share of the
+    cache. The prefix score is the matched share of the prompt. Deviations: llm-d reads the number of waiting requests
+    and the KV utilisation from the engines' metrics. This policy uses the pending prefill tokens, and the KV of the
+    prompts in flight and queued at a member.
     """
 
     name: ClassVar[str] = "llmd_default"
@@ -31,7 +32,7 @@ class LlmdDefault:
         everyone = situation.everyone
         pending_tokens = everyone.pending_tokens()
         shortest = min(pending_tokens)
-        # Costs are the complements of the scores: equal queues all cost 0.
+        # Costs are the complements of the scores: if all queues are equal, each queue has cost 0.
         queue = _QUEUE_WEIGHT / max(1, max(pending_tokens) - shortest)
         room = max(1, situation.room_tokens)
         kv, prefix = _KV_WEIGHT / room, _PREFIX_WEIGHT / max(1, situation.prompt_tokens)

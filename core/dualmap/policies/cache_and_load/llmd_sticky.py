@@ -1,4 +1,4 @@
-"""llm-d's sticky profile: prefer members with the prompt cached, then the fewest tokens in flight."""
+"""llm-d's sticky profile: prefers members with the prompt cached, then the fewest tokens in flight."""
 
 from math import inf
 from typing import ClassVar
@@ -17,11 +17,12 @@ _NO_MATCH = Rule("no-match", "no member has most of the prompt cached, and it ha
 
 
 class LlmdSticky:
-    """The fewest tokens in flight among members with 0.8 of the prompt cached, or among all if those are far too slow.
+    """Chooses the fewest tokens in flight among members with 0.8 of the prompt cached, or among all members.
 
-    They are too slow if their best TTFT exceeds the best of all members by over 18 s. Deviations: TTFT is the router's
-    own T_q + T_c, where llm-d divides tokens in flight by a configured throughput. llm-d also explores other members at
-    random.
+    The policy uses all members in two cases. In the first case, no member has 0.8 of the prompt cached. In the second
+    case, the best TTFT of members with 0.8 exceeds the best TTFT of all members by over 18 s. Deviations: TTFT is the
+    router's T_q + T_c (paper eq. 7); llm-d divides tokens in flight by a configured throughput. In addition, llm-d
+    sometimes chooses other members at random.
     """
 
     name: ClassVar[str] = "llmd_sticky"
@@ -32,7 +33,7 @@ class LlmdSticky:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member with the fewest tokens in flight, preferably one with the prompt cached."""
+        """Return the member with the fewest tokens in flight; prefer members with the prompt cached."""
         everyone = situation.everyone
         placed_tokens = everyone.placed_tokens()
         least_matched = max(1.0, _STICKY_SHARE * situation.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, including those of this request."""
+"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, including the tokens of this request."""
 
 from typing import ClassVar
 
@@ -11,11 +11,12 @@ _SHORT = Rule("short-prompt", "the prompt is too short to use caches, and it has
 
 
 class Llumnix:
-    """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members. Fewer requests in flight break ties.
+    """Chooses the lowest ``prefix_miss_tokens + all_prefill_tokens``. Fewer requests in flight break ties.
 
-    For prompts of fewer than 1024 tokens, caches are ignored. All prefill tokens are uncomputed ones: waiting, running,
-    and dispatched. Deviations: hits come from the router's own index instead of a KVS metadata service. Two defects of
-    the original are not copied: here a member without hits misses the whole prompt, and hits count from block 0.
+    For prompts with fewer than 1024 tokens, caches are ignored. ``all_prefill_tokens`` counts the uncomputed tokens of
+    waiting, running and dispatched requests. Deviations: hits are from the router's index instead of a KVS metadata
+    service. The original has two defects that are corrected here: a member without hits misses the complete prompt, and
+    hits count from block 0.
     """
 
     name: ClassVar[str] = "llumnix"

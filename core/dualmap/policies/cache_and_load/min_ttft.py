@@ -1,4 +1,4 @@
-"""Min TTFT: the least predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
+"""Min TTFT: the lowest predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ _TTFT = Weights(compute=1.0)
 
 
 class MinTtft:
-    """The least T_q + T_c over all members."""
+    """Chooses the lowest predicted TTFT (T_q + T_c, paper eq. 7) of all members."""
 
     name: ClassVar[str] = "min_ttft"
     source: ClassVar[str] = "Mooncake; DualMap section 2.2, baseline"
@@ -20,5 +20,5 @@ class MinTtft:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member with the least predicted TTFT; fewer requests in flight break ties."""
+        """Return the member with the lowest predicted TTFT; fewer requests in flight break ties."""
         return Choice(situation.cheapest(situation.everyone.costs_s(_TTFT)), _MIN_TTFT)

@@ -1,4 +1,4 @@
-"""Preble: use a cache with most of the prompt, else explore by cost (Srivatsa et al. 2024)."""
+"""Preble: uses a cache with most of the prompt, else chooses by cost (Srivatsa et al. 2024)."""
 
 from math import inf
 from typing import ClassVar
@@ -13,11 +13,11 @@ _EXPLORE = Rule("explore", "no match exceeds half of the prompt, and it has the 
 
 
 class Preble:
-    """The longest match if it exceeds half of the prompt, else the least cost of load and recomputation.
+    """Chooses the longest match if it exceeds half of the prompt, else the lowest cost of load and recomputation.
 
-    The least pending prefill breaks ties between equal matches. Deviations: load is T_q, a member's current backlog,
-    where Preble sums the work of the last minutes. The cost of evicting another prefix is not counted, since the router
-    cannot see it.
+    The least pending prefill breaks ties between equal matches. Deviations: the load is T_q (paper eq. 7), a member's
+    present backlog; Preble sums the work of the last minutes. The cost of evictions is not counted, because the router
+    cannot observe evictions.
     """
 
     name: ClassVar[str] = "preble"
@@ -28,7 +28,7 @@ class Preble:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member with the longest match, or of least cost."""
+        """Return the member with the longest match, or with the lowest cost."""
         everyone = situation.everyone
         matched_tokens = everyone.matched_tokens()
         longest = max(matched_tokens)

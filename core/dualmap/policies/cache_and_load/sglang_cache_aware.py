@@ -1,4 +1,4 @@
-"""SGLang's cache-aware routing: the longest match while the load is balanced, else the fewest requests."""
+"""SGLang's cache-aware routing: the longest match if the load is balanced, else the fewest requests."""
 
 from math import inf
 from typing import ClassVar
@@ -15,12 +15,11 @@ _NO_MATCH = Rule("no-match", "no match is long enough, and it has the fewest req
 
 
 class SglangCacheAware:
-    """The longest match above 0.3 of the prompt while the load is balanced; else the fewest requests.
+    """Chooses the longest match above 0.3 of the prompt if the load is balanced; else the fewest requests.
 
-    The load is imbalanced when the busiest member has over 64 requests more than the least busy one, and more than 1.5
-    times as many.
-    Deviation: for shorter matches SGLang chooses the member with the smallest tree. This policy chooses the fewest
-    requests, as its successor (SMG) does.
+    The load is imbalanced if the difference between the most and the fewest requests exceeds 64 and the quotient
+    exceeds 1.5. Deviation: for shorter matches, SGLang chooses the member with the smallest tree. This policy chooses
+    the fewest requests, as SGLang's successor (Shepherd Model Gateway) does.
     """
 
     name: ClassVar[str] = "sglang_cache_aware"
@@ -31,7 +30,7 @@ class SglangCacheAware:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the longest match, or the member with the fewest requests."""
+        """Return the member with the longest match, or with the fewest requests."""
         everyone = situation.everyone
         requests = everyone.requests()
         fewest, most = min(requests), max(requests)

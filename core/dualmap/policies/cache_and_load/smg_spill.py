@@ -1,4 +1,4 @@
-"""SMG's cache-aware routing with spill: the longest match unless its load is far above the mean."""
+"""Shepherd Model Gateway's cache-aware routing: the longest match unless its load is far above the mean."""
 
 from math import ceil, inf, sqrt
 from typing import ClassVar
@@ -16,11 +16,12 @@ _NO_MATCH = Rule("no-match", "no match is long enough, and it has the fewest req
 
 
 class SmgSpill:
-    """The longest match above 0.3 of the prompt, unless all members with it are overloaded; else the fewest requests.
+    """Chooses the longest match above 0.3 of the prompt at a member without overload; else the fewest requests.
 
-    A member is overloaded when its requests exceed both 1.5 times the mean and the mean plus a margin. The margin is
-    ``2 * sqrt(mean)`` rounded up, at least 4 and at most 64. It prevents the normal variation of a busy pool from
-    counting as overload. The fewest requests break ties between equal matches. Deviation: SMG spills by expected wait.
+    A member is overloaded if its requests exceed both 1.5 times the mean and the mean plus a margin. The margin is ``2
+    * sqrt(mean)`` rounded up, at least 4 and at most 64. Without the margin, the normal variation of a busy pool would
+    count as overload. The fewest requests break ties between equal matches. Deviation: Shepherd Model Gateway decides
+    by expected wait.
     """
 
     name: ClassVar[str] = "smg_spill"
@@ -31,7 +32,7 @@ class SmgSpill:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the longest match, or the member with the fewest requests."""
+        """Return the member with the longest match, or with the fewest requests."""
         everyone = situation.everyone
         requests, matched_tokens = everyone.requests(), everyone.matched_tokens()
         longest = max(matched_tokens)

@@ -10,10 +10,10 @@ _BEST_SCORE = Rule("best-score", "its matched share of the prompt minus its rela
 
 
 class StackLoadaware:
-    """The highest ``matched / prompt - 1.0 * (load - mean) / max(1, mean)`` over all members; load is requests.
+    """Chooses the highest ``matched / prompt - 1.0 * (load - mean) / max(1, mean)``.
 
-    The first term is the share of this request's prefill that the cache saves. The second is a member's distance from
-    the mean load.
+    ``load`` is a member's number of requests. The first term is the share of the request's prefill that the cache
+    saves. The second term is the relative difference between a member's load and the mean load.
     """
 
     name: ClassVar[str] = "stack_loadaware"
@@ -30,6 +30,6 @@ class StackLoadaware:
         mean = sum(requests) / len(requests)
         scale = _LOAD_WEIGHT / max(1.0, mean)
         columns = zip(requests, everyone.matched_tokens(), strict=True)
-        # The mean is left out: it lowers every score by the same amount.
+        # The cost omits the mean, which changes every score by the same amount.
         costs = [count * scale - matched / prompt for count, matched in columns]
         return Choice(situation.cheapest(costs), _BEST_SCORE)

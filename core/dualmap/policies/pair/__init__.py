@@ -1,4 +1,5 @@
 """Policies that choose within a request's pair of members: DualMap and its variants.
 
-May import what ``policies`` may, ``situation`` and ``migration``; neither ``cache_and_load`` nor ``single_signal``.
+This package may import ``situation``, ``migration`` and the packages that ``policies`` may import, but not
+``cache_and_load`` or ``single_signal``.
 """

@@ -1,4 +1,4 @@
-"""DualMap, the default: the pair while it is fast enough, else the least marginal cost over all members."""
+"""DualMap, the default policy: chooses within the pair if the pair is fast enough, else from all members."""
 
 from typing import ClassVar, Final
 
@@ -14,20 +14,24 @@ _PAIR_COLD = Rule(
 )
 
 _EQUAL_S: Final = 0.02
-"""Costs this close count as equal: the estimates are not more precise, and later requests of the key go to its pair."""
+"""Costs with at most this difference count as equal.
+
+The estimates are not more precise than this, and the pair also serves later requests with the same key.
+"""
 
 
 class DualMap:
-    """The longer match of the pair while its predicted TTFT is within a fraction of the SLO; else marginal cost.
+    """Chooses the longer match of the pair if its predicted TTFT is low enough, else the lowest marginal cost.
 
-    The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed``; the least over all members
-    wins. T_c has a weight above 1 because other requests wait for this prefill. Active KV represents competing decode
-    work. Marginal cost also decides if both of the pair have the same match; at equal cost the pair wins. Queued
-    requests that will miss the SLO are deferred.
+    The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed`` (T_q and T_c: paper eq. 7).
+    The member with the lowest marginal cost is chosen. T_c has a weight above 1 because other requests wait for this
+    prefill. Active KV represents competing decode work. Marginal cost also decides if both members of the pair have the
+    same match; at equal cost, a member of the pair is chosen. Queued requests that will miss the SLO are deferred.
 
-    Deviations from the published rule (``dualmap_paper``): the limit is ``sloFraction`` of the SLO, not all of it.
-    Beyond the limit the request may leave the pair. The less loaded of the pair would lose every hit in a saturated
-    pool (docs/adr/0004-default-policy.md). Prefixes are hot from 1/n of the traffic.
+    There are three deviations from the published rule (``dualmap_paper``). The limit is ``sloFraction`` of the SLO, not
+    the full SLO. Above the limit, the request may go to a member outside the pair. In a saturated pool, the published
+    choice of the less loaded member would lose almost all cache hits (docs/adr/0004-default-policy.md). A prefix is hot
+    from 1/n of the traffic, for n members.
     """
 
     name: ClassVar[str] = "dualmap"
@@ -40,7 +44,7 @@ class DualMap:
     defers: ClassVar[bool] = True
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the longer match of the pair, or the least marginal cost if it is too slow or both match equally."""
+        """Return the longer match of the pair, or the lowest marginal cost if the match is too slow or equal."""
         warm, rule = situation.warmest()
         spill = situation.spill
         fast = situation.waited_s + warm.ttft_s <= spill.slo_fraction * situation.slo_ttft_s

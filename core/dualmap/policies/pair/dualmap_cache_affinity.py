@@ -9,7 +9,7 @@ _WARMER = Rule("pair-warmer", "it has the longer match of the pair")
 
 
 class DualMapCacheAffinity:
-    """The longer match of the pair, regardless of load. Lower load breaks ties. No rebalancing."""
+    """Chooses the longer match of the pair, regardless of load. Lower load breaks ties. There is no rebalancing."""
 
     name: ClassVar[str] = "dualmap_cache_affinity"
     source: ClassVar[str] = "DualMap section 4.3, ablation 1"
@@ -19,6 +19,6 @@ class DualMapCacheAffinity:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the pair."""
+        """Return the member of the pair with the longer match."""
         warm, _ = situation.warmest()
         return Choice(warm, _WARMER)

@@ -9,7 +9,7 @@ _LESS_LOADED = Rule("pair-less-loaded", "it has the least pending prefill of the
 
 
 class DualMapLeastLoaded:
-    """The pair's member with less pending prefill, regardless of its cache. No rebalancing."""
+    """Chooses the pair's member with less pending prefill, regardless of the caches. There is no rebalancing."""
 
     name: ClassVar[str] = "dualmap_least_loaded"
     source: ClassVar[str] = "DualMap section 4.3, ablation 2"
@@ -19,5 +19,5 @@ class DualMapLeastLoaded:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the pair."""
+        """Return the member of the pair with less pending prefill."""
         return Choice(situation.less_loaded(), _LESS_LOADED)

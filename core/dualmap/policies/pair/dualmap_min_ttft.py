@@ -9,7 +9,10 @@ _MIN_TTFT = Rule("pair-min-ttft", "it has the lowest predicted TTFT of the pair"
 
 
 class DualMapMinTtft:
-    """The pair's member with the least predicted TTFT, then fewer requests in flight. No rebalancing."""
+    """Chooses the pair's member with the lowest predicted TTFT. Fewer requests in flight break ties.
+
+    There is no rebalancing.
+    """
 
     name: ClassVar[str] = "dualmap_min_ttft"
     source: ClassVar[str] = "DualMap section 4.3, ablation 3"
@@ -19,5 +22,5 @@ class DualMapMinTtft:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the pair."""
+        """Return the member of the pair with the lowest predicted TTFT."""
         return Choice(situation.least(situation.pair, lambda each: (each.ttft_s, each.in_flight)), _MIN_TTFT)

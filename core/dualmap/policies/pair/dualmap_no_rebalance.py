@@ -6,7 +6,7 @@ from dualmap.policies.pair.dualmap_paper import DualMapPaper
 
 
 class DualMapNoRebalance(DualMapPaper):
-    """The choice of ``dualmap_paper``; queued requests do not move."""
+    """Chooses as ``dualmap_paper`` does; queued requests do not move."""
 
     name: ClassVar[str] = "dualmap_no_rebalance"
     source: ClassVar[str] = "DualMap section 4.3, ablation 4"

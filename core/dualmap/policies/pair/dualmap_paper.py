@@ -1,4 +1,4 @@
-"""DualMap as published: SLO-aware choice within the pair (paper section 3.2)."""
+"""The published DualMap policy: SLO-aware choice within the pair (paper section 3.2)."""
 
 from typing import ClassVar
 
@@ -12,10 +12,11 @@ _LESS_LOADED = Rule(
 
 
 class DualMapPaper:
-    """The longer match of the pair while its predicted TTFT meets the SLO; else the less loaded of the pair.
+    """Chooses the longer match of the pair if its predicted TTFT meets the SLO; else the less loaded member.
 
-    Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens an instance prefills within
-    the SLO. This policy compares the predicted TTFT with the SLO, which is equivalent for a known speed.
+    Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens that an instance prefills
+    within the SLO time. This policy compares the predicted TTFT with the SLO, which is equivalent if the speed is
+    known.
     """
 
     name: ClassVar[str] = "dualmap_paper"
@@ -26,7 +27,7 @@ class DualMapPaper:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the pair."""
+        """Return the member of the pair with the longer match, or the less loaded member."""
         warm, rule = situation.warmest()
         if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
             return Choice(warm, rule)

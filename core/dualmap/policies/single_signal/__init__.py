@@ -1,4 +1,5 @@
-"""Baselines that use the cache alone, the load alone, or neither.
+"""Baseline policies that use only the cache, only the load, or neither.
 
-May import what ``policies`` may, ``situation`` and ``migration``; neither ``pair`` nor ``cache_and_load``.
+This package may import ``situation``, ``migration`` and the packages that ``policies`` may import, but not ``pair`` or
+``cache_and_load``.
 """

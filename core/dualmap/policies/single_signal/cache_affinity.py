@@ -1,4 +1,4 @@
-"""Cache affinity: consistent hashing of a key of fixed length, one candidate (DualMap section 2.2, a baseline)."""
+"""Cache affinity: consistent hashing of a fixed-length key to one candidate (DualMap section 2.2, a baseline)."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _AFFINITY = Rule("affinity", "ring 1 maps the key to it")
 
 
 class CacheAffinity:
-    """The member that ring 1 maps the key to, regardless of load."""
+    """Chooses the member to which ring 1 maps the key, regardless of load."""
 
     name: ClassVar[str] = "cache_affinity"
     source: ClassVar[str] = "DualMap section 2.2, baseline"
@@ -19,5 +19,5 @@ class CacheAffinity:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the first of the pair."""
+        """Return the first member of the pair."""
         return Choice(situation.pair[0], _AFFINITY)

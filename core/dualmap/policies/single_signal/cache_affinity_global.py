@@ -1,4 +1,4 @@
-"""Cache affinity over all members: the longest indexed prefix wins (DualMap section 3.2, the pure strategy)."""
+"""Cache affinity over all members: the longest indexed prefix (DualMap section 3.2, the pure strategy)."""
 
 from typing import ClassVar
 
@@ -9,9 +9,9 @@ _LONGEST = Rule("longest-prefix", "it has the longest match of all members")
 
 
 class CacheAffinityGlobal:
-    """The member with the longest match, regardless of load. A hash of the request breaks ties.
+    """Chooses the member with the longest match, regardless of load. A hash of the request id breaks ties.
 
-    A prompt without a match is therefore placed at random.
+    A request without a match therefore goes to a random member.
     """
 
     name: ClassVar[str] = "cache_affinity_global"

@@ -9,7 +9,7 @@ _LEAST_LOADED = Rule("least-loaded", "it has the least pending prefill of all me
 
 
 class LeastLoaded:
-    """The least pending prefill over all members, regardless of caches. The fewest requests in flight break ties."""
+    """Chooses the least pending prefill of all members, regardless of caches. Fewer requests in flight break ties."""
 
     name: ClassVar[str] = "least_loaded"
     source: ClassVar[str] = "DualMap section 2.2, baseline"

@@ -1,4 +1,4 @@
-"""Least requests: the member with the fewest requests, as in proxies (Envoy's least request)."""
+"""Least requests: the member with the fewest requests, as in Envoy's least-request load balancing."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _LEAST_REQUESTS = Rule("least-requests", "it has the fewest requests of all memb
 
 
 class LeastRequests:
-    """The fewest requests over all members, in flight or queued, regardless of their cost."""
+    """Chooses the member with the fewest requests in flight or queued, regardless of the requests' cost."""
 
     name: ClassVar[str] = "least_requests"
     source: ClassVar[str] = "the common default of proxies (Envoy's least request)"

@@ -1,4 +1,4 @@
-"""Power of two choices: the less busy of two random members (Mitzenmacher 2002)."""
+"""Power of two choices: the less loaded of two random members (Mitzenmacher 2002)."""
 
 from typing import ClassVar
 
@@ -9,9 +9,9 @@ _FEWER = Rule("fewer-requests", "it has fewer or equal requests than the other o
 
 
 class PowerOfTwo:
-    """The fewer requests of two distinct members drawn by the request's id; the first drawn if equal.
+    """Draws two distinct members by a hash of the request id; chooses fewer requests, the first member if equal.
 
-    Unlike DualMap's two candidates, they do not depend on the prompt.
+    Unlike DualMap's pair, the two members do not depend on the prompt.
     """
 
     name: ClassVar[str] = "power_of_two"

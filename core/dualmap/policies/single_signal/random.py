@@ -9,7 +9,7 @@ _CHANCE = Rule("chance", "it was chosen at random")
 
 
 class Random:
-    """Any member, drawn by a stable hash of the request's id, since the core has no random numbers."""
+    """Draws a member by a stable hash of the request id, because the core has no random numbers."""
 
     name: ClassVar[str] = "random"
     source: ClassVar[str] = "the common baseline of proxies"
@@ -19,6 +19,6 @@ class Random:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member that the request's id draws."""
+        """Return the drawn member."""
         everyone = situation.everyone
         return Choice(everyone[situation.lot(len(everyone))], _CHANCE)

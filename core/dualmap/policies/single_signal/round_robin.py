@@ -1,4 +1,4 @@
-"""Round robin: every member in turn."""
+"""Round robin over all members."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _TURN = Rule("turn", "it is the next member in turn")
 
 
 class RoundRobin:
-    """The next member in the order of ids, regardless of cache and load."""
+    """Chooses the next member in the order of ids, regardless of cache and load."""
 
     name: ClassVar[str] = "round_robin"
     source: ClassVar[str] = "the common default of proxies"
@@ -19,6 +19,6 @@ class RoundRobin:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the next member in turn."""
+        """Return the next member."""
         everyone = situation.everyone
         return Choice(everyone[situation.sequence % len(everyone)], _TURN)

@@ -93,7 +93,7 @@ def judge(
         *_members(status),
     ]
     if unknown and not _redis_lost_s(reach):  # An unreachable store is already reported.
-        problems.append(Problem(level=Level.WARN, text=f"The demand over all routers is unknown: {unknown}."))
+        problems.append(Problem(level=Level.WARN, text=f"The total demand of all routers is unknown: {unknown}."))
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
@@ -110,7 +110,11 @@ def telling(past: HistoryView) -> Recent:
 
 def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Level, str]:
     if not any(_serves(endpoint) for endpoint in status.endpoints):
-        has = f" {len(status.endpoints)} instances, but none accepts requests" if status.endpoints else " no instances"
+        has = (
+            f" {len(status.endpoints)} instances, but no instance accepts requests"
+            if status.endpoints
+            else " no instances"
+        )
         queued = f"; {_count(status.held, 'request')} queued" if status.held else ""
         return Level.BAD, f"{pool.id} has{has}{queued}."
     recent = telling(past)
@@ -118,15 +122,19 @@ def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Lev
     if attainment is not None:
         keeps = attainment >= slo.attainment
         if keeps and not _busy(status) and not past.minute.requests + past.minute.refused:
-            return Level.IDLE, f"{pool.id} is idle: no request in the last minute. It kept its SLO before."
+            return (
+                Level.IDLE,
+                f"{pool.id} is idle and received no request in the last minute. "
+                "Before the last minute, the pool met its SLO.",
+            )
         return (
             Level.OK if keeps else Level.BAD,
-            f"{pool.id} {'keeps' if keeps else 'misses'} its SLO: {_percent(attainment)} of first tokens within "
-            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (goal {_percent(slo.attainment)}).",
+            f"{pool.id} {'meets' if keeps else 'misses'} its SLO: {_percent(attainment)} of first tokens arrived "
+            f"within {slo.ttft_s:g} s in the last {_span(recent.seconds)} (goal {_percent(slo.attainment)}).",
         )
     if _busy(status) or recent.requests:
-        return Level.IDLE, f"{pool.id} serves requests, but no streamed response began in the last 5 minutes."
-    return Level.IDLE, f"{pool.id} is idle: no request in the last 5 minutes."
+        return Level.IDLE, f"{pool.id} serves requests, but no streamed response started in the last 5 minutes."
+    return Level.IDLE, f"{pool.id} is idle and received no request in the last 5 minutes."
 
 
 def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
@@ -139,7 +147,7 @@ def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
     yield Problem(
         level=Level.BAD if felt else Level.WARN,
         text=f"{_count(total, 'request')} rejected in the last 5 minutes ({codes}), "
-        f"{minute.refused:,} in the last one.",
+        f"{minute.refused:,} in the last minute.",
     )
 
 
@@ -149,7 +157,7 @@ def _unreachable(reach: Reach) -> Iterator[Problem]:
         yield Problem(
             level=Level.WARN,
             text=f"The Kubernetes API has not answered about {' and '.join(sorted(stale))} for "
-            f"{_lapse(max(stale.values()))}: this router uses its last known state.",
+            f"{_lapse(max(stale.values()))}: this router uses the last received state.",
         )
     if lost_s := _redis_lost_s(reach):
         yield Problem(
@@ -169,15 +177,15 @@ def _capacity(pool: Pool, status: PoolSnapshot, wanted: float | None) -> Iterato
     if wanted is not None and serving and wanted > serving * _TOLERANCE:
         yield Problem(
             level=Level.WARN,
-            text=f"The pool needs {ceil(wanted):,} instances to keep its SLO; it has {serving:,}.",
+            text=f"The pool needs {ceil(wanted):,} instances to meet its SLO, but has only {serving:,}.",
         )
     late = {each.id: wait for each in status.endpoints if (wait := backlog_s(each)) > pool.slo.ttft_s}
     if late:
         longest = max(late.values())
         yield Problem(
             level=Level.WARN,
-            text=f"{_names(late)} {_have(late)} more pending prefill than the SLO's {pool.slo.ttft_s:g} s"
-            f" (up to {longest:.1f} s).",
+            text=f"{_names(late)} {_have(late)} more pending prefill than the SLO of {pool.slo.ttft_s:g} s "
+            f"allows (up to {longest:.1f} s).",
         )
 
 
@@ -186,7 +194,7 @@ def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[
     if suspended:
         yield Problem(
             level=Level.WARN,
-            text=f"{_names(suspended)} {_be(suspended)} suspended after failing several requests in a row.",
+            text=f"{_names(suspended)} {_be(suspended)} suspended after several failed requests in a row.",
         )
     present = {each.id for each in status.endpoints}
     failed = {name: each.failed for name, each in past.endpoints.items() if each.failed and name in present}
@@ -208,7 +216,7 @@ def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[
     if checked >= _CHECKED_TOKENS and measured < checked * _BELIEVED:
         yield Problem(
             level=Level.WARN,
-            text=f"Engines had cached only {_percent(measured / checked)} of the predicted tokens: "
+            text=f"Engines had only {_percent(measured / checked)} of the predicted tokens in their caches: "
             "spec.engine.cacheTokens is too high, or an engine lost its cache.",
         )
 

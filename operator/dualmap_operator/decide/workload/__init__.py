@@ -1,4 +1,4 @@
-"""Workload: the children of a pool that is made from a pod template, and checks of that template. Pure.
+"""Workload: the children of a pool with a pod template, and checks of that template. Pure.
 
-May import the standard library, the core, ``decide.spec``, ``decide.observed``, ``names`` and ``errors``.
+This package may import the standard library, the core, ``decide.spec``, ``decide.observed``, ``names`` and ``errors``.
 """

@@ -1,7 +1,8 @@
 """Reads the engine's command line from a container's ``command`` and ``args``.
 
-``checks`` and ``termination`` use it; nothing is added to the command line. Shell scripts are split into words. Values
-known only at run time (variables, configuration files, wrapper scripts) count as unknown.
+``checks`` and ``termination`` use this module; no function changes the command line. Shell scripts are split into
+words. A value that is known only at run time counts as unknown: a variable, or a flag in a configuration file or
+wrapper script.
 """
 
 import shlex
@@ -17,15 +18,15 @@ _VLLM_MODULE: Final = "vllm.entrypoints"
 
 
 def words(container: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words of ``command`` and ``args``; an element with blanks is split, as in ``sh -c "vllm ..."``."""
+    """Return the words of ``command`` and ``args``; elements with spaces are split, as in ``sh -c "vllm ..."``."""
     given = (*elements(container.get("command")), *elements(container.get("args")))
     return tuple(word for text in given if isinstance(text, str) for word in _split(text))
 
 
 def runs_vllm(container: Mapping[str, Any]) -> bool:
-    """Return whether vLLM gets these words itself: they name it, or no command replaces the image's entry point.
+    """Return whether vLLM receives these words: vLLM is among them, or no command replaces the image's entry point.
 
-    False for another command or a configuration file, either of which may set further flags.
+    The result is False for another command or a configuration file, because both may set further flags.
     """
     given = words(container)
     if option(given, _CONFIG) is not None:
@@ -35,9 +36,10 @@ def runs_vllm(container: Mapping[str, Any]) -> bool:
 
 
 def option(given: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, as ``--x=5`` or ``--x 5``; None if it is not given.
+    """Return the last value of an option, from ``--x=5`` or ``--x 5``; None if the option is missing.
 
-    The value is empty if nothing follows. vLLM accepts underscores in names, so ``--x_y`` equals ``--x-y``.
+    The value is empty if no word follows the option. ``--x_y`` equals ``--x-y``, because vLLM accepts underscores in
+    names.
     """
     value = None
     for place, word in enumerate(given):
@@ -49,7 +51,7 @@ def option(given: Sequence[str], name: str) -> str | None:
 
 
 def whole_option(given: Sequence[str], name: str) -> int | None:
-    """Return an option's integer value, None if it is not given or known at run time only."""
+    """Return an option's integer value; None if the option is missing or its value is unknown."""
     try:
         return int(option(given, name) or "")
     except ValueError:
@@ -57,7 +59,7 @@ def whole_option(given: Sequence[str], name: str) -> int | None:
 
 
 def switched_on(given: Sequence[str], name: str) -> bool:
-    """Return whether a switch such as ``--enable-x`` is given and no ``--no-enable-x`` follows."""
+    """Return whether a flag such as ``--enable-x`` is present without a later ``--no-enable-x``."""
     dashed = [word.replace("_", "-") for word in given]
     off = f"--no-{name.removeprefix('--')}"
     last = next((word for word in reversed(dashed) if word in (name, off)), off)
@@ -70,5 +72,5 @@ def _split(text: str) -> list[str]:
     joined = text.replace("\\\n", " ")
     try:
         return shlex.split(joined, comments=True)
-    except ValueError:  # Unbalanced quotes, as in a here-document.
+    except ValueError:  # The quotes are unbalanced, as in a here-document.
         return joined.split()

@@ -1,8 +1,8 @@
-"""Warnings about a user's pod template that Kubernetes accepts but that harms the pool.
+"""Warnings about fields of a pod template that Kubernetes accepts but that harm the pool.
 
-``plan`` publishes them in the Accepted condition and an Event. Only settings that harm requests, or that metrics need,
-get a warning: engine flags are the user's choice, and a wrapper script may set them unseen. Each warning names the
-field, its value and what to set instead.
+``plan`` publishes the warnings in the Accepted condition and an Event. Only settings that harm requests or metrics
+cause a warning. All other engine flags are the user's choice, and a wrapper script may set them. Each warning contains
+the field, its value and a better value.
 """
 
 from typing import Final
@@ -29,11 +29,11 @@ from dualmap_operator.decide.workload.termination import grace_period_s
 
 _VLLM: Final = "vLLM"
 _SHUTDOWN_S: Final = 20
-"""With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 it aborts them."""
+"""With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 vLLM aborts the streams."""
 
 
 def template_warnings(spec: PoolSpec) -> tuple[str, ...]:
-    """Return the warnings about the pod template, empty for a pool of adopted pods. Never raises."""
+    """Return the warnings about the pod template; none for a pool of adopted pods. Never raises."""
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
     found = [_grace_period(spec, spec.workload)]
@@ -52,18 +52,18 @@ def _grace_period(spec: PoolSpec, workload: TemplateWorkload) -> str | None:
         return None
     return (
         f"{TEMPLATE_PATH}.spec.terminationGracePeriodSeconds: {own_s} is shorter than a drain "
-        f"(spec.drain.timeout is {spec.drain_timeout_s:g}s), so {needed_s} is used instead; "
+        f"(spec.drain.timeout is {spec.drain_timeout_s:g}s), so the operator uses {needed_s}; "
         f"give {needed_s} or more, or a shorter spec.drain.timeout"
     )
 
 
 def _readiness(engine: EngineContainer, spec: PoolSpec) -> str | None:
-    # A startup probe delays readiness too, until the engine has started.
+    # A startup probe also delays readiness until the engine has started.
     if engine.written.get("readinessProbe") is not None or engine.written.get("startupProbe") is not None:
         return None
     return (
-        f"{engine.path}.readinessProbe: nothing is given, so a pod joins the ring before its engine serves; "
-        f"give a probe of what the engine answers once it has loaded, such as GET /health on port {spec.engine.port}"
+        f"{engine.path}.readinessProbe: the probe is missing, so a pod joins the ring before the engine can serve; "
+        f"give a probe that succeeds after the model has loaded, such as GET /health on port {spec.engine.port}"
     )
 
 
@@ -72,8 +72,8 @@ def _undeclared_port(engine: EngineContainer, spec: PoolSpec) -> str | None:
     if not declared or spec.engine.port in declared:
         return None
     return (
-        f"{engine.path}.ports: {', '.join(str(port) for port in declared)} where requests are sent to spec.engine.port "
-        f"{spec.engine.port}; declare that port on the engine's container, or correct spec.engine.port"
+        f"{engine.path}.ports: {', '.join(str(port) for port in declared)} do not include spec.engine.port "
+        f"{spec.engine.port}; declare port {spec.engine.port} on the engine's container, or correct spec.engine.port"
     )
 
 
@@ -82,14 +82,14 @@ def _shutdown_timeout(engine: EngineContainer) -> str | None:
     if option(given, SHUTDOWN_TIMEOUT) is None:
         if not runs_vllm(engine.written):
             return None
-        stands = f"no {SHUTDOWN_TIMEOUT}, which means 0"
+        stands = f"{SHUTDOWN_TIMEOUT} is missing (default: 0 s)"
     else:
         shutdown_s = whole_option(given, SHUTDOWN_TIMEOUT)
         if shutdown_s is None or shutdown_s >= _SHUTDOWN_S:
             return None
-        stands = f"{SHUTDOWN_TIMEOUT} {shutdown_s}"
+        stands = f"{SHUTDOWN_TIMEOUT} {shutdown_s} is too short"
     return (
-        f"{engine.path}.args: {stands}: on SIGTERM vLLM aborts the streams that have not ended within it; "
+        f"{engine.path}.args: {stands}; at shutdown, vLLM aborts streams that are still open after this timeout; "
         f"give {SHUTDOWN_TIMEOUT} {_SHUTDOWN_S} or more"
     )
 
@@ -99,8 +99,8 @@ def _other_port(engine: EngineContainer, spec: PoolSpec) -> str | None:
     if port is None or port == spec.engine.port:
         return None
     return (
-        f"{engine.path}.args: --port {port} where requests are sent to spec.engine.port {spec.engine.port}; "
-        "give both the same port"
+        f"{engine.path}.args: --port {port} differs from spec.engine.port {spec.engine.port}, which receives the "
+        "requests; give the same port in both"
     )
 
 
@@ -108,6 +108,6 @@ def _prompt_tokens_details(engine: EngineContainer) -> str | None:
     if switched_on(words(engine.written), PROMPT_TOKENS_DETAILS) or not runs_vllm(engine.written):
         return None
     return (
-        f"{engine.path}.args: no {PROMPT_TOKENS_DETAILS}, without which vLLM does not say how much of a prompt was "
-        f"cached and the hit rate is not measured; give {PROMPT_TOKENS_DETAILS}"
+        f"{engine.path}.args: {PROMPT_TOKENS_DETAILS} is missing, so vLLM does not report cached prompt tokens "
+        f"and routers cannot measure the hit rate; give {PROMPT_TOKENS_DETAILS}"
     )

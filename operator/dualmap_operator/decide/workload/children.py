@@ -1,8 +1,9 @@
-"""The children of a pool that is made from a template, as whole manifests for server-side apply.
+"""The children of a pool with a pod template, as complete manifests for server-side apply.
 
-They are a StatefulSet named as the pool, its headless Service and a PodDisruptionBudget, all owned by the pool. The
-user's template is kept; fields that a pool needs are added where the user set none. ``plan`` decides the number of
-replicas, ``termination`` how pods stop, and ``act.apply`` sends the manifests.
+The children are a StatefulSet, a headless Service and a PodDisruptionBudget. All children have the pool's name, and the
+pool is their owner. The pod template is the user's template plus the fields that a pool needs; fields set by the user
+are kept. ``plan`` decides the number of replicas, ``termination`` defines how pods stop, and ``act.apply`` sends the
+manifests.
 """
 
 from typing import Any, Final
@@ -17,10 +18,10 @@ _TOPOLOGY_KEYS: Final = ("kubernetes.io/hostname", "topology.kubernetes.io/zone"
 
 
 def children(spec: PoolSpec, *, replicas: int) -> tuple[dict[str, Any], ...]:
-    """Return StatefulSet, Service and PodDisruptionBudget of the pool, none for a pool of adopted pods.
+    """Return the pool's StatefulSet, Service and PodDisruptionBudget; none for a pool of adopted pods.
 
-    They share no objects with ``spec``, and are equal for equal ``spec`` and ``replicas``: applying them again changes
-    nothing. ``replicas`` is the StatefulSet's size, which stays above ``spec.replicas`` during a drain.
+    The manifests contain copies of the objects in ``spec``. Equal arguments return equal manifests, so a second apply
+    causes no change. ``replicas`` is the StatefulSet's size, which stays above ``spec.replicas`` while pods drain.
     """
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
@@ -28,7 +29,7 @@ def children(spec: PoolSpec, *, replicas: int) -> tuple[dict[str, Any], ...]:
 
 
 def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> dict[str, Any]:
-    # OnDelete: the operator itself replaces outdated pods, one at a time (decide.rollout).
+    # With OnDelete, the operator itself replaces outdated pods, one at a time (decide.rollout).
     content = {
         "replicas": replicas,
         "serviceName": spec.name,
@@ -41,8 +42,9 @@ def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> 
 
 
 def _headless_service(spec: PoolSpec) -> dict[str, Any]:
-    # A pod's DNS name resolves also while it loads its model or drains, for people, scrapers and engines that look for
-    # their peers. Requests come through the routers, which know the ready members.
+    # A pod's DNS name also resolves while the pod loads its model or drains. Users, metrics scrapers and engines that
+    # discover other engines use this name. LLM requests do not use this Service: routers send them to ready members
+    # directly.
     content = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -87,7 +89,10 @@ def _selected(spec: PoolSpec) -> dict[str, str]:
 
 
 def _pod_template(spec: PoolSpec, workload: TemplateWorkload) -> dict[str, Any]:
-    """Return the user's template with what a pool needs. Values of a wrong type stay: the API server refuses them."""
+    """Return the user's template with the fields that a pool needs.
+
+    Values of a wrong type stay: the API server refuses them.
+    """
     template: dict[str, Any] = copied(workload.template)
     labels = _object_at(_object_at(template, "metadata"), "labels")
     if labels is not None:
@@ -115,7 +120,7 @@ def _spread_over(topology_key: str, spec: PoolSpec) -> dict[str, Any]:
 
 
 def _cover_drain(pod: dict[str, Any], spec: PoolSpec) -> None:
-    """Raise a shorter grace period to what a drain needs; ``checks`` warns of it."""
+    """Increase a grace period that is shorter than a drain; ``checks`` creates a warning."""
     own, needed_s = pod.get("terminationGracePeriodSeconds"), grace_period_s(spec)
     own_s = whole_number(own)
     if own is None or (own_s is not None and own_s < needed_s):
@@ -123,7 +128,7 @@ def _cover_drain(pod: dict[str, Any], spec: PoolSpec) -> None:
 
 
 def _add_pre_stop(template: dict[str, Any], spec: PoolSpec) -> None:
-    """Add the preStop script and the pod address that it uses to the engine's container, unless it has a preStop."""
+    """Add the preStop script and its pod address variable to the engine's container, unless it has a preStop."""
     engine = engine_container(template, spec.engine.port)
     if engine is None:
         return
@@ -140,7 +145,7 @@ def _add_pre_stop(template: dict[str, Any], spec: PoolSpec) -> None:
 
 
 def _object_at(parent: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
-    """Return the object under ``key``, created if absent; None if the value is no object."""
+    """Return the object under ``key``, created if absent; None if the value is not an object."""
     if parent is None:
         return None
     if parent.get(key) is None:
@@ -150,7 +155,7 @@ def _object_at(parent: dict[str, Any] | None, key: str) -> dict[str, Any] | None
 
 
 def _list_at(parent: dict[str, Any], key: str) -> list[Any] | None:
-    """Return the list under ``key``, created if absent; None if the value is no list."""
+    """Return the list under ``key``, created if absent; None if the value is not a list."""
     if parent.get(key) is None:
         parent[key] = []
     value = parent[key]

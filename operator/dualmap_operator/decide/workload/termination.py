@@ -1,9 +1,10 @@
-"""How a pool's pod terminates: the preStop script of its engine, and the grace period around it.
+"""The termination of a pool's pods: the preStop script of the engine's container, and the grace period.
 
-Kubernetes runs preStop, then sends SIGTERM, then SIGKILL when the grace period is over. A pod that the operator has
-drained is idle when it is deleted, and the script takes a few seconds. For a pod that is deleted or evicted otherwise,
-the script alone waits for its requests; routers stop picking a terminating pod at once. ``children`` puts both into the
-pod template, and ``checks`` warns if the user's grace period is too short.
+Kubernetes runs preStop, then sends SIGTERM, and sends SIGKILL at the end of the grace period. If the operator has
+drained a pod before its deletion, the pod is idle and the script takes a few seconds. If a pod is deleted or evicted
+without a drain, the script waits for the pod's requests; routers stop picking a terminating pod at once. ``children``
+adds the script and the grace period to the pod template. ``checks`` creates a warning if the user's grace period is too
+short.
 """
 
 import math
@@ -14,27 +15,28 @@ from dualmap_operator.decide.workload.arguments import SHUTDOWN_TIMEOUT, whole_o
 from dualmap_operator.decide.workload.template import engine_container
 
 POD_IP_VARIABLE: Final = "DUALMAP_POD_IP"
-"""The variable with the pod's address: some engines listen there and not on 127.0.0.1."""
+"""The variable with the pod's address: some engines listen on this address and not on 127.0.0.1."""
 
 _LAST_LOOK_S: Final = 10
-"""How long the script may exceed drain.timeout: one more check, in which two addresses may time out."""
+"""The extra time of the script after drain.timeout: one more check, with up to two request timeouts."""
 
 _ENGINE_STOP_S: Final = 30
-"""An engine's time from SIGTERM to SIGKILL: Kubernetes' default grace period."""
+"""An engine's time from SIGTERM to SIGKILL, equal to Kubernetes' default grace period."""
 
 _SETTLE_S: Final = 5
-"""How long after its deletion a pod may still receive requests (docs/operator.md)."""
+"""The time in which a deleted pod may still receive requests (docs/operator.md)."""
 
 _METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
-"""The paths of engines whose metrics are not at /metrics."""
+"""The metrics paths of engine types that do not use /metrics."""
 
 _HEAD: Final = """\
-# Keeps the engine until it has nothing left to do, at most drain.timeout. By the DualMap operator.
+# The DualMap operator generated this script. It keeps the engine running until the engine has no request, at most for
+# spec.drain.timeout.
 port={port} metrics={metrics} timeout={timeout} settle={settle}
 """
 
 _BODY: Final = r"""
-# What the engine says of itself, with the tool that the image has; never by way of a proxy.
+# Print a page of the engine with the first available tool. Proxies are not used.
 unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
 page() {
   if command -v curl >/dev/null; then
@@ -46,7 +48,7 @@ page() {
   fi 2>/dev/null
 }
 
-# Is it idle? 0: nothing runs or waits. 1: something does. 2: it does not say.
+# Return 0 if no request runs or waits, 1 if a request runs or waits, and 2 if the metrics are missing.
 look() {
   page "http://$1:$port$metrics" | (
     said=2
@@ -69,11 +71,11 @@ look() {
 host=${DUALMAP_POD_IP:-127.0.0.1}
 case $host in *:*) host="[$host]" ;; esac
 
-# Routers and Envoy notice meanwhile that this pod is going.
+# During this time, routers and Envoy observe that the pod terminates.
 end=$(($(date +%s) + timeout))
 sleep $settle || exit 1
 
-# Done when idle twice in a row, when the time is up, or when the engine has not said anything for 30 s.
+# End when the engine is idle twice in a row, at the timeout, or when its metrics are missing for 30 s.
 idle=0 heard=$(date +%s)
 while :; do
   look "$host"
@@ -92,10 +94,11 @@ done
 
 
 def pre_stop_script(spec: PoolSpec) -> str:
-    """Return the script for ``/bin/sh -c`` that ends when the engine is idle, at the latest after ``drain.timeout``.
+    """Return the script for ``/bin/sh -c``, which ends when the engine is idle, at the latest after ``drain.timeout``.
 
-    It needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If they cannot be
-    read (no such tool, another engine, TLS on its port), it waits 30 s.
+    The script needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If the
+    metrics cannot be read, the script waits 30 s. The metrics cannot be read without such a tool, for other engine
+    types, or with TLS on the engine's port.
     """
     timeout_s = math.ceil(spec.drain_timeout_s)
     head = _HEAD.format(
@@ -108,9 +111,9 @@ def pre_stop_script(spec: PoolSpec) -> str:
 
 
 def grace_period_s(spec: PoolSpec) -> int:
-    """Return the shortest grace period that covers a whole drain and the engine's own stop, in seconds.
+    """Return the shortest grace period that includes a complete drain and the engine's shutdown, in seconds.
 
-    It includes vLLM's ``--shutdown-timeout`` after SIGTERM if the template shows it.
+    The period includes vLLM's ``--shutdown-timeout`` after SIGTERM if the template sets this option.
     """
     shutdown_s = None
     if isinstance(spec.workload, TemplateWorkload):

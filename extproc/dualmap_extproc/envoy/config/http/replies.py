@@ -16,7 +16,9 @@ from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, packed
 from dualmap_extproc.errors import Refused, body_too_large
 
 POOL_NOT_CONFIGURED = Refused(
-    status=503, code="pool_not_configured", message="The gateway does not know the pool of this model yet"
+    status=503,
+    code="pool_not_configured",
+    message="The gateway has not received the configuration of this model's pool yet",
 )
 ROUTER_UNREACHABLE = Refused(
     status=503, code="router_unreachable", message="The gateway cannot reach a router to find this model's pool"

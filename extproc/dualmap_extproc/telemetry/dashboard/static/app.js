@@ -9,7 +9,7 @@ import { Rings } from "./rings.js";
 import { openStream } from "./stream.js";
 
 const SIGNS = { ok: "✓", warn: "!", bad: "✕", idle: "–" };
-const LEVELS = { ok: "healthy", warn: "warning", bad: "SLO missed or requests rejected", idle: "no traffic" };
+const LEVELS = { ok: "healthy", warn: "warning", bad: "the pool misses its SLO or rejects requests", idle: "no traffic" };
 const byId = (id) => document.getElementById(id);
 
 let latest = null; // The last snapshot.
@@ -76,7 +76,7 @@ function showPools({ pools, pool }) {
 function showVerdict({ pool, pools, asked }) {
   const verdict = pool?.verdict ?? {
     level: pools.length ? "warn" : "idle",
-    headline: asked ? `This router serves no pool ${asked}.` : "This router serves no pool yet.",
+    headline: asked ? `This router has no pool ${asked}.` : "This router has no pools yet.",
     problems: [],
   };
   byId("verdict").dataset.level = verdict.level;
@@ -133,9 +133,9 @@ function showTiles(pool, endpoints) {
     ["TTFT, median", seconds(recent.ttft_p50_s), `90th percentile ${seconds(recent.ttft_p90_s)}, SLO ${seconds(slo.ttft_s)}`],
     ["Requests a minute", count(minute.requests), minute.refused ? `${count(minute.refused)} rejected` : "none rejected"],
     ["In flight", count(sum("in_flight")), `on ${plural(endpoints.length, "instance")}`],
-    ["Queued", count(pool.held), "in this router"],
-    ["Pending prefill", short(sum("pending_tokens")), "prompt tokens to compute"],
-    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted; not measured" : `measured; predicted ${percent(hits.predicted)}`],
+    ["Queued", count(pool.held), "requests in this router"],
+    ["Pending prefill", short(sum("pending_tokens")), "prompt tokens not yet prefilled"],
+    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted, because the engines report no value" : `measured; predicted ${percent(hits.predicted)}`],
     ["Instances", count(serving), all ? `desired: ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
     ["Routers", count(1 + pool.peers), together(pool.peers, all)],
   ];
@@ -147,8 +147,8 @@ function showTiles(pool, endpoints) {
 
 /** Figures of all routers together. */
 function together(peers, all) {
-  if (!peers) return "no other router connected";
-  return all ? `all: ${percent(all.attainment)} within SLO, ${count(all.in_flight)} in flight, ${count(all.held)} queued` : "no recent update";
+  if (!peers) return "no other router is connected";
+  return all ? `all: ${percent(all.attainment)} within SLO, ${count(all.in_flight)} in flight, ${count(all.held)} queued` : "no recent update from other routers";
 }
 
 function showConnection(now, silentMs) {
@@ -158,10 +158,10 @@ function showConnection(now, silentMs) {
   if (now === "live") setText(node, "live");
   else if (now === "connecting") setText(node, "connecting");
   else if (latest) setText(node, `no update for ${ago} s: data of ${timeOfDay(latest.at)}; reconnecting`);
-  else setText(node, "the router does not answer; reconnecting");
+  else setText(node, "the router does not answer, reconnecting");
   if (now !== state) {
-    if (now === "lost") announce("lost", "The connection to the router is lost. The data shown is stale.");
-    else if (state === "lost") announce("live", "The connection to the router is back.");
+    if (now === "lost") announce("lost", "The page lost the connection to the router. The data on the page is stale.");
+    else if (state === "lost") announce("live", "The page is connected to the router again.");
     if (now === "lost") document.title = `? ${latest?.pool?.name ?? "DualMap"} – DualMap`;
     state = now;
   }

@@ -7,7 +7,7 @@ import { el, setAttributes, setText, showEach, svg } from "./dom.js";
 export class Charts {
   constructor(parent) {
     this.ttft = new Chart(parent, "TTFT, last 10 minutes", [["p50", "median"], ["p90", "90th percentile"]]);
-    this.attainment = new Chart(parent, "First tokens within the SLO, per 10 seconds", []);
+    this.attainment = new Chart(parent, "Share of first tokens within the SLO, in intervals of 10 seconds", []);
     this.spread = new Chart(parent, "Distribution of TTFT, last 5 minutes", []);
   }
 
@@ -27,7 +27,7 @@ export class Charts {
     this.ttft.mark(y(slo), `SLO ${seconds(slo)}`);
     this.ttft.scale(`${seconds(top)}`, "0", `${span} min ago`, "now");
     const last = known.length ? known[known.length - 1] : null;
-    this.ttft.describe(last === null ? "No first tokens in 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
+    this.ttft.describe(last === null ? "No response of the pool started in the last 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
   }
 
   showAttainment(history, goal, span) {
@@ -49,7 +49,7 @@ export class Charts {
       this.spread.bars([]);
       this.spread.markAt(null);
       this.spread.scale("", "", "", "");
-      this.spread.describe("No first tokens in 5 minutes.");
+      this.spread.describe("No response of the pool started in the last 5 minutes.");
       return;
     }
     // A bar extends from one bound to the next bound. The first and the last bar have the width of their neighbours.

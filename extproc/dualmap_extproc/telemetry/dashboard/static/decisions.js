@@ -64,7 +64,7 @@ export class Decisions {
   }
 
   tell(number = this.list.children.length) {
-    const still = this.paused ? "paused" : this.reading ? "paused while you read" : "newest first";
+    const still = this.paused ? "paused" : this.reading ? "paused while the pointer or the focus is on the list" : "newest first";
     setText(this.note, number ? still : "none yet");
   }
 

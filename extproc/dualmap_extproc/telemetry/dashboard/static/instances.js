@@ -8,17 +8,17 @@ const byName = new Intl.Collator("en", { numeric: true }).compare;
 
 // Sort field, title, description, and text of a cell.
 const COLUMNS = [
-  ["id", "Instance", "The member's id", (each) => each.id],
-  ["state", "State", "Joining, Active, Draining, or Suspended after failures", (each) => (each.state === "Joining" ? `Joining (${each.weight}%)` : each.state)],
-  ["ring_1", "Share", "Share of all keys on ring 1", (each) => percent(each.ring_1)],
-  ["in_flight", "In flight", "Requests sent to the instance that have not ended", (each) => count(each.in_flight)],
-  ["held", "Queued", "Requests queued in this router for the instance", (each) => count(each.held)],
-  ["backlog_s", "Pending prefill", "Uncached prompt tokens without a first token, in seconds at the learnt speed", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
-  ["requests", "Requests", "Requests sent to the instance in the last 5 minutes", (each) => count(each.requests)],
-  ["hit_predicted", "Hit rate", "Share of prompt tokens cached: predicted / measured by the engine, last 5 minutes", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
-  ["attainment", "Within SLO", "First tokens within the SLO, last 5 minutes", (each) => percent(each.attainment)],
-  ["speed", "Tokens/s", "Learnt prefill speed", (each) => short(each.speed)],
-  ["failed", "Failed", "Requests that the instance failed in the last 5 minutes", (each) => count(each.failed)],
+  ["id", "Instance", "Id of the instance", (each) => each.id],
+  ["state", "State", "State of the instance: Joining, Active, Draining, or Suspended after failures", (each) => (each.state === "Joining" ? `Joining (${each.weight}%)` : each.state)],
+  ["ring_1", "Share", "Share of the keys on ring 1 that map to the instance", (each) => percent(each.ring_1)],
+  ["in_flight", "In flight", "Number of requests in flight to the instance", (each) => count(each.in_flight)],
+  ["held", "Queued", "Number of requests that wait in this router for the instance", (each) => count(each.held)],
+  ["backlog_s", "Pending prefill", "Estimated time to prefill the pending prompt tokens, and the number of tokens", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
+  ["requests", "Requests", "Number of requests sent to the instance in the last 5 minutes", (each) => count(each.requests)],
+  ["hit_predicted", "Hit rate", "Share of prompt tokens found in the cache in the last 5 minutes: predicted by the router / measured by the engine", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
+  ["attainment", "Within SLO", "Share of first tokens within the SLO in the last 5 minutes", (each) => percent(each.attainment)],
+  ["speed", "Tokens/s", "Measured prefill speed in tokens per second", (each) => short(each.speed)],
+  ["failed", "Failed", "Number of requests that failed on the instance in the last 5 minutes", (each) => count(each.failed)],
 ];
 const TEXTS = new Set(["id", "state"]);
 

@@ -115,11 +115,11 @@ function loadOf(endpoint, slo) {
 }
 
 function describe(endpoints, onRing, slo) {
-  if (!endpoints.length) return "The pool has no instance.";
+  if (!endpoints.length) return "The pool has no instances.";
   const off = endpoints.filter((each) => !onRing.includes(each));
   const words = [`${plural(onRing.length, "instance")} on the rings`];
   const [least, most] = [Math.min, Math.max].map((pick) => percent(pick(...onRing.map((each) => each.ring_1))));
-  if (onRing.length > 1) words[0] += `, ${least === most ? least : `${least} to ${most}`} of the keys each`;
+  if (onRing.length > 1) words[0] += `, each with ${least === most ? least : `${least} to ${most}`} of the keys`;
   const busiest = onRing.reduce((a, b) => (b.backlog_s > (a?.backlog_s ?? 0) ? b : a), null);
   if (busiest) words.push(`most pending prefill at ${busiest.id}: ${seconds(busiest.backlog_s)}, SLO ${seconds(slo)}`);
   if (off.length) {
