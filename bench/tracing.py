@@ -15,6 +15,7 @@ from bench.decisions import pool_of
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
@@ -63,9 +64,10 @@ def messages(traceparent: str) -> list[wire.ProcessingRequest]:
 
 def conversation(picker: Picker, said: list[wire.ProcessingRequest], limits: Limits) -> Callable[[float], None]:
     """Return a function that processes one request per call."""
+    buffered = BufferedBodies(limits.buffered_bytes)
 
     def run(now: float) -> None:
-        stream = Stream(picker, limits, lambda answers: None)
+        stream = Stream(picker, limits, lambda answers: None, buffered)
         for message in said:
             stream.receive(now, message)
         stream.close(now, cancelled=False)

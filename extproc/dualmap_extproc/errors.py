@@ -73,6 +73,12 @@ def body_too_large(limit_bytes: int) -> Refused:
     return Refused(status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes")
 
 
+def overloaded() -> Refused:
+    """Return a 503: the router has no memory or time left for this request's body; a later try may succeed."""
+    message = "The router is overloaded with large request bodies; try again later"
+    return Refused(status=503, code="overloaded", message=message, retry_after_s=1)
+
+
 def too_many_headers(limit: int) -> Refused:
     """Return a 400: the request has more than ``limit`` headers."""
     return Refused(status=400, code="headers_too_large", message=f"The request has more than {limit} headers")

@@ -21,12 +21,14 @@ class TracingError(DualMapError):
 class Limits:
     """The limits of one stream: sizes, and times without messages from the client.
 
-    ``body_bytes`` is the largest request body; the router answers 413 to a larger body. ``headers``, ``header_bytes``
-    and ``subset_bytes`` limit a request's headers and its list of allowed endpoints; the router answers 400 above these
-    limits. Envoy's own limits are far lower. The router ignores a session name with more than ``session_characters``. A
-    log line quotes at most ``quoted_characters`` of a prompt. ``chunk_bytes`` is the size of the largest piece of a
-    body sent back in FULL_DUPLEX_STREAMED; Envoy accepts up to 62 000 bytes. ``ended_requests`` is the number of ended
-    requests that the router keeps, because the access log may report their usage later.
+    ``body_bytes`` is the largest request body while the router serves no pool; otherwise the pools limit bodies. The
+    router answers 413 to a larger body. ``buffered_bytes`` limits the bytes of all bodies that the router stores; the
+    router answers 503 above it. ``headers``, ``header_bytes`` and ``subset_bytes`` limit a request's headers and its
+    list of allowed endpoints; the router answers 400 above these limits. Envoy's own limits are far lower. The router
+    ignores a session name with more than ``session_characters``. A log line quotes at most ``quoted_characters`` of a
+    prompt. ``chunk_bytes`` is the size of the largest piece of a body sent back in FULL_DUPLEX_STREAMED; Envoy accepts
+    up to 62 000 bytes. ``ended_requests`` is the number of ended requests that the router keeps, because the access log
+    may report their usage later.
 
     ``silence_s`` is the pause after which the router decides by a body that looks complete but has no end (``stream``).
     ``pause_s`` is the pause after which the router checks whether any other body can continue. A pause may last at most
@@ -36,6 +38,7 @@ class Limits:
     """
 
     body_bytes: int = 16 * 1024 * 1024
+    buffered_bytes: int = 512 * 1024 * 1024
     headers: int = 1000
     header_bytes: int = 256 * 1024
     subset_bytes: int = 256 * 1024

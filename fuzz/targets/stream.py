@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
 from dualmap.requests import Usage
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Ended, Expired, Observation, Routed
 from dualmap_extproc.request.picker import Picker
@@ -20,7 +21,7 @@ from fuzz.envoy import Peer, message, request
 _STREAMS: Final = 4
 # More steps would be slow and would find few further faults.
 _STEPS: Final = 150
-_LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
+_LIMITS: Final = Limits(chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
 # Each routed request has exactly one of these observations at its end.
@@ -52,6 +53,7 @@ class _Talk:
     def __init__(self, choices: Choices) -> None:
         self._source = choices
         self._counts: Counter[type[Observation]] = Counter()
+        self._buffered = BufferedBodies(_LIMITS.buffered_bytes)
         self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=choices.flag())
         self._now = 100.0
         queue = Queue(
@@ -61,7 +63,9 @@ class _Talk:
             order=choices.pick(("Fcfs", "Deadline")),
             hold_when_empty=choices.flag(),
         )
-        routing = Routing(queue=queue, policy=choices.pick(("dualmap", "least_loaded", "round_robin")))
+        routing = Routing(
+            max_body_bytes=2000, queue=queue, policy=choices.pick(("dualmap", "least_loaded", "round_robin"))
+        )
         engine = Engine(prefill_tokens_per_second=100.0)
         self._pools = [
             Pool(namespace="llm", name=name, model=Model(name=name), engine=engine, routing=routing, ring_version=1)
@@ -115,6 +119,7 @@ class _Talk:
                 assert left == (0, 0, 0, 0), f"{each.id} keeps {left}"
                 assert each.active_kv_tokens == 0
         assert not self._picker._owners
+        assert not self._buffered.held_bytes
         assert self._counts[Routed] == sum(self._counts[kind] for kind in _ENDINGS)
 
     def _count(self, observation: Observation) -> None:
@@ -127,7 +132,7 @@ class _Talk:
             assert not line.peer.ended, "a request was released after its stream had ended"
             line.peer.take(answers, ended=line.stream.ended)
 
-        line = _Line(Stream(self._picker, _LIMITS, deliver))
+        line = _Line(Stream(self._picker, _LIMITS, deliver, self._buffered))
         return line
 
     def _receive(self, line: _Line, sent: wire.ProcessingRequest) -> None:

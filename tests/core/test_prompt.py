@@ -126,6 +126,12 @@ def test_prompt_with_too_many_parts_is_rejected(body: dict[str, Any]) -> None:
         text(**body)
 
 
+@pytest.mark.parametrize("field", ["cache_salt", "lora_path", "lora_request"])
+def test_prompt_with_too_long_a_salt_or_adapter_is_rejected(field: str) -> None:
+    with pytest.raises(BadRequest, match="is longer than 4096 characters"):
+        text(prompt="hi", **{field: "x" * 4097})
+
+
 def test_prompt_text_is_read_from_each_kind_of_body() -> None:
     assert text(prompt="Once upon") == b"Once upon"
     assert b"Once" in text(input=["Once", "upon"])

@@ -11,6 +11,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from dualmap.pools.pool import Engine, Member, Model, Pool, Queue
 from dualmap_extproc import names
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import (
     Abandoned,
     ClientLimited,
@@ -26,6 +27,7 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
 )
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
@@ -242,7 +244,14 @@ class Conversation:
     """
 
     def __init__(
-        self, *pools: Pool, config=None, limits: Limits | None = None, picker: Picker | None = None, now=100.0
+        self,
+        *pools: Pool,
+        config=None,
+        limits: Limits | None = None,
+        picker: Picker | None = None,
+        now=100.0,
+        buffered: BufferedBodies | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.observer = Recorder()
         self.limits = limits or Limits()
@@ -253,6 +262,8 @@ class Conversation:
             picker = Picker(self.limits, self.observer.report, id_prefix="r")
             picker.set_pools(0.0, pools or (pool(),))
         self.picker = picker
+        self.buffered = buffered or BufferedBodies(self.limits.buffered_bytes)
+        self.reader = reader
         self.again()
 
     def send(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
@@ -268,7 +279,7 @@ class Conversation:
 
     def again(self) -> None:
         """Begin another stream with the same picker."""
-        self.stream = Stream(self.picker, self.limits, self.delivered.extend)
+        self.stream = Stream(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader)
 
     @property
     def in_flight(self) -> int:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers, Ports
@@ -57,12 +58,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*, ready=True, limits: Limits | None = None) -> AsyncIterator[Running]:
+async def running(*, ready=True, limits: Limits | None = None, reader: Reader | None = None) -> AsyncIterator[Running]:
     observer = Recorder()
     limits = limits or Limits()
     picker = Picker(limits, observer.report, id_prefix="r")
     picker.set_pools(0.0, (pool(),))
-    processor = ExternalProcessor(picker, observer.report, limits)
+    processor = ExternalProcessor(picker, observer.report, limits, reader)
     servers = GrpcServers(processor, services=(), access_log=(), limits=limits)
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
     if ready:

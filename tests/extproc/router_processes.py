@@ -64,6 +64,10 @@ class Router:
 
         return await asyncio.to_thread(fetch)
 
+    async def buffered(self, size: int) -> bool:
+        """Return whether the router stores bodies of this size."""
+        return f"dualmap_buffered_bytes {float(size)}\n".encode() in await self.get("/metrics")
+
     async def ready(self) -> int:
         async with grpc.aio.insecure_channel(self.health) as channel:
             request = health_pb2.HealthCheckRequest(service="readiness")

@@ -21,6 +21,12 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--tls", "on"), 2, "--tls: 'on' is not accepted; give off, self-signed"),
         ("replicas: !!bool maybe", (), 2, "pool.yaml"),
         (None, ("--drain-timeout", "soon"), 2, "Invalid value for '--drain-timeout': 'soon' is not accepted; give "),
+        (
+            None,
+            ("--max-buffered", "1 KB"),
+            2,
+            "'1 KB' is not accepted; give at least 1MB, such as 512MiB",
+        ),
         (None, ("--replica-id", ""), 2, "Invalid value for '--replica-id': '' is not accepted; give 1 to 253 ASCII"),
         (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters without spaces"),
         (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters without spaces"),

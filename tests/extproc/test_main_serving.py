@@ -14,8 +14,9 @@ from dualmap_extproc.app import wiring
 from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.wire import discovery_pb2
-from extproc.envoy_messages import NO_WAIT, chat, destination, request_body, request_headers
+from extproc.envoy_messages import NO_WAIT, chat, destination, refused_with, request_body, request_headers
 from extproc.router_processes import WAIT_S, picked, running, stream, write_pool
+from waiting import until
 
 
 async def test_router_with_two_pools_serves_all_ports_and_stops(tmp_path):
@@ -77,6 +78,31 @@ async def test_router_finishes_a_half_read_request_after_sigterm(tmp_path):
         await call.write(request_body(chat()[9:]))
         assert destination(await call.read())
         await call.done_writing()
+        assert await served.exited() == 0
+
+
+async def test_router_bounds_its_stored_bodies_and_reads_large_ones(tmp_path):
+    """The router's own processes read the large body; it exits although they run."""
+    part = b'{"model": "m", "prompt": "'.ljust(600_000, b"x")
+    async with (
+        running(write_pool(tmp_path / "pool.yaml"), options=("--max-buffered", "1MB")) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call, beyond = stream(channel), stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(part, end=False))
+        await until(lambda: served.buffered(600_000))
+        await beyond.write(request_headers(NO_WAIT))
+        await beyond.write(request_body(part, end=False))
+        refused = await beyond.read()
+        await call.write(request_body(b'"}'))
+        picked = await call.read()
+        await until(lambda: served.buffered(0))
+        call.cancel()
+        served.stop()
+
+        assert refused_with([refused]) == 503
+        assert destination(picked)
         assert await served.exited() == 0
 
 

@@ -4,6 +4,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -74,7 +75,7 @@ messages = st.one_of(
     st.integers(0, 3),
 )
 def test_stream_of_any_messages_leaves_no_request_open(streams, members):
-    talk = Conversation(pool(members=members), limits=Limits(body_bytes=2000, chunk_bytes=7))
+    talk = Conversation(pool(members=members, max_body_bytes=2000), limits=Limits(chunk_bytes=7))
     for sent, cancelled in streams:
         talk.again()
         for message in sent:
@@ -99,9 +100,31 @@ def test_stream_of_any_messages_leaves_no_request_open(streams, members):
     )
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), messages | st.booleans()), max_size=40))
+def test_streams_in_any_order_keep_the_bound_on_stored_bodies(steps):
+    """A step is a message of a stream, or the stream's end; another stream then takes its place."""
+    first = Conversation(pool(max_body_bytes=2000), limits=Limits(chunk_bytes=7))
+    buffered = BufferedBodies(3500)
+    talks = [Conversation(picker=first.picker, buffered=buffered) for _ in range(4)]
+    for number, step in steps:
+        talk = talks[number]
+        if isinstance(step, bool):
+            talk.close(cancelled=step)
+            talk.again()
+        else:
+            talk.send(step)
+        assert buffered.held_bytes == sum(each.stream.held_bytes for each in talks) <= 3500
+        assert all(each.stream.deadline_s is None for each in talks if each.stream.ended)
+    for talk in talks:
+        talk.close()
+
+    assert buffered.held_bytes == 0
+    assert not buffered._arriving
+
+
 @given(st.lists(messages, max_size=12))
 def test_stream_without_response_body_leaves_no_request_open(sent):
-    talk = Conversation(limits=Limits(body_bytes=2000))
+    talk = Conversation(pool(max_body_bytes=2000))
     talk.send(*(message for message in sent if message.WhichOneof("request") != "response_body"))
     talk.close(cancelled=True)
 

@@ -210,10 +210,10 @@ def test_picker_receives_only_session_headers(config, monkeypatch):
         pool("a", model="m", session=Session(header="X-Session")), pool("b", model="b", session=Session(header="x-b"))
     )
     asked = []
-    real = talk.picker.pick
+    real = talk.picker.pick_read
     monkeypatch.setattr(
         talk.picker,
-        "pick",
+        "pick_read",
         lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
     )
 
@@ -226,10 +226,10 @@ def test_picker_receives_only_session_headers(config, monkeypatch):
 def test_repeated_session_header_of_any_bytes_counts_once(monkeypatch):
     talk = Conversation()
     asked = []
-    real = talk.picker.pick
+    real = talk.picker.pick_read
     monkeypatch.setattr(
         talk.picker,
-        "pick",
+        "pick_read",
         lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
     )
     message = request_headers(NO_WAIT)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dualmap_extproc.request.observations import Rejected
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import (
     BUFFERED,
@@ -36,7 +37,7 @@ def test_unusual_content_length_is_ignored(config, headers):
 
 @every_mode
 def test_content_length_above_the_limit_is_rejected_at_once(config):
-    talk = Conversation(limits=Limits(body_bytes=1000))
+    talk = Conversation(pool(max_body_bytes=1000))
 
     assert refused_with(talk.send(request_headers(config, content_length="1001"))) == 413
     assert talk.stream.ended
@@ -44,7 +45,7 @@ def test_content_length_above_the_limit_is_rejected_at_once(config):
 
 @every_mode
 def test_body_above_the_limit_is_rejected(config):
-    talk = Conversation(limits=Limits(body_bytes=1000))
+    talk = Conversation(pool(max_body_bytes=1000))
     chunks = [b"x" * 1001] if config is BUFFERED else [b"x" * 600, b"x" * 401]
 
     answers = talk.send(request_headers(config), *request_bodies(chunks, end=False))
@@ -54,10 +55,37 @@ def test_body_above_the_limit_is_rejected(config):
     assert talk.send(request_body(b"more")) == []
 
 
+def test_body_without_pools_is_limited_by_the_settings():
+    talk = Conversation(limits=Limits(body_bytes=1000))
+    talk.picker.set_pools(0.0, ())
+
+    assert refused_with(talk.send(request_headers(content_length="1001"))) == 413
+
+
+@every_mode
+def test_body_above_its_pools_limit_is_refused(config):
+    large, small = pool(max_body_bytes=2000), pool("small", model="s", max_body_bytes=1000)
+    talk = Conversation(large, small)
+    body = chat("x" * 1000, model="s")
+
+    answers = talk.send(request_headers(config, content_length=str(len(body))), request_body(body))
+    (rejected,) = talk.observer.of(Rejected)
+
+    assert refused_with(answers[-1:]) == 413
+    assert (rejected.pool, rejected.refused.message) == (small.id, "The request body is larger than 1000 bytes")
+
+
+@every_mode
+def test_body_above_the_largest_limit_is_refused_unread(config):
+    talk = Conversation(pool(max_body_bytes=2000), pool("small", model="s", max_body_bytes=1000))
+
+    assert refused_with(talk.send(request_headers(config, content_length="2001"))) == 413
+
+
 @every_mode
 def test_body_of_exactly_the_limit_is_routed(config):
     body = chat()
-    talk = Conversation(limits=Limits(body_bytes=len(body)))
+    talk = Conversation(pool(max_body_bytes=len(body)))
 
     answers = talk.send(request_headers(config, content_length=str(len(body))), request_body(body))
 

@@ -123,6 +123,11 @@ PLANTED_INDIRECT = [
         "Request and demand code reaches no server",
     ),
     (
+        "extproc/dualmap_extproc/reading/worker.py",
+        "import dualmap_extproc.transport.processor",
+        "A request's way and its demand reach no server",
+    ),
+    (
         "extproc/dualmap_extproc/autoscaling/demand.py",
         "import dualmap_extproc.autoscaling.scaler",
         "Request and demand code reaches no server",

@@ -20,6 +20,8 @@ from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, 
 # The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
 # microsecond, which delays all other requests.
 MAX_PIECES: Final = 100_000
+# The longest LoRA adapter and cache salt in characters: every request with one hashes it.
+MAX_NAME: Final = 4096
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # The fields with a LoRA adapter in SGLang and TensorRT-LLM. vLLM has no such field: the adapter is the model name.
@@ -198,8 +200,8 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     """Return the prompt of a parsed request body for ``api``.
 
     Raises BadRequest if the body is not an object, has no valid ``model``, or is nested too deeply. Raises BadRequest
-    also for more than MAX_PIECES messages, parts or prompts. Content of an unexpected type is converted to JSON text:
-    the engine decides whether to reject the request.
+    also for more than MAX_PIECES messages, parts or prompts, and for a LoRA adapter or cache salt longer than MAX_NAME.
+    Content of an unexpected type is converted to JSON text: the engine decides whether to reject the request.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
@@ -211,13 +213,20 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         return Prompt(
             model=model,
             text=_canonical_text(body, api),
-            lora="".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
-            cache_salt=salt if isinstance(salt, str) else "" if salt is None else compact(salt),
+            lora=_name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path"),
+            cache_salt=_name(salt if isinstance(salt, str) else compact(salt), "cache_salt"),
             streamed=body.get("stream") is True,
             session=_session(body),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _name(text: str, param: str) -> str:
+    """Return the text; raise BadRequest if it is longer than MAX_NAME."""
+    if len(text) > MAX_NAME:
+        raise BadRequest(f"{param} is longer than {MAX_NAME} characters", param=param)
+    return text
 
 
 def _session(body: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.receipt import Receipt
-from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import AnswerLater, Picked
@@ -42,9 +42,6 @@ def decide(
     The names in ``headers`` are lower-case. ``hash_key`` is the key of the prompts' hashes. With ``redis``, the router
     first reads the state that the other routers share. Raises StoreError if Redis does not answer.
     """
-    limits = Limits()
-    if len(body) > limits.body_bytes:
-        return body_too_large(limits.body_bytes)
     outcome = _pick(_picker(pools, hash_key), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
         asking, picker = _picker(pools, hash_key, replicated=True), _picker(pools, hash_key)

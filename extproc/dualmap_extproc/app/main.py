@@ -14,9 +14,9 @@ import click
 
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
-from dualmap_edge.options import PORT, Duration
+from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
-from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Settings
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
@@ -163,6 +163,13 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option(
     "--drain-timeout", default="25s", type=Duration(), help="Maximum time to complete open requests after SIGTERM."
 )
+@click.option(
+    "--max-buffered",
+    default="512MiB",
+    type=Size(),
+    help="Most memory for all request bodies that wait to be complete, read or sent back; 503 beyond. At most a "
+    "quarter of the memory limit.",
+)
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option(
@@ -173,6 +180,7 @@ def router(
     kube: bool,
     namespace: str | None,
     all_namespaces: bool,
+    max_buffered: int,
     drain_timeout: float,
     redis: str | None,
     redis_password: str | None,
@@ -202,11 +210,18 @@ def router(
     if options["log_prompts"] and options["log_level"] != "debug":
         raise click.UsageError("--log-prompts requires --log-level debug; add --log-level debug or omit --log-prompts")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    limits = Limits(buffered_bytes=max_buffered)
     if hash_key is None:
         # Routers of one deployment need the same key. Without --redis and --kube, the router is the only one.
         hash_key = PUBLIC_KEY if shared or watched else secrets.token_bytes(32)
     settings = Settings(
-        pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, hash_key=hash_key, **options
+        pools=pools,
+        kube=watched,
+        drain_timeout_s=drain_timeout,
+        redis=shared,
+        hash_key=hash_key,
+        limits=limits,
+        **options,
     )
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

@@ -28,6 +28,7 @@ from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.reading.processes import ReadingProcesses
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.observations import FanOut
@@ -105,8 +106,11 @@ async def serve(settings: Settings) -> None:
             picker.access_log(loop.time(), entry)
 
     source = await _pool_source(settings, metrics, adoption)
+    reading = ReadingProcesses()
+    processor = ExternalProcessor(picker, observations.report, settings.limits, reading)
+    metrics.show_buffered(lambda: processor.buffered_bytes)
     servers = GrpcServers(
-        ExternalProcessor(picker, observations.report, settings.limits),
+        processor,
         services=(*discovery.handlers(), scaler.handler()),
         plain=(scaler.handler(),),
         access_log=(AccessLogSink(take_entries, metrics, ids=picker.ids).handler(),),
@@ -129,6 +133,7 @@ async def serve(settings: Settings) -> None:
             asyncio.create_task(source.run()),
             asyncio.create_task(discovery.run()),
             asyncio.create_task(keep_deadlines(picker)),
+            asyncio.create_task(reading.run()),
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))

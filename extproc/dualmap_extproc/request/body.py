@@ -1,6 +1,8 @@
 """A request's body: its received chunks, the check whether it is complete, its prompt and its session."""
 
+import re
 from collections.abc import Mapping
+from typing import Final
 
 import orjson
 
@@ -15,6 +17,17 @@ _JSON_SPACE = b" \t\r\n"
 # The beginning of orjson's error message for a JSON text that ends too early.
 _TRUNCATED = "unexpected end of data"
 _END_BYTES = 64
+# A larger part of a body is not parsed to learn whether it may continue: the parser would hold the event loop.
+_PARSED_BYTES: Final = 64 * 1024
+# Chunks below this size are joined, so that a body in tiny chunks takes no more memory than its bytes.
+_JOINED_BYTES: Final = 4 * 1024
+_CODE: Final = r"\\u00"
+# The key "model", with or without escapes, and a text as its value.
+_MODEL: Final = re.compile(
+    rf'"(?:m|{_CODE}6[dD])(?:o|{_CODE}6[fF])(?:d|{_CODE}64)(?:e|{_CODE}65)(?:l|{_CODE}6[cC])"'
+    r'[ \t\r\n]*+:[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")'.encode(),
+    re.DOTALL,
+)
 
 
 class ReceivedBody:
@@ -32,9 +45,13 @@ class ReceivedBody:
     def add(self, chunk: bytes) -> None:
         """Append the next chunk."""
         self.size_bytes += len(chunk)
-        if chunk:
+        if not chunk:
             # Envoy may end a body with an empty message. This method skips an empty chunk, so that ``take`` need not
             # copy a body of one chunk.
+            return
+        if self._chunks and len(self._chunks[-1]) < _JOINED_BYTES:
+            self._chunks[-1] += chunk
+        else:
             self._chunks.append(chunk)
 
     def take(self) -> bytes:
@@ -50,22 +67,49 @@ class ReceivedBody:
         return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON."""
+        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON.
+
+        Without a length, a large body may always continue.
+        """
         if content_length:
             return self.size_bytes < content_length
-        return may_go_on(b"".join(self._chunks))
+        return self.size_bytes > _PARSED_BYTES or may_go_on(b"".join(self._chunks))
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
     """Return the prompt of a complete body for the API ``api``, or a 400 that describes the fault."""
+    parsed = parse_body(body)
+    return parsed if isinstance(parsed, Refused) else prompt_of(parsed, api)
+
+
+def parse_body(body: bytes) -> object | Refused:
+    """Return the JSON value of a complete body, or a 400 that describes the fault."""
     if not body:
         return invalid_body("the request has no body")
     try:
-        return read_prompt(orjson.loads(body), api)
+        parsed: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         return invalid_body(f"the body is not JSON: {error}")
+    return parsed
+
+
+def prompt_of(parsed: object, api: Api) -> Prompt | Refused:
+    """Return the prompt of a parsed body that was sent to ``api``, or a 400 that names the fault."""
+    try:
+        return read_prompt(parsed, api)
     except BadRequest as error:
         return invalid_body(str(error), param=error.param)
+
+
+def model_names(body: bytes) -> list[str]:
+    """Return the texts of all keys ``model`` in a body, at any depth, without parsing it; the last ones come last."""
+    names = []
+    for match in _MODEL.finditer(body):
+        try:
+            names.append(str(orjson.loads(match[1])))
+        except orjson.JSONDecodeError:
+            continue
+    return names
 
 
 def guess_api_of(body: bytes) -> Api:

@@ -11,7 +11,7 @@ request. The event's outcomes then include the request, and the picker resumes t
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
@@ -21,7 +21,14 @@ from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.errors import Refused, model_not_found, model_unnamed, no_endpoint, refused_by_router
+from dualmap_extproc.errors import (
+    Refused,
+    body_too_large,
+    model_not_found,
+    model_unnamed,
+    no_endpoint,
+    refused_by_router,
+)
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body, session_of
 from dualmap_extproc.request.client import client_of
@@ -32,6 +39,7 @@ from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
     ClientLimited,
+    Decided,
     Ended,
     Enqueued,
     Expired,
@@ -44,6 +52,7 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
+from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Outcomes, ServedPools
 from dualmap_extproc.settings import Limits
 
@@ -68,11 +77,11 @@ class Picker:
     """The picker of this router: it finds a request's pool by the model, and the pool's router picks the member.
 
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
-    access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request
-    ids (``ids``). ``hash_key`` is the key of the hashes of
-    prompts and sessions, which all replicas must share. ``trace_headers`` are additional headers in
-    observations. If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``).
-    If ``log_prompts`` is true, debug lines quote prompts. ``client_key`` keys the hashes of clients' names.
+    access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request ids
+    (``ids``). ``hash_key`` is the key of the hashes of prompts and sessions, which all replicas must share.
+    ``client_key`` is the key of the hashes of clients' names. ``trace_headers`` are additional headers in observations.
+    If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). If
+    ``log_prompts`` is true, debug lines quote prompts.
     """
 
     def __init__(
@@ -121,6 +130,17 @@ class Picker:
         """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
         return self._kept_headers
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body that any pool accepts."""
+        largest = self._served.max_body_bytes
+        return self._limits.body_bytes if largest is None else largest
+
+    @property
+    def bounds(self) -> BoundsOfModels:
+        """The bounds on request bodies, by model."""
+        return self._served.bounds
+
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Replace the pools. Keep the requests of pools that stay, and drop the requests of removed pools.
 
@@ -165,14 +185,33 @@ class Picker:
         of any method of the picker calls ``resume`` once with the answer. If ``aborted`` ends the request before, the
         picker does not call ``resume``. ``peer`` is the identity of the Envoy that sent the request (``wire.peer``).
         """
+        prompt, size_bytes = read_body(body, api), len(body)
+        return self.pick_read(
+            now, prompt, subset, arrived_s, size_bytes=size_bytes, headers=headers, resume=resume, peer=peer
+        )
+
+    def pick_read(
+        self,
+        now: float,
+        prompt: Prompt | Refused,
+        subset: frozenset[str] | None,
+        arrived_s: float,
+        *,
+        size_bytes: int,
+        headers: Mapping[str, str],
+        resume: Callable[[Picked | Refused], None],
+        peer: str = "",
+    ) -> Picked | Refused | AnswerLater:
+        """Do the same as ``pick`` for a body of ``size_bytes`` whose prompt is known."""
         arrival = Arrival(at_s=arrived_s, headers=headers)
-        prompt = read_body(body, api)
         if isinstance(prompt, Refused):
             return self._reject(now, prompt, arrival)
         router = self._served.of_model(prompt.model)
         if router is None:
             return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
+        if size_bytes > pool.routing.max_body_bytes:
+            return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt, key=self._hash_key)
         request = Request(
@@ -219,6 +258,10 @@ class Picker:
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
         """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
         return self._reject(now, refused, Arrival(at_s=now, headers=headers))
+
+    def decided(self, now: float, seconds: float) -> None:
+        """Report how long it took to read a large body and to choose a member."""
+        self._report(Decided(now=now, seconds=seconds))
 
     def first_token(self, now: float, request_id: str) -> None:
         """Record that the first chunk of the response's event stream arrived."""

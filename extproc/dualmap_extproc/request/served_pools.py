@@ -6,6 +6,7 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.names import FAIRNESS_HEADER
+from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
 Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 """A pool's router, and the outcomes of queued requests from one event of the router."""
@@ -25,6 +26,10 @@ class ServedPools:
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify clients, over all pools."""
+        self.bounds: BoundsOfModels = {}
+        """The bounds on request bodies, by model."""
+        self.max_body_bytes: int | None = None
+        """The largest request body that any pool accepts; None without pools."""
 
     def __iter__(self) -> Iterator[PoolRouter]:
         return iter(tuple(self._routers.values()))
@@ -75,6 +80,8 @@ class ServedPools:
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
         self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))
+        self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
+        self.max_body_bytes = max((pool.routing.max_body_bytes for pool in pools), default=None)
         return removed, effects
 
     def next_deadline(self) -> float | None:
@@ -85,3 +92,7 @@ class ServedPools:
     def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
+
+
+def _bounds(pool: Pool) -> Bounds:
+    return Bounds(body_bytes=pool.routing.max_body_bytes, tokens=pool.engine.max_model_len)

@@ -5,7 +5,11 @@ picks the member. ``Stream.STEPS`` is the transition table for request messages.
 ``modes`` describes the modes in which Envoy sends bodies and expects answers.
 
 The stream answers a queued request when the picker dispatches or rejects it. ``deliver`` then sends the answers to all
-messages of the request in the usual order, including messages that arrived while the request was queued.
+messages of the request in the usual order, including messages that arrived while the request was queued. A request with
+a large body waits in the same way until ``reading`` has read the body. The stream calls the picker after that.
+
+The bytes of a body count as buffered (``buffered``) until the body is read or, in ``DUPLEX``, written to Envoy. If
+``buffered`` evicts a body, its stream answers through ``deliver``.
 
 In ``NO_WAIT``, if an HTTP/2 request has trailers, Envoy does not send the body's end or the trailers before the router
 has answered the headers. The router therefore decides after a time without messages (``on_deadline``):
@@ -25,13 +29,16 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum, auto
 from typing import ClassVar, TypeAlias
 
-from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
-from dualmap_extproc.request.body import ReceivedBody
+from dualmap.prompts.prompt import Prompt
+from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
+from dualmap_extproc.request.body import ReceivedBody, read_body
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.reading import LargeBody, Reader, read_small
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
@@ -50,7 +57,7 @@ class Phase(StrEnum):
     READING = auto()
     """The request is arriving; no member is chosen."""
     QUEUED = auto()
-    """The request is complete and waits in the router for a member."""
+    """The request is complete: the router reads its large body, or the request waits for a member."""
     ANSWERED = auto()
     """The router has picked a member, or Envoy itself has answered the client."""
     ENDED = auto()
@@ -79,23 +86,39 @@ class Stream:
     """The state machine of one ext_proc stream.
 
     ``receive`` never raises an error, for any messages in any order. The transport calls ``on_deadline`` at
-    ``deadline_s`` if no message arrives before, and ``close`` after the stream's end. The stream passes answers without
-    a preceding message to ``deliver``, during a call of the picker. If ``ended`` is true, the transport must end the
-    stream. ``decided`` is true after the stream has called ``Picker.pick`` with a body. ``peer`` is the identity of the
-    Envoy that opened the stream.
+    ``deadline_s`` if no message arrives before, ``written`` after it has written all answers, and ``close`` after the
+    stream's end. The stream passes answers without a preceding message to ``deliver``, during a call of the picker, the
+    reader or another stream. If ``ended`` is true, the transport must end the stream. ``decided`` is true after the
+    stream has read a body itself and called the picker. ``reader`` reads large bodies; without a reader, the stream
+    reads them. ``held_bytes`` is the number of bytes that ``buffered`` counts for the stream.
+    ``peer`` is the identity of the Envoy that opened the stream.
     """
 
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
         *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_peer", "_picker"),
-        *("_response", "_retries", "_unanswered", "deadline_s", "decided", "phase"),
+        *("_buffered", "_cancel_reading", "_reader", "_response", "_retries", "_unanswered"),
+        *("deadline_s", "decided", "held_bytes", "phase"),
     )
 
-    def __init__(self, picker: Picker, limits: Limits, deliver: Callable[[_Answers], None], *, peer: str = "") -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        limits: Limits,
+        deliver: Callable[[_Answers], None],
+        buffered: BufferedBodies,
+        reader: Reader | None = None,
+        *,
+        peer: str = "",
+    ) -> None:
         self._picker = picker
         self._peer = peer
         self._limits = limits
         self._deliver = deliver
+        self._buffered = buffered
+        self._reader = reader
+        self._cancel_reading: Callable[[], None] | None = None
+        self.held_bytes = 0
         self._modes = DEFAULT_MODES
         self.phase = _NEW
         self.deadline_s: float | None = None
@@ -119,6 +142,16 @@ class Stream:
             self.deadline_s = stalled_s
             return []
         return self._decide(now, retries=False)
+
+    def written(self) -> None:
+        """Take that all answers are written: a body that went back to Envoy is no longer stored."""
+        if self.held_bytes and self.phase is _ANSWERED:
+            self._buffered.release(self)
+
+    def evict(self, now: float) -> None:
+        """Refuse a request whose body is arriving, since the router stores too many bytes."""
+        self.deadline_s = None
+        self._deliver(self._refuse(now, overloaded()))
 
     def close(self, now: float, *, cancelled: bool) -> None:
         """Report the end of the stream to the picker. ``cancelled`` is true if Envoy or its client cancelled.
@@ -168,8 +201,8 @@ class Stream:
         head.read_subset(message, limits)
         if head.unacceptable is not None:
             return self._refuse(now, head.unacceptable)
-        if head.content_length > limits.body_bytes:
-            return self._refuse(now, body_too_large(limits.body_bytes))
+        if head.content_length > self._picker.max_body_bytes:
+            return self._refuse(now, body_too_large(self._picker.max_body_bytes))
         complete = headers.end_of_stream or self._modes.request_body is _NO_BODY
         if head.unreadable is not None and not complete and self._expects_prompt():
             return self._refuse(now, head.unreadable)
@@ -196,11 +229,13 @@ class Stream:
         # Each access to a message's bytes copies the bytes, so the method accesses them only once.
         chunk = body.body
         self._body.add(chunk)
-        if self._body.size_bytes > limits.body_bytes:
-            return self._refuse(now, body_too_large(limits.body_bytes))
+        if self._body.size_bytes > self._picker.max_body_bytes:
+            return self._refuse(now, body_too_large(self._picker.max_body_bytes))
         if body.end_of_stream or self._modes.request_body is _WHOLE_BODY:
             self._unanswered.bodies += 1
             return self._decide(now)
+        if not self._buffered.hold(now, self, len(chunk)):
+            return self._refuse(now, overloaded())
         if not self._unanswered.headers and answering is not DUPLEX:
             return [answers.PLAIN_REQUEST_BODY]
         self._unanswered.bodies += 1
@@ -271,28 +306,68 @@ class Stream:
         body = self._body.take()
         if self._modes.answering is DUPLEX:
             self._unanswered.body = body
-        outcome = self._pick(now, body)
+            if not self._hold_whole(now, body):
+                return self._refuse(now, overloaded())
+        if self._modes.request_body is _NO_BODY or not self._expects_prompt():
+            return self._after_pick(self._picker.pick_bodiless(now, self._head.subset, model=self._head.named_model))
+        if self._reader is None:
+            prompt: Prompt | Refused | None = read_body(body, self._head.api)
+        else:
+            prompt = read_small(body, self._head.api)
+        if prompt is None:
+            return self._read_elsewhere(now, body)
+        self.decided = True
+        return self._after_pick(self._pick(now, prompt))
+
+    def _hold_whole(self, now: float, body: bytes) -> bool:
+        """Count the rest of a complete body as buffered; return False if the request must be refused instead."""
+        held = self._buffered.hold(now, self, len(body) - self.held_bytes)
+        self._buffered.arrived(self)
+        return held
+
+    def _pick(self, now: float, prompt: Prompt | Refused) -> Picked | Refused | AnswerLater:
+        """Ask the picker for a member by the prompt."""
+        return self._picker.pick_read(
+            now,
+            prompt,
+            self._head.subset,
+            self._arrived_s,
+            size_bytes=self._body.size_bytes,
+            headers=self._head.kept,
+            resume=self._resume,
+            peer=self._peer,
+        )
+
+    def _read_elsewhere(self, now: float, body: bytes) -> _Answers:
+        """Have a large body read; ask the picker when its prompt is there."""
+        assert self._reader is not None, "a stream without a reader reads its body itself"
+
+        def done(read_s: float, prompt: Prompt | Refused) -> None:
+            self._cancel_reading = None
+            outcome = self._pick(read_s, prompt)
+            self._picker.decided(read_s, read_s - now)
+            answers = self._after_pick(outcome)
+            if answers:
+                self._deliver(answers)
+
+        if not self._hold_whole(now, body):
+            return self._refuse(now, overloaded())
+        large = LargeBody(body=body, api=self._head.api, bounds=self._picker.bounds)
+        self._cancel_reading = self._reader.read(large, done)
+        if self._cancel_reading is None:
+            return self._refuse(now, overloaded())
+        self.phase = _QUEUED
+        return []
+
+    def _after_pick(self, outcome: Picked | Refused | AnswerLater) -> _Answers:
+        """Answer with the outcome of a pick; return nothing if the request is queued."""
+        if self.held_bytes and self._modes.answering is not DUPLEX:
+            self._buffered.release(self)
         if isinstance(outcome, AnswerLater):
             self._response.request_id = outcome.request_id
             self.phase = _QUEUED
             return []
         return self._answer(outcome)
-
-    def _pick(self, now: float, body: bytes) -> Picked | Refused | AnswerLater:
-        """Request a member from the picker: by the prompt, or any member for a request without a prompt."""
-        if self._modes.request_body is _NO_BODY or not self._expects_prompt():
-            return self._picker.pick_bodiless(now, self._head.subset, model=self._head.named_model)
-        self.decided = True
-        return self._picker.pick(
-            now,
-            body,
-            self._head.subset,
-            self._arrived_s,
-            headers=self._head.kept,
-            resume=self._resume,
-            api=self._head.api,
-            peer=self._peer,
-        )
 
     def _resume(self, outcome: Picked | Refused) -> None:
         """Answer the queued request."""
@@ -323,14 +398,25 @@ class Stream:
     def _reject(self, refused: Refused) -> _Answers:
         """Return the answer that Envoy sends to the client, and end the stream."""
         self.phase = _ENDED
-        self._body.take()
-        self._unanswered.body = b""
+        self._drop_body()
         status, after_s = refused.status, refused.retry_after_s
         return [answers.refusal(status=status, body=refused.body(), code=refused.code, retry_after_s=after_s)]
 
     def _end_request(self, now: float, ending: Ending) -> None:
         """Report the end of the request to the picker if the picker tracks it; abort a queued request."""
+        if self.held_bytes:
+            self._drop_body()
         self._response.end(now, Ending.ABORTED if self.phase is _QUEUED else ending)
+
+    def _drop_body(self) -> None:
+        """Release the body, wherever it is stored."""
+        if self._cancel_reading is not None:
+            self._cancel_reading()
+            self._cancel_reading = None
+        self._body.take()
+        self._unanswered.body = b""
+        if self.held_bytes:
+            self._buffered.release(self)
 
     STEPS: ClassVar[Mapping[Phase, Mapping[str | None, _Step]]] = {
         _NEW: _row(

@@ -152,6 +152,9 @@ class Metrics:
             registry=registry,
         )
         self._pool_refusals = counter("dualmap_pool_refusals", "Pool changes that this router rejected as invalid.")
+        self._buffered = Gauge(
+            "dualmap_buffered_bytes", "Bytes of all request bodies that this router stores.", registry=registry
+        )
         self._pool_file_refused = Gauge(
             "dualmap_pool_file_refused", "1 if any pool file is invalid or missing, else 0.", registry=registry
         )
@@ -160,6 +163,10 @@ class Metrics:
     def registry(self) -> CollectorRegistry:
         """The registry, to which other modules add metrics."""
         return self._registry
+
+    def show_buffered(self, buffered_bytes: Callable[[], float]) -> None:
+        """Have a scrape read the bytes of all stored request bodies."""
+        self._buffered.set_function(buffered_bytes)
 
     def subscribe(self, observations: FanOut) -> None:
         """Subscribe to the observations that are counted."""

@@ -1,15 +1,17 @@
 """The ext_proc service in grpc.aio: passes messages to each stream's state machine and writes the answers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import Decided, Report
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
@@ -25,10 +27,15 @@ _POLL_S: Final = 0.02
 
 
 class ExternalProcessor:
-    """The ext_proc service: one state machine per stream, driven by the clock of the event loop."""
+    """The ext_proc service: one state machine per stream, driven by the clock of the event loop.
 
-    def __init__(self, picker: Picker, report: Report, limits: Limits) -> None:
+    ``reader`` reads large bodies; without one, the streams read them on the event loop.
+    """
+
+    def __init__(self, picker: Picker, report: Report, limits: Limits, reader: Reader | None = None) -> None:
         self._picker = picker
+        self._reader = reader
+        self._buffered = BufferedBodies(limits.buffered_bytes)
         self._report = report
         self._limits = limits
         self._deadlines = _StreamDeadlines()
@@ -50,6 +57,11 @@ class ExternalProcessor:
         """The number of open streams; Envoy may still send messages about their requests."""
         return self._streams
 
+    @property
+    def buffered_bytes(self) -> int:
+        """The bytes of all request bodies that the router stores."""
+        return self._buffered.held_bytes
+
     async def idle(self) -> None:
         """Wait until no stream is open."""
         await self._idle.wait()
@@ -62,7 +74,8 @@ class ExternalProcessor:
         """Serve one stream, and close its state machine after any end of the stream."""
         clock = asyncio.get_running_loop().time
         writer = _UnpromptedWriter(context)
-        stream = Stream(self._picker, self._limits, writer.write, peer=peer_of(context))
+        stream = Stream(self._picker, self._limits, writer.write, self._buffered, self._reader, peer=peer_of(context))
+        writer.on_written = stream.written
         cancelled = True
         self._streams += 1
         self._idle.clear()
@@ -81,6 +94,9 @@ class ExternalProcessor:
                     self._report(Decided(now=done_s, seconds=done_s - now))
                 for answer in answers:
                     await context.write(answer)
+                stream.written()
+                # The next message may come much later; what this one and its answers contain is not stored until then.
+                del message, answers
                 self._deadlines.watch(stream, writer)
             cancelled = False
         except DecodeError as error:
@@ -104,6 +120,7 @@ class _UnpromptedWriter:
     def __init__(self, context: _Context) -> None:
         self._context = context
         self.writing: asyncio.Task[None] | None = None
+        self.on_written: Callable[[], None] = lambda: None
 
     def write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
         """Start to write answers after the current write ends."""
@@ -122,6 +139,7 @@ class _UnpromptedWriter:
             await after
         for answer in answers:
             await self._context.write(answer)
+        self.on_written()
 
 
 class _StreamDeadlines:

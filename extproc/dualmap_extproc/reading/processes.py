@@ -1,0 +1,167 @@
+"""Processes that read large bodies, so that no body holds the event loop.
+
+Each process reads one body at a time; the shortest waiting body is next. A process that ends or takes too long is
+replaced.
+"""
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from typing import Final
+
+from dualmap.prompts.prompt import Prompt
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.errors import Refused, invalid_body, overloaded
+from dualmap_extproc.request.reading import PREFIX_BYTES, Done, LargeBody, decode_result, encode_body, lengths
+
+# A hostile body in one process leaves the other process for other bodies.
+PROCESSES: Final = 2
+# The most bodies that wait for a process.
+WAITING_MAX: Final = 64
+# The longest time that a body waits for a process, and the longest time of reading it. The sum stays below the time
+# for which Envoy waits for an answer.
+WAIT_S: Final = 5.0
+READ_S: Final = 5.0
+_WORKER: Final = "dualmap_extproc.reading.worker"
+_PIECE_BYTES: Final = 256 * 1024
+_log = get_logger(__name__)
+
+
+class ReadingProcesses:
+    """The processes, and the bodies that wait for them. It implements ``request.reading.Reader``."""
+
+    def __init__(self, *, wait_s: float = WAIT_S, read_s: float = READ_S) -> None:
+        self._wait_s = wait_s
+        self._waiting: list[_Reading] = []
+        self._arrived = asyncio.Event()
+        self._workers = tuple(_Worker(read_s) for _ in range(PROCESSES))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids of the running processes."""
+        return tuple(worker.process.pid for worker in self._workers if worker.process is not None)
+
+    async def run(self) -> None:
+        """Read bodies until cancelled, then end the processes."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self._workers:
+                    group.create_task(self._serve(worker))
+        finally:
+            for worker in self._workers:
+                await worker.end()
+
+    def read(self, large: LargeBody, done: Done) -> Callable[[], None] | None:
+        """Begin to read a body; return a function that cancels it, or None if too many bodies wait."""
+        if len(self._waiting) >= WAITING_MAX:
+            return None
+        reading = _Reading(large, done)
+        self._waiting.append(reading)
+        self._arrived.set()
+
+        def forget() -> None:
+            timer.cancel()
+            reading.done = None
+            if reading in self._waiting:
+                self._waiting.remove(reading)
+
+        def expire() -> None:
+            if reading in self._waiting:
+                forget()
+                done(asyncio.get_running_loop().time(), overloaded())
+
+        timer = asyncio.get_running_loop().call_later(self._wait_s, expire)
+        return forget
+
+    async def _serve(self, worker: "_Worker") -> None:
+        """Read one waiting body after the other; the shortest is next."""
+        while True:
+            while not self._waiting:
+                # The process is started before the first body needs it.
+                await worker.start()
+                self._arrived.clear()
+                await self._arrived.wait()
+            reading = min(self._waiting, key=lambda each: len(each.large.body))
+            self._waiting.remove(reading)
+            result = await worker.read(reading.large)
+            if reading.done is not None:
+                reading.done(asyncio.get_running_loop().time(), result)
+            del reading
+
+
+class _Reading:
+    """A body that waits or is being read. ``done`` is None if it was cancelled."""
+
+    __slots__ = ("done", "large")
+
+    def __init__(self, large: LargeBody, done: Done) -> None:
+        self.large = large
+        self.done: Done | None = done
+
+
+class _Worker:
+    """One process, which is started when it is needed. ``process`` is None while it does not run."""
+
+    def __init__(self, read_s: float) -> None:
+        self._read_s = read_s
+        self.process: Process | None = None
+
+    async def start(self) -> None:
+        """Start the process unless it runs; log the failure if it cannot start."""
+        if self.process is not None and self.process.returncode is None:
+            return
+        await self.end()
+        command = (sys.executable, "-P", "-m", _WORKER)
+        try:
+            # In a session of its own: signals for the router's process group do not reach the process.
+            self.process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+        except OSError as error:
+            _log.error("Failed to start a process that reads large bodies", error=str(error))
+
+    async def read(self, large: LargeBody) -> Prompt | Refused:
+        """Return what the process makes of a body. A process that has ended is replaced, once for a body."""
+        for _ in range(2):
+            await self.start()
+            if self.process is None:
+                break
+            try:
+                async with asyncio.timeout(self._read_s):
+                    return await _exchange(self.process, large)
+            except TimeoutError:
+                _log.warning("Replaced a process that took too long to read a body", bytes=len(large.body))
+                await self.end()
+                return invalid_body("the body takes too long to read")
+            except (OSError, asyncio.IncompleteReadError):
+                _log.warning("Replaced a process that ended while it read a body", bytes=len(large.body))
+                await self.end()
+        return overloaded()
+
+    async def end(self) -> None:
+        """End the process."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+
+
+async def _exchange(process: Process, large: LargeBody) -> Prompt | Refused:
+    """Send a body to a process and return the result. Raises OSError or IncompleteReadError if the process ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    begin, body = encode_body(large)
+    process.stdin.write(begin)
+    view = memoryview(body)
+    # In pieces: the transport copies what the pipe does not take at once.
+    for start in range(0, len(view), _PIECE_BYTES):
+        process.stdin.write(view[start : start + _PIECE_BYTES])
+        await process.stdin.drain()
+    header, payload = lengths(await process.stdout.readexactly(PREFIX_BYTES))
+    return decode_result(await process.stdout.readexactly(header), await process.stdout.readexactly(payload))

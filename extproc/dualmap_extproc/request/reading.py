@@ -1,0 +1,180 @@
+"""Reading bodies without holding the event loop: small bodies at once, large bodies in another process.
+
+Reading a body takes time in proportion to its size and to the number of its JSON elements. ``read_small`` leaves the
+bodies that would hold the event loop for long to another process, which runs ``read_large``. The room ``reading`` has
+the processes. ``encode_body`` to ``decode_result`` are the format of what the processes exchange.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from dualmap.prompts.api import Api
+from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.prompt import MAX_NAME, Prompt
+from dualmap_extproc.errors import Refused, body_too_large, invalid_body, model_not_found
+from dualmap_extproc.request.body import model_names, parse_body, prompt_of, read_body
+
+# The stream reads a body itself up to TINY_BYTES, or up to INLINE_BYTES and INLINE_ELEMENTS. The worst body within
+# these limits takes a few milliseconds: the parser takes up to 60 ns a byte for containers and 10 ns for other content,
+# and each element takes up to 3 us after parsing. Above PARSED_BYTES, containers are therefore counted before parsing.
+TINY_BYTES: Final = 8 * 1024
+PARSED_BYTES: Final = 64 * 1024
+INLINE_BYTES: Final = 512 * 1024
+INLINE_ELEMENTS: Final = 2000
+# The most JSON elements of a body, besides the token ids of the longest prompt of any pool.
+MAX_ELEMENTS: Final = 1_000_000
+
+# The lengths of the header and of the payload, which follow.
+_PREFIX: Final = struct.Struct("<IQ")
+PREFIX_BYTES: Final = _PREFIX.size
+
+
+class Bounds(NamedTuple):
+    """A pool's bounds on a request body: its size, and the longest prompt in tokens."""
+
+    body_bytes: int
+    tokens: int
+
+
+BoundsOfModels: TypeAlias = Mapping[str, Bounds]
+"""The bounds by the name of each model that the router serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeBody:
+    """A complete body that is to be read, the API it was sent to, and the bounds of all models."""
+
+    body: bytes
+    api: Api
+    bounds: BoundsOfModels
+
+
+Done: TypeAlias = Callable[[float, Prompt | Refused], None]
+"""Takes the time, and the prompt of a body or the answer to it."""
+
+
+class Reader(Protocol):
+    """Reads large bodies without holding the event loop."""
+
+    def read(self, large: LargeBody, done: Done) -> Callable[[], None] | None:
+        """Begin to read a body; return a function that cancels it, or None if too many bodies wait.
+
+        ``done`` is called once, later, unless the reading is cancelled before.
+        """
+        ...
+
+
+def read_small(body: bytes, api: Api) -> Prompt | Refused | None:
+    """Return the prompt of a small body or the answer to it; None if reading it takes too long for the event loop."""
+    if len(body) <= TINY_BYTES:
+        return read_body(body, api)
+    if len(body) > INLINE_BYTES or (len(body) > PARSED_BYTES and _openings(body) > INLINE_ELEMENTS):
+        return None
+    parsed = parse_body(body)
+    if isinstance(parsed, Refused):
+        return parsed
+    return None if _has_many_elements(parsed) else prompt_of(parsed, api)
+
+
+def _openings(body: bytes) -> int:
+    """Return the number of opening brackets and braces, including those inside of strings."""
+    # If there are few, ``replace`` is many times faster than ``count``.
+    return 2 * len(body) - len(body.replace(b"[", b"")) - len(body.replace(b"{", b""))
+
+
+def _has_many_elements(parsed: object) -> bool:
+    """Return whether a parsed body has more than INLINE_ELEMENTS elements."""
+    elements = 0
+    unseen = [parsed]
+    while unseen:
+        each = unseen.pop()
+        if isinstance(each, dict):
+            inner: Collection[object] = each.values()
+        elif isinstance(each, list):
+            inner = each
+        else:
+            continue
+        elements += len(inner)
+        if elements > INLINE_ELEMENTS:
+            return True
+        unseen += inner
+    return False
+
+
+def has_more_elements(body: bytes, most: int) -> bool:
+    """Return whether a body has more than ``most`` JSON elements: values and containers, counted without parsing."""
+    if _separators(body) <= most:
+        return False
+    # Separators inside of strings are text. Each element is at most two strings (a key and a value).
+    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    if outside.count(b'"') > 4 * (most + 1):
+        return True
+    return sum(map(_separators, outside.split(b'"')[::2])) > most
+
+
+def _separators(text: bytes) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def read_large(large: LargeBody) -> Prompt | Refused:
+    """Return the prompt of a large body, as much of it as its pool's engines compute; or the answer to the request.
+
+    The cheap checks precede the parser: the number of elements, then whether the body contains the name of a model.
+    """
+    most = MAX_ELEMENTS + max((each.tokens for each in large.bounds.values()), default=0)
+    if has_more_elements(large.body, most):
+        return invalid_body(f"the body has more than {most} JSON elements")
+    names = model_names(large.body)
+    if names and not any(name in large.bounds for name in names):
+        return model_not_found(names[-1])
+    prompt = read_body(large.body, large.api)
+    if isinstance(prompt, Refused):
+        return prompt
+    bounds = large.bounds.get(prompt.model)
+    if bounds is None:
+        return model_not_found(prompt.model)
+    if len(large.body) > bounds.body_bytes:
+        return body_too_large(bounds.body_bytes)
+    # The router ignores a session name of this length. It must not travel between the processes.
+    session = prompt.session if len(prompt.session) <= MAX_NAME else ""
+    return replace(prompt, text=prompt.text[: bounds.tokens * BYTES_PER_TOKEN], session=session)
+
+
+def encode_body(large: LargeBody) -> tuple[bytes, bytes]:
+    """Return what begins the frame of a body, and the body, which follows it."""
+    header = json.dumps([large.api.name, large.bounds]).encode()
+    return _PREFIX.pack(len(header), len(large.body)) + header, large.body
+
+
+def lengths(prefix: bytes) -> tuple[int, int]:
+    """Return the lengths of a frame's header and payload, from its first PREFIX_BYTES."""
+    header, payload = _PREFIX.unpack(prefix)
+    return header, payload
+
+
+def decode_body(header: bytes, payload: bytes) -> LargeBody:
+    """Return the body of a frame."""
+    api, bounds = json.loads(header)
+    return LargeBody(body=payload, api=Api[api], bounds={name: Bounds(*each) for name, each in bounds.items()})
+
+
+def encode_result(result: Prompt | Refused) -> bytes:
+    """Return the frame of a result."""
+    if isinstance(result, Refused):
+        header = json.dumps([result.status, result.code, result.message, result.param]).encode()
+        return _PREFIX.pack(len(header), 0) + header
+    named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
+    header = json.dumps({**named, "streamed": result.streamed}).encode()
+    return _PREFIX.pack(len(header), len(result.text)) + header + result.text
+
+
+def decode_result(header: bytes, payload: bytes) -> Prompt | Refused:
+    """Return the result of a frame."""
+    fields = json.loads(header)
+    if isinstance(fields, list):
+        status, code, message, param = fields
+        return Refused(status=status, code=code, message=message, param=param)
+    return Prompt(text=payload, **fields)

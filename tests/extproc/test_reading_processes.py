@@ -1,0 +1,217 @@
+"""The processes that read large bodies: results, replacement, limits, and their end."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dualmap.prompts.api import Api
+from dualmap.prompts.prompt import Prompt
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.reading import processes
+from dualmap_extproc.reading.processes import PROCESSES, WAITING_MAX, ReadingProcesses
+from dualmap_extproc.request.body import read_body
+from dualmap_extproc.request.reading import Bounds, LargeBody
+from extproc.envoy_messages import chat
+from waiting import until
+
+BOUNDS = {"m": Bounds(body_bytes=16 * 1024 * 1024, tokens=10**6)}
+
+
+def large(body: bytes) -> LargeBody:
+    return LargeBody(body=body, api=Api.CHAT, bounds=BOUNDS)
+
+
+@asynccontextmanager
+async def running(**seconds: float) -> AsyncIterator[ReadingProcesses]:
+    reader = ReadingProcesses(**seconds)
+    task = asyncio.create_task(reader.run())
+    try:
+        await until(lambda: len(reader.pids) == PROCESSES)
+        yield reader
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def reading(reader: ReadingProcesses, body: bytes) -> Awaitable[Prompt | Refused]:
+    future: asyncio.Future[Prompt | Refused] = asyncio.get_running_loop().create_future()
+    cancel = reader.read(large(body), lambda now, result: future.set_result(result))
+    assert cancel is not None
+    return future
+
+
+def code(result: Prompt | Refused) -> str:
+    assert isinstance(result, Refused)
+    return result.code
+
+
+def stop(reader: ReadingProcesses) -> None:
+    """Stop the processes as if they never came to an end of a body."""
+    for pid in reader.pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+async def test_process_reads_bodies_as_the_router_does():
+    bodies = [chat("text, " * 100_000 + str(n)) for n in range(5)] + [b"no JSON, " * 100_000]
+    async with running() as reader:
+        results = await asyncio.gather(*(reading(reader, body) for body in bodies))
+
+    assert results == [read_body(body, Api.CHAT) for body in bodies]
+
+
+async def test_process_that_is_killed_is_replaced_for_the_next_body():
+    async with running() as reader:
+        before = reader.pids
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        results = [await reading(reader, chat()) for _ in range(3)]
+
+        assert results == [read_body(chat(), Api.CHAT)] * 3
+        assert not set(before) & set(reader.pids[:1])
+
+
+async def test_process_that_is_killed_while_it_reads_reads_the_body_again():
+    async with running() as reader:
+        stop(reader)
+        result = asyncio.ensure_future(reading(reader, chat()))
+        await asyncio.sleep(0.1)
+        for pid in reader.pids:
+            os.kill(pid, signal.SIGKILL)
+
+        assert await result == read_body(chat(), Api.CHAT)
+
+
+async def test_process_that_takes_too_long_is_replaced_and_its_body_refused():
+    async with running(read_s=1.0) as reader:
+        stop(reader)
+        result = await reading(reader, chat())
+        os.kill(reader.pids[0], signal.SIGCONT)
+
+        assert code(result) == "invalid_request"
+    async with running(read_s=60.0) as reader:
+        assert await reading(reader, chat()) == read_body(chat(), Api.CHAT)
+
+
+async def test_body_that_waits_too_long_is_refused_as_overloaded():
+    async with running(wait_s=0.2) as reader:
+        stop(reader)
+        busy = [reading(reader, chat()) for _ in range(PROCESSES)]
+        await asyncio.sleep(0.05)
+
+        assert code(await reading(reader, chat())) == "overloaded"
+        assert len(busy) == PROCESSES
+
+
+async def test_bodies_above_the_most_that_may_wait_are_not_taken():
+    async with running() as reader:
+        stop(reader)
+        taken = [reader.read(large(chat()), lambda now, result: None) for _ in range(WAITING_MAX)]
+        refused = reader.read(large(chat()), lambda now, result: None)
+        cancel = taken[0]
+        assert cancel is not None
+        cancel()
+        again = reader.read(large(chat()), lambda now, result: None)
+
+    assert (refused, all(taken)) == (None, True)
+    assert again is not None
+
+
+async def test_shortest_waiting_body_is_read_first():
+    order: list[int] = []
+    async with running() as reader:
+        await asyncio.gather(*(reading(reader, chat()) for _ in range(PROCESSES)))
+        for words in (50_000, 30_000, 10_000, 20_000, 40_000):
+            reader.read(large(chat("word " * words)), lambda now, result, words=words: order.append(words))
+        await until(lambda: len(order) == 5)
+
+    assert order[0] in (10_000, 20_000)
+    assert order[-1] in (50_000, 40_000)
+
+
+async def test_cancelled_reading_is_not_answered():
+    answered: list[object] = []
+    async with running() as reader:
+        cancel = reader.read(large(chat("word " * 100_000)), lambda now, result: answered.append(result))
+        assert cancel is not None
+        await asyncio.sleep(0)
+        cancel()
+        await reading(reader, chat("word " * 200_000))
+        await reading(reader, chat("word " * 200_000))
+
+    assert answered == []
+
+
+async def test_process_that_cannot_start_refuses_bodies_until_it_can(monkeypatch):
+    monkeypatch.setattr(processes.sys, "executable", "/nonexistent/python")
+    reader = ReadingProcesses()
+    task = asyncio.create_task(reader.run())
+    refused = await reading(reader, chat())
+    monkeypatch.undo()
+    read = await reading(reader, chat())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert code(refused) == "overloaded"
+    assert read == read_body(chat(), Api.CHAT)
+
+
+async def test_process_ignores_the_signals_that_end_the_router():
+    async with running() as reader:
+        await reading(reader, chat())
+        await reading(reader, chat())
+        pids = reader.pids
+        for pid in pids:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
+        for _ in range(4):
+            assert await reading(reader, chat()) == read_body(chat(), Api.CHAT)
+        assert reader.pids == pids
+
+
+async def test_process_ends_with_the_router():
+    async with running() as reader:
+        pids = reader.pids
+    assert not any(_runs(str(pid)) for pid in pids)
+
+
+async def test_process_has_no_grpc():
+    listing = "import sys, dualmap_extproc.reading.worker; print(*sorted(sys.modules))"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", listing, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+
+    assert not {"grpc", "asyncio", "aiohttp", "google.protobuf", "prometheus_client"} & set(output.decode().split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_process_ends_when_its_router_is_killed():
+    program = (
+        "import asyncio, dualmap_extproc.reading.processes as p\n"
+        "async def main():\n"
+        "    reader = p.ReadingProcesses()\n"
+        "    task = asyncio.create_task(reader.run())\n"
+        "    while len(reader.pids) < p.PROCESSES: await asyncio.sleep(0.01)\n"
+        "    print(*reader.pids, flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    pids = (await process.stdout.readline()).split()
+    process.kill()
+    await process.wait()
+
+    await until(lambda: not any(_runs(pid.decode()) for pid in pids))
+
+
+def _runs(pid: str) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
