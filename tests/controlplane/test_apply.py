@@ -9,6 +9,7 @@ from controlplane.operator_objects import member, pool_object
 from dualmap_edge.kube.client import KubeError
 from dualmap_operator.act.apply import Applied, Applier, merge_patch
 from dualmap_operator.act.events import EventRecorder
+from dualmap_operator.act.reservations import ReservationWriter
 from dualmap_operator.api import Api
 from dualmap_operator.decide.observed import PoolStatus
 from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
@@ -54,7 +55,13 @@ class Scene:
         self.leads = True
         api = Api(self.kube, Counts(), lambda: self.leads)  # type: ignore[arg-type]  # stands for it
         recorder = EventRecorder(api, identity="operator-1", clock=self.clock)
-        self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
+        self.applier = Applier(
+            api,
+            recorder,
+            reservations=ReservationWriter(api, namespace="dualmap-system"),
+            live=self._live,
+            now=lambda: 0.0,
+        )
 
     def _apply(self, request: Request) -> dict[str, Any]:
         self.server = {**request.body, "spec": {**request.body["spec"], "type": "ClusterIP"}}

@@ -14,17 +14,17 @@ def lost(name: str, model: str, owner: str) -> LostClaim:
 
 def test_oldest_pool_gets_the_model_name_in_any_order() -> None:
     young, old, middle = claimant("a", 3, "x"), claimant("c", 1, "x"), claimant("b", 2, "x")
-    assert lost_claims([young, old, middle]) == (lost("b", "x", "c"), lost("a", "x", "c"))
-    assert lost_claims([middle, young, old]) == lost_claims([young, old, middle])
+    assert lost_claims([young, old, middle], {}) == (lost("b", "x", "c"), lost("a", "x", "c"))
+    assert lost_claims([middle, young, old], {}) == lost_claims([young, old, middle], {})
 
 
 def test_first_pool_by_name_gets_model_name_at_equal_age() -> None:
-    assert lost_claims([claimant("b", 1, "x"), claimant("a", 1, "x")]) == (lost("b", "x", "a"),)
+    assert lost_claims([claimant("b", 1, "x"), claimant("a", 1, "x")], {}) == (lost("b", "x", "a"),)
 
 
 def test_each_model_name_is_assigned_separately() -> None:
     old, young = claimant("old", 1, "x", "x"), claimant("young", 2, "y", "x")
-    assert lost_claims([young, old, claimant("last", 3, "y")]) == (
+    assert lost_claims([young, old, claimant("last", 3, "y")], {}) == (
         lost("young", "x", "old"),
         lost("last", "y", "young"),
     )
