@@ -161,8 +161,8 @@ async def test_served_model_name_stays_in_its_namespace_while_its_pool_is_recrea
     (accepted,) = [each for each in trap["status"]["conditions"] if each["type"] == "Accepted"]
     assert accepted["reason"] == "ModelConflict"
     assert prod in accepted["message"]
-    status, receipt = await shared.ask("trap-model")
-    assert (status, "trap-0" in receipt) == (200, True)
+    # The other names of the pool still reach its instance. The simulated engine does not know them.
+    assert "trap-0" in (await shared.ask("trap-model"))[1]
 
     # As docs/operator.md frees a name. The namespace's pool would reserve it again, so that goes first.
     await shared.product.kubectl("delete", "dmpool/qwen", "--timeout=90s")
@@ -194,8 +194,8 @@ async def test_fixed_model_name_is_never_served_by_another_namespace(shared: Sha
     await shared.product.kubectl("patch", RESERVED, "-n", SYSTEM, "--type=merge", "-p", fixed)
     # The trap is the older pool.
     await shared.make("trap", shared.foreign, {"name": "trap-model", "aliases": [MODEL]})
-    assert (await shared.ask("trap-model"))[0] == 200
-    assert (await shared.ask(MODEL))[0] == 404
+    assert "trap-0" in (await shared.ask("trap-model"))[1]
+    assert await shared.ask(MODEL) == (404, "")
     await shared.make("qwen", prod, {"name": MODEL})
     async with shared.asking():
         await shared.until_answers(5, lambda status, receipt: status == 200 and "qwen-0" in receipt, "qwen answers")
