@@ -115,11 +115,11 @@ def _digest(*parts: str) -> str:
 
 
 def _requirements() -> list[str]:
-    """The packages that the Dockerfile installs, and those that build our wheel."""
+    """The packages that the Dockerfile installs, and those that build and install our wheel."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     extra: list[str] = project["optional-dependencies"].get("otlp", [])
-    return [*project["dependencies"], *extra, *document["build-system"]["requires"]]
+    return [*project["dependencies"], *extra, *document["build-system"]["requires"], "uv"]
 
 
 def _sources() -> Iterator[str]:
@@ -197,7 +197,8 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
         build = (*buildah, "build", "--quiet", "--layers", "--isolation", "chroot")
         if subprocess.run([*buildah, "inspect", parts.base_reference], capture_output=True, check=False).returncode:
             _run([*build, "--tag", parts.base_reference, parts.base])
-        arguments = (f"BASE={parts.base_reference}", "PIP_NO_INDEX=1", "PIP_FIND_LINKS=/wheels")
+        offline = [f"{tool}_{setting}" for tool in ("PIP", "UV") for setting in ("NO_INDEX=1", "FIND_LINKS=/wheels")]
+        arguments = (f"BASE={parts.base_reference}", *offline)
         wheels = ("--volume", f"{parts.wheels}:/wheels:ro")
         _run([*build, *(f"--build-arg={each}" for each in arguments), *wheels, "--tag", _TAG, ROOT])
         described = json.loads(_run([*buildah, "inspect", "--type", "image", _TAG]))
