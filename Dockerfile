@@ -12,12 +12,11 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 # To build without a package index, use podman or buildah with these arguments, as e2e/controlplane/images.py does:
 #   --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels --volume $PWD/wheels:/wheels:ro
-#   --build-arg UV_NO_INDEX=1 --build-arg UV_FIND_LINKS=/wheels
 # The folder `wheels` then contains the wheels for BASE's Python.
 ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
-ARG UV_NO_INDEX
-ARG UV_FIND_LINKS
+# uv uses the certificates of the base image, as pip does.
+ARG UV_SYSTEM_CERTS=1
 ARG UV_NO_CACHE=1
 WORKDIR /build
 # Every package must have one of the hashes in constraints.txt. pip installs uv, because pip accepts hashes only for
@@ -25,13 +24,14 @@ WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 RUN python3 -m venv tools && python3 -m venv --without-pip /opt/dualmap \
     && sed -n '/^uv==/,/[^\\]$/p' constraints.txt > uv.txt \
-    && tools/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --require-hashes --requirement uv.txt
+    && tools/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --require-hashes --requirement uv.txt \
+    && echo "${PIP_NO_INDEX:+--no-index} ${PIP_FIND_LINKS:+--find-links $PIP_FIND_LINKS}" > source.txt
 # The dependencies are installed first, so that this layer does not change with our source.
-RUN tools/bin/uv pip install --quiet --python /opt/dualmap/bin/python --compile-bytecode \
+RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
         --require-hashes --constraint constraints.txt --requirement pyproject.toml --extra otlp
 COPY . .
 # The project itself has no hash.
-RUN tools/bin/uv pip install --quiet --python /opt/dualmap/bin/python --compile-bytecode \
+RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
         --no-deps --build-constraint constraints.txt .
 
 FROM ${BASE}

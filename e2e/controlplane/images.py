@@ -197,8 +197,7 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
         build = (*buildah, "build", "--quiet", "--layers", "--isolation", "chroot")
         if subprocess.run([*buildah, "inspect", parts.base_reference], capture_output=True, check=False).returncode:
             _run([*build, "--tag", parts.base_reference, parts.base])
-        offline = [f"{tool}_{setting}" for tool in ("PIP", "UV") for setting in ("NO_INDEX=1", "FIND_LINKS=/wheels")]
-        arguments = (f"BASE={parts.base_reference}", *offline)
+        arguments = (f"BASE={parts.base_reference}", "PIP_NO_INDEX=1", "PIP_FIND_LINKS=/wheels")
         wheels = ("--volume", f"{parts.wheels}:/wheels:ro")
         _run([*build, *(f"--build-arg={each}" for each in arguments), *wheels, "--tag", _TAG, ROOT])
         described = json.loads(_run([*buildah, "inspect", "--type", "image", _TAG]))

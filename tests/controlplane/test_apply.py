@@ -1,5 +1,6 @@
 """Applying a plan: in order, on the version it was made from, and without repeating what already exists."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,3 +281,30 @@ async def test_apply_with_many_failed_gates_reports_only_a_few_names() -> None:
 
     assert len(named) == 3
     assert rest == "and 997 more errors"
+
+
+CONFIG_MAPS = "/api/v1/namespaces/dualmap-system/configmaps"
+
+
+async def test_apply_reserves_model_names_before_it_publishes_the_ring() -> None:
+    scene = Scene()
+    scene.kube.answer("GET", CONFIG_MAPS, {"items": [{"metadata": {"resourceVersion": "3"}}]})
+    await scene.apply(replace(PLAN, reserve=("qwen",)))
+    assert scene.sent[1:3] == [f"PATCH {CONFIG_MAPS}/dualmap-models", f"PATCH {STATUS}"]
+
+
+async def test_apply_without_reservation_still_publishes_the_ring() -> None:
+    scene = Scene()
+    applied = await scene.apply(replace(PLAN, reserve=("qwen",)))
+    (refusal,) = applied.refused
+    assert "dualmap-models does not exist" in refusal
+    assert f"PATCH {STATUS}" in scene.sent
+
+
+async def test_apply_with_conflicting_reservation_stops_before_the_ring() -> None:
+    scene = Scene()
+    scene.kube.answer("GET", CONFIG_MAPS, {"items": [{"metadata": {"resourceVersion": "3"}}]})
+    scene.kube.answer("PATCH", f"{CONFIG_MAPS}/dualmap-models", KubeError(409, "changed"))
+    with pytest.raises(ConflictError):
+        await scene.apply(replace(PLAN, reserve=("qwen",)))
+    assert f"PATCH {STATUS}" not in scene.sent

@@ -36,3 +36,18 @@ def test_name_claims_include_model_name_aliases_and_adapters() -> None:
     assert Claimant.of(pool, "then") == Claimant(
         pool="llm/qwen", created="then", names=("Qwen/Qwen2.5-7B", "qwen", "small", "sql")
     )
+
+
+def test_reserved_model_name_is_lost_by_pools_of_other_namespaces() -> None:
+    old, young = claimant("old", 1, "x", "y"), claimant("young", 2, "x")
+    prod = Claimant(pool="prod/late", created="2026-11-20T08:00:03Z", names=("x",))
+    for claimants in ([old, young], [old, young, prod]):
+        assert list(lost_claims(claimants, {"x": "prod", "other": "prod"})) == [
+            LostClaim(pool="llm/old", name="x", owner="prod", reserved=True),
+            LostClaim(pool="llm/young", name="x", owner="prod", reserved=True),
+        ]
+
+
+def test_reserved_model_name_goes_to_the_oldest_pool_of_its_namespace() -> None:
+    old, young = claimant("old", 1, "x"), claimant("young", 2, "x")
+    assert lost_claims([young, old], {"x": "llm"}) == (lost("young", "x", "old"),)

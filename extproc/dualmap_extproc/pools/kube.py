@@ -207,6 +207,8 @@ class KubePools:
 
     def _report_invalid(self) -> None:
         """Log and count pools that have become invalid, and log pools that are valid again."""
+        if not self._reservations_read.is_set():
+            return
         invalid = self._objects.invalid
         for invalid_pool in invalid:
             if invalid_pool not in self._invalid:

@@ -98,7 +98,7 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
         names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for each in lost:
             target = (
-                f"pools of namespace {each.owner} only, because ConfigMap {CONFIG_MAP} reserves the name"
+                f"namespace {each.owner} only (reserved in ConfigMap {CONFIG_MAP})"
                 if each.reserved
                 else f"the older pool {each.owner}"
             )
