@@ -30,9 +30,10 @@ RUN python3 -m venv tools && python3 -m venv --without-pip /opt/dualmap \
 RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
         --require-hashes --constraint constraints.txt --requirement pyproject.toml --extra otlp
 COPY . .
-# The project itself has no hash.
+# The project itself has no hash. uv leaves its lock file, which every user may write.
 RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
-        --no-deps --build-constraint constraints.txt .
+        --no-deps --build-constraint constraints.txt . \
+    && rm -f /opt/dualmap/.lock
 
 FROM ${BASE}
 # Remove the base image's pip, put the command on every PATH, and give the user a name.

@@ -129,7 +129,7 @@ class Applier:
         try:
             await self._reservations.reserve(namespace, names)
         except ConflictError:
-            raise  # Another object was written at the same time; the next reconcile retries soon.
+            raise  # The ConfigMap was written at the same time; the next reconcile retries soon.
         except ApiError as error:
             return _refusal(error)
         return ""
