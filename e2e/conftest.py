@@ -14,7 +14,7 @@ from harness.shared_engines import SharedEngines
 
 @pytest.fixture(scope="session", autouse=True)
 def _sigint_reaches_children() -> Iterator[None]:
-    """Reset SIGINT: children inherit an ignored signal (`nohup make test &`), but not a handled one."""
+    """Reset SIGINT, because children inherit an ignored signal (`nohup make test &`)."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -28,14 +28,14 @@ async def _shared_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
 
 @pytest_asyncio.fixture(loop_scope="session", name="engines")
 async def _engines(shared_engines: SharedEngines) -> SharedEngines:
-    """Return the shared engines, reset to their initial answers."""
+    """Return the shared engines with their initial answers."""
     shared_engines.reset()
     return shared_engines
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=list(Mode), ids=lambda mode: mode.value, name="deployment")
 async def _deployment(engines: SharedEngines, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
-    """Yield one deployment per mode; after each test its router must have no load left."""
+    """Yield one deployment per mode; after each test the deployment's router must have no load."""
     deployment = await engines.deployment(request.param)
     yield deployment
     if deployment.router.returncode is None:
@@ -50,7 +50,7 @@ async def _shared_system(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
 
 @pytest_asyncio.fixture(loop_scope="session", name="system")
 async def _system(shared_system: ReplicatedSystem) -> AsyncIterator[ReplicatedSystem]:
-    """Yield two running routers behind one Envoy; after each test no load and no leak may remain."""
+    """Yield two running routers behind one Envoy; check after each test that no load and no leak remains."""
     await shared_system.heal()
     yield shared_system
     await shared_system.wait_for_rest()

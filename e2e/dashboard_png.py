@@ -1,4 +1,4 @@
-"""Makes docs/dashboard.png: the dashboard of a router with eight instances, one of them slow, under load.
+"""Creates docs/dashboard.png: the dashboard of a router under load, with seven fast instances and one slow instance.
 
 Run as ``.venv/bin/python e2e/dashboard_png.py [FILE]``; needs chromium and chromium-driver.
 """
@@ -37,7 +37,7 @@ def pools() -> list[Pool]:
 
 
 async def main(file: Path) -> None:
-    """Load the router and write a picture of its dashboard."""
+    """Send load to the router and write a picture of its dashboard."""
     fleet = Fleet(pools())
     fleet.speeds[fleet.pools[0].members[SLOW].endpoint] = 900.0
     with TemporaryDirectory(prefix="dualmap-") as directory:

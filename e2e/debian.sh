@@ -1,8 +1,8 @@
 #!/bin/sh
-# Installs the Debian packages that some tests need and pip does not have: buildah and mmdebstrap (the chart's images),
-# busybox (a small root file system), chromium and its driver (the dashboard), promtool (alert rules; unpacked into the
-# cache, because its package would start a Prometheus). It does nothing when all are present. When it cannot install, it
-# prints which tests are skipped.
+# Installs the Debian packages that some tests need and that pip cannot install: buildah and mmdebstrap (the chart's
+# images), busybox (a small root file system), chromium and its driver (the dashboard), and promtool (alert rules). The
+# script unpacks promtool into the cache, because promtool's package would start a Prometheus. If all packages are
+# installed, the script does nothing. If the installation fails, the script prints the tests that will be skipped.
 # Usage: e2e/debian.sh
 set -eu
 

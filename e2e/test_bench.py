@@ -1,6 +1,6 @@
-"""The shortest run of the gateway benchmark measures each stack under each load and evaluates each aim.
+"""Tests that a minimal run of the gateway benchmark measures each stack under each load and evaluates each goal.
 
-So short a run gives no meaningful figures; the tests assert none.
+A short run gives no meaningful figures, so the tests assert no figures.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def test_gateway_bench_tables_have_a_row_for_each_stack(tmp_path: Path) ->
         printed, progress = await asyncio.wait_for(bench.communicate(), LIMIT_S)
     finally:
         if bench.returncode is None:
-            # Its children end too.
+            # The child processes end too.
             bench.kill()
             await bench.wait()
     assert bench.returncode == 0, progress.decode()[-4000:]
@@ -39,14 +39,14 @@ async def test_gateway_bench_tables_have_a_row_for_each_stack(tmp_path: Path) ->
     tables = {table.partition("\n")[0]: table for table in printed.decode().split("\n\n### ")}
     for title, rows in ROWS.items():
         table = next(text for name, text in tables.items() if name.startswith(title))
-        # The first two lines are the table's header.
+        # The first two lines are the Markdown table's header.
         cells = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")][2:]
         assert len(cells) == rows, table
         assert all(cell.strip() != "-" for row in cells for cell in row), table
 
     measured = json.loads(samples.read_text())["samples"]
     assert {section: sum(each["cell"]["section"] == section for each in measured) for section in LOADS} == LOADS
-    # A busy machine may complete no request in the short time of a cell.
+    # A busy machine may complete no request in the short time of a measurement.
     busy = [each["cell"]["section"] for each in measured if each["result"]["requests"] > 0]
     assert all(busy.count(section) > wanted // 2 for section, wanted in LOADS.items())
 

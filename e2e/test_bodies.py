@@ -1,4 +1,4 @@
-"""Request bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digest."""
+"""Tests that bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digests."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def test_body_above_the_limit_gets_413(engines: SharedEngines, deployment:
         reply = await upload(deployment.envoy.port, CHAT, padded("scripted", size), chunk_bytes=chunk_bytes)
         assert reply.status == 413
         if deployment.mode is not Mode.BUFFERED or not chunk_bytes:
-            # Without a length Envoy itself rejects what it cannot buffer.
+            # Envoy rejects a body without a length that exceeds its buffer.
             assert error_of(reply)["code"] == "request_too_large"
     assert not engines.left.received
     assert not engines.right.received

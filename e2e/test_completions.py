@@ -1,4 +1,4 @@
-"""The router counts whether the engine or the client broke off a request, as Envoy reports it."""
+"""Tests that the router counts aborts by the engine and by the client, as Envoy reports them."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def breaking_off(request: web.Request, received: Received) -> web.StreamRe
 
 
 def breaking_off_later(gate: asyncio.Event) -> Answer:
-    """Break the connection during the response, once ``gate`` is set."""
+    """Break the connection during the response, when ``gate`` is set."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -66,7 +66,7 @@ async def test_engine_error_response_counts_as_failed_request(
 ) -> None:
     before = await outcomes(deployment)
     engines.left.answer = engines.right.answer = answer
-    # Two only: a third failure in a row would suspend the member, also for later tests.
+    # Only two requests fail, because a third consecutive failure would suspend the member, also for later tests.
     for number in range(2):
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} fails {number}", stream=True))
         assert reply.status == 503
@@ -75,7 +75,7 @@ async def test_engine_error_response_counts_as_failed_request(
 
 
 async def heal(engines: SharedEngines, deployment: Deployment) -> None:
-    """Let both members succeed, which resets their counts of failures in a row."""
+    """Let both members succeed, which resets their counts of consecutive failures."""
     engines.reset()
     number = 0
     while not (engines.left.received and engines.right.received):
@@ -98,7 +98,7 @@ async def test_engine_disconnect_mid_response_counts_as_failed_request(
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
     counted = await change(deployment, before, 1)
-    # In FULL_DUPLEX the router's stream ends as for a client disconnect, and the access log may arrive too late.
+    # In FULL_DUPLEX the router's stream ends as after a client disconnect, and the access log may arrive too late.
     assert counted == {"failed": 1} or (counted == {"aborted": 1} and deployment.mode is Mode.FULL_DUPLEX)
     await heal(engines, deployment)
 

@@ -1,4 +1,4 @@
-"""The dashboard in a headless Chromium: for a demo under load, and for a router with a hundred instances."""
+"""Tests of the dashboard in a headless Chromium, with a demo under load and with a router of a hundred instances."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,8 @@ pytestmark = [
 ]
 needs_browser = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-# The demo starts seven processes in turn; other work may use most of the machine.
+# The limit is long, because the demo starts seven processes one after the other and other work may use most of the CPU
+# time.
 DEMO_STARTS_S = 150.0
 TAB, ENTER, SPACE = "\ue004", "\ue007", " "
 HOSTILE = "<img src=x onerror=document.title='owned'>"
@@ -62,7 +63,7 @@ while (walker.nextNode()) {
 }
 return poor;
 """
-# The text of the decision list when a restarted router uses a number for the second time.
+# Returns the text of the decision list after a restarted router reuses a decision's number.
 AGAIN = """
 const { Decisions } = await import("./dashboard/decisions.js");
 const [list, rules, pause, note] = ["ol", "ul", "button", "span"].map((tag) => document.createElement(tag));
@@ -87,7 +88,9 @@ async def window() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", name="fleet")
 async def _fleet() -> AsyncIterator[Fleet]:
-    """Yield a pool of a hundred instances under load, one slow, one joining and one draining, and a small pool."""
+    """Yield two pools: a small pool, and a hundred instances under load, with one slow, one joining and one draining
+    instance.
+    """
     many = builders.pool(100)
     joining = replace(many.members[40], state=MemberState.JOINING, weight=40)
     draining = replace(many.members[99], state=MemberState.DRAINING)
@@ -111,7 +114,7 @@ async def _shared_browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="module", name="browser")
 async def _browser(shared_browser: Browser, fleet: Fleet) -> Browser:
-    """Return a browser that shows the pool of a hundred instances, with decisions."""
+    """Return a browser with the dashboard of the pool of a hundred instances, with decisions."""
     await shared_browser.resize(1360, 900)
     await shared_browser.colours("light")
     await shared_browser.open("about:blank")
@@ -298,7 +301,7 @@ async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, share
     await shared_browser.until("document.getElementById('connection').dataset.state === 'lost'")
     async with router(tmp_path, port=port):
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")
-        assert "is back" in await shared_browser.text("#announcement")
+        assert "connected to the router again" in await shared_browser.text("#announcement")
 
 
 async def test_router_with_dashboard_disabled_serves_only_metrics(tmp_path: Path) -> None:

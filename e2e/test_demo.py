@@ -1,4 +1,4 @@
-"""`dualmap demo` with real engines, routers and Envoy: its results, and its end by a signal."""
+"""Tests `dualmap demo` with real engines, routers and Envoy: its results, and its end by a signal."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ def children_of(pid: int) -> list[int]:
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):  # it ended while we looked
+            except (OSError, IndexError):  # the process ended during this loop
                 continue
             if parent == pid:
                 children.append(int(entry.name))
@@ -76,7 +76,7 @@ def test_demo_answers_every_request_under_each_policy(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_demo_leaves_no_process_running(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
-        # Envoy starts last: when its log exists, all processes of the run have started.
+        # Envoy starts last, so all processes of the run have started when its log exists.
         started = tmp_path / "logs" / POLICIES[0] / "envoy.log"
         give_up_s = time.monotonic() + DONE_WITHIN_S
         while not started.exists() and demo.poll() is None and time.monotonic() < give_up_s:
@@ -98,7 +98,7 @@ def test_interrupted_demo_leaves_no_process_running(tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_demo_serve_runs_until_a_signal(tmp_path, number):
-    # Rounds of half a second: several start before the signal.
+    # The rounds take half a second, so several rounds start before the signal.
     arguments = ("--serve", "--requests", "5", "--rate", "1", "--speed", "10")
     with subprocess.Popen(
         command(tmp_path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -142,7 +142,7 @@ def test_demo_interrupted_during_start_reports_interruption(tmp_path):
     os.mkfifo(workload)
     arguments = command(out, "--trace", str(workload))
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as demo:
-        # The pipe has a reader once the demo reads its workload, long before it starts processes.
+        # The pipe has a reader when the demo reads its workload, long before the demo starts processes.
         while (pipe := writing_end(workload)) is None and demo.poll() is None:
             time.sleep(0.01)
         demo.send_signal(signal.SIGINT)

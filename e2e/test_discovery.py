@@ -1,4 +1,6 @@
-"""An Envoy without configured pools (``dualmap envoy-config --discover``) discovers created and deleted pools."""
+"""Tests that an Envoy without configured pools (``dualmap envoy-config --discover``) discovers created and deleted
+pools.
+"""
 
 import asyncio
 import json
@@ -43,7 +45,7 @@ def of(pool: str, engine: Upstream, **spec: Any) -> Document:
 
 
 class Gateway:
-    """Routers that read one pool file, and their Envoy; the test starts each of them."""
+    """Routers with one shared pool file, and their Envoy; the test starts each process."""
 
     def __init__(self, directory: Path, *arguments: str, mode: Mode = Mode.STREAMED, routers: int = 1) -> None:
         self._directory = directory
@@ -85,7 +87,7 @@ class Gateway:
             yield
 
     async def restart(self, number: int, *, ports: Mapping[str, int] | None = None) -> None:
-        """Start a router on its previous ports, or on the given ones."""
+        """Start a router on its previous ports, or on the given ports."""
         self.routers[number] = self._router(number, ports or self.routers[number].ports)
         await self.routers[number].start()
 
@@ -107,7 +109,7 @@ class Gateway:
         await until(refused, "Envoy uses a router", timeout_s=30.0)
 
     async def served(self, pool: str, engine: Upstream) -> list[Reply]:
-        """Send requests until the engine answers one; return the error responses before it."""
+        """Send requests until the engine answers a request; return the error responses before this answer."""
         refusals: list[Reply] = []
 
         async def served() -> bool:
@@ -122,7 +124,7 @@ class Gateway:
         return refusals
 
     async def refused(self, pool: str, *codes: str) -> None:
-        """Send requests until one gets an error with one of these codes."""
+        """Send requests until a response has an error with one of these codes."""
 
         async def refused() -> bool:
             reply = await self.ask(pool)
@@ -161,7 +163,7 @@ async def test_pool_changes_do_not_disturb_other_pools(mode: Mode, engines: list
         await gateway.refused("second", "model_not_found")
         gateway.write(first, second)
         refusals = await gateway.served("second", b)
-        # Envoy learns of the pool some milliseconds after the router.
+        # Envoy receives the pool some milliseconds after the router.
         assert {error_of(reply)["code"] for reply in refusals} <= {"model_not_found", "pool_not_configured"}
         assert await gateway.clusters() == {"llm/first", "llm/second"}
 
@@ -187,7 +189,7 @@ async def test_pool_changes_do_not_disturb_other_pools(mode: Mode, engines: list
 
 
 async def test_envoy_without_router_serves_only_a_single_pool(engines: list[Upstream], tmp_path: Path) -> None:
-    """Without a pick a request may be meant for any of several pools, possibly of different tenants."""
+    """Without a pick, Envoy cannot choose between several pools, which may belong to different tenants."""
     a, b = engines
     gateway = Gateway(tmp_path)
     first, second = of("first", a), of("second", b)
@@ -233,7 +235,7 @@ async def test_envoy_started_before_the_router_serves_later(engines: list[Upstre
     gateway = Gateway(tmp_path)
     gateway.write(of("first", engines[0]))
     router = gateway.routers[0]
-    # This reserves free ports, which are free again after the stop.
+    # The start finds free ports, which are free again after the stop.
     await router.start()
     await router.stop()
     async with gateway.envoy_before([router.ports["grpc"]]):
@@ -258,7 +260,7 @@ async def test_router_warns_over_tls_of_max_wait_above_envoys_limit(engines: lis
 
 
 class Stream:
-    """Ignores the reports of the discovery service, except rejections."""
+    """An observer of the discovery service that records only rejections."""
 
     def discovery_streams(self, count: int) -> None: ...
     def discovery_pushed(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The router's discovery service with the real Envoy: how Envoy follows published endpoints."""
+"""Tests that the real Envoy applies the endpoints of the router's discovery service."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -38,7 +38,7 @@ class Counts:
 
 
 class Service:
-    """A server with discovery only: Envoy finds no picker and fails open to its fallback."""
+    """A server with only discovery: Envoy finds no picker and fails open to its fallback."""
 
     def __init__(self, port: int = 0) -> None:
         self.counts = Counts()
@@ -75,7 +75,7 @@ async def engines() -> AsyncIterator[list[Upstream]]:
 
 
 def envoy_for(service: Service, *names: str, directory: Path, name: str = "envoy", workers: int = 1) -> Envoy:
-    """Return an Envoy with one EDS cluster per pool, all discovered from the service."""
+    """Return an Envoy with one EDS cluster per pool, with endpoints from the discovery service."""
     address = Address(host="127.0.0.1", port=service.port)
     settings = EnvoySettings(
         pools=tuple(pool_of([], name=pool) for pool in names),
@@ -88,7 +88,7 @@ def envoy_for(service: Service, *names: str, directory: Path, name: str = "envoy
 
 
 async def served_by(envoy: Envoy, count: int) -> set[str]:
-    """Send requests without a pick; return the engines that served them."""
+    """Send requests without a pick; return the engines that served the requests."""
     replies = [await http1(f"{envoy.url}/v1/models") for _ in range(count)]
     assert {reply.status for reply in replies} == {200}
     return {reply.headers[ENGINE_HEADER] for reply in replies}
@@ -121,7 +121,7 @@ async def test_envoy_updates_endpoints_on_member_join_drain_and_leave(
 async def test_envoy_with_unknown_pool_serves_all_other_pools(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
-    """Without an answer for it, Envoy would open its listener only after initial_fetch_timeout."""
+    """Without an answer for an empty pool, Envoy would open its listener only after initial_fetch_timeout."""
     service.discovery.publish([pool_of(engines[:1])])
     async with envoy_for(service, "qwen", "unknown", directory=tmp_path) as envoy:
         assert await served_by(envoy, 2) == {"a"}
@@ -143,7 +143,7 @@ async def test_envoy_keeps_endpoints_until_a_router_publishes(
         await again.start()
         try:
             await until(again.connected, "Envoy is connected again")
-            # Connected without a response: this service has not published its pools yet.
+            # Envoy is connected but has no response, because this service has not published its pools yet.
             assert set(await envoy.hosts(CLUSTER)) == both
             assert await served_by(envoy, 4) == {"a", "b"}
             again.discovery.publish([pool_of(engines)])

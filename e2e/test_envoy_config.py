@@ -1,6 +1,6 @@
-"""The generated configuration in the real Envoy, with a scripted picker in place of the router.
+"""Tests of the generated configuration in the real Envoy, with a scripted picker instead of the router.
 
-Each test guards a line of the configuration without which Envoy 1.40 mishandles requests.
+Each test covers a configuration line that Envoy 1.40 needs to handle requests correctly.
 """
 
 import asyncio
@@ -312,7 +312,8 @@ async def test_every_router_gets_all_access_log_entries_with_usage(
     async with Picker(choose=picker.choose) as other:
         settings = settings_for([pool_of([engine], name="first")], [picker, other])
         async with Envoy(settings, directory=tmp_path) as envoy:
-            # An HTTP/1 client may close at the last byte of a known length; Envoy then logs a client disconnect.
+            # An HTTP/1 client may close the connection at the last byte of a known length; Envoy then logs a client
+            # disconnect.
             whole = await http2(envoy.port, path="/", body=b"{}")
             engine.answer = sse([b'data: {"choices": [1]}\n\n', f"data: {usage}\n\n".encode(), b"data: [DONE]\n\n"])
             streamed = await http1(envoy.url, body=b"{}")

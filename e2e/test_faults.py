@@ -1,4 +1,4 @@
-"""Requests and streams when engines are dead, and when the router dies, restarts or is stopped."""
+"""Tests of requests and streams after the loss of engines, and when the router is killed, restarted or stopped."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ MEMBERS = {"left", "right"}
 async def until_served(deployment: Deployment) -> None:
     """Wait until Envoy answers requests without a router.
 
-    In the default mode and in BUFFERED Envoy fails open at once, and this does not wait. In FULL_DUPLEX it fails open
-    only once every worker knows that no router is healthy; until then requests get 503.
+    In the default mode and in BUFFERED, Envoy fails open at once. In FULL_DUPLEX, Envoy fails open only when every
+    worker has detected that no router is healthy. Before this, requests get 503.
     """
     if deployment.mode is not Mode.FULL_DUPLEX:
         return
@@ -65,7 +65,7 @@ async def test_request_to_dead_first_candidate_retries_at_second(
 async def test_retried_request_load_moves_to_the_serving_member(engines: SharedEngines, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=first, then=rest)
-    # Other tests may have caused its suspension.
+    # Other tests may have suspended this member.
     await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
     async with AsyncExitStack() as clients:
         chosen: list[str] = []
@@ -118,7 +118,7 @@ async def test_unanswered_request_is_retried_at_other_engine_with_full_body(
     tried = 0
     engines.left.answer = failing
     for number in range(40):
-        # In turn: large and chunked, large, small and chunked, small.
+        # The bodies alternate between large and chunked, large, small and chunked, and small.
         text = f"{deployment.mode} {failing.__name__} {number} " + "x" * (5_000_000 if number % 4 < 2 else 5_000)
         body = json.dumps(chat("scripted", text)).encode()
         reply = await deployment.ask(body, chunk_bytes=100_000 if number % 2 else 0)
@@ -134,12 +134,12 @@ async def test_unanswered_request_is_retried_at_other_engine_with_full_body(
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} back {time.monotonic()}"))
         return reply.headers[ENGINE_HEADER] == "left"
 
-    # It is suspended for a while; later tests need both members.
+    # The member is suspended for some time, but later tests need both members.
     await until(back, "the member that failed is used again", timeout_s=40.0)
 
 
 async def streams_let_go(deployment: Deployment) -> int:
-    """Return how many ext_proc calls the router has ended."""
+    """Return the number of ext_proc calls that the router has ended."""
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
@@ -194,7 +194,7 @@ async def test_router_kill_before_first_token_keeps_the_stream_open(
         await deployment.kill_router()
         first.set()
         if deployment.mode is Mode.FULL_DUPLEX:
-            # In this mode Envoy 1.40 never fails open during a call, even after the request has passed.
+            # In this mode Envoy 1.40 never fails open during an ext_proc call, even after it has forwarded the request.
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.read()
         else:
@@ -216,7 +216,7 @@ async def test_envoy_without_router_ignores_client_destination_headers(
         }
         replies = [await deployment.ask(chat("scripted"), headers=headers) for _ in range(8)]
         assert [reply.status for reply in replies] == [200] * 8
-        # Both members get requests: Envoy ignores the header that names one of them.
+        # Both members receive requests, because Envoy ignores the client's header with one member's address.
         assert {reply.headers[ENGINE_HEADER] for reply in replies} == MEMBERS
     assert not engines.outsider.received
     for upstream in (engines.left, engines.right):
@@ -239,7 +239,7 @@ async def test_envoy_without_router_forwards_large_bodies_complete(
 
 
 async def health(port: int, service: str) -> str:
-    """Return the status name from the router's health service, UNKNOWN without an answer."""
+    """Return the status from the router's health service, or UNKNOWN without an answer."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -290,18 +290,18 @@ async def test_router_finishes_open_requests_and_exits_0_on_sigterm(
         assert await deployment.router.wait() == 0
         await until_served(deployment)
         stop.set()
-        # In FULL_DUPLEX requests fail until Envoy has noticed that the port is closed.
+        # In FULL_DUPLEX requests fail until Envoy has detected the closed port.
         assert set(await load) <= ({200, 503} if mode is Mode.FULL_DUPLEX else {200})
 
 
 async def read_all(url: str, body: bytes, second: asyncio.Event | None) -> tuple[int, str | None, bytes]:
-    """POST, in two halves when ``second`` is given; return status, decision header and body."""
+    """Send a POST, with ``second`` in two halves; return status, decision header and body."""
     async with opened(url, in_halves(body, second) if second else body) as response:
         return response.status, response.headers.get("x-dualmap-decision"), await response.read()
 
 
 async def ask_until(deployment: Deployment, stop: asyncio.Event) -> list[int]:
-    """Send requests in turn until ``stop`` is set; return their statuses."""
+    """Send requests one after the other until ``stop`` is set; return their statuses."""
     statuses: list[int] = []
     while not stop.is_set():
         statuses.append((await deployment.ask(chat("scripted", f"load {len(statuses)}"))).status)

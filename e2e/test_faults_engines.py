@@ -1,7 +1,7 @@
-"""Engines that die, hang, are slow or answer 503, while streamed and plain requests go on.
+"""Tests of engines that crash, hang, are slow or answer 503, under streamed and plain requests.
 
-The system is that of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate; it cannot
-retry a stream that has started.
+The tests use the system of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate, but
+cannot retry a stream that has started.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# A limit for the engine's restart and the end of its suspension.
+# The time limit for the engine's restart and the end of its suspension.
 RECOVERY_TIMEOUT_S = 60.0
 
 
@@ -29,7 +29,7 @@ async def unavailable(_request: web.Request, _received: Received) -> web.StreamR
 
 @asynccontextmanager
 async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
-    """Replace engines by servers that answer 503 at once while the context is open."""
+    """Replace engines with servers that immediately answer 503 while the context is open."""
     async with AsyncExitStack() as stack:
         await asyncio.gather(*(engine.kill() for engine in engines))
         places = [Upstream(name=engine.name, port=engine.port, answer=unavailable) for engine in engines]
@@ -57,7 +57,7 @@ async def wait_until_used(system: ReplicatedSystem, engine: Engine) -> None:
 
 
 def left_behind(exchanges: list[Exchange]) -> int:
-    """Count the requests whose clients did not wait for them."""
+    """Count the requests that take so long that their clients have started the next request."""
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
@@ -84,7 +84,7 @@ async def test_hung_engine_gets_few_new_requests(system: ReplicatedSystem) -> No
         await traffic.streaming(4)
         incident = traffic.incident()
         engine.pause()
-        # The routers see its load grow, because its first tokens do not arrive.
+        # The routers' load estimate for this engine grows, because its first tokens do not arrive.
         await traffic.flowing(80)
         since = traffic.incident()
         await traffic.flowing(80)
@@ -98,7 +98,7 @@ async def test_hung_engine_gets_few_new_requests(system: ReplicatedSystem) -> No
 
 
 async def test_killed_hung_engine_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
-    """A failed liveness probe kills it so: unanswered requests go to the second candidate."""
+    """The kill is like the kubelet's after a failed liveness probe."""
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)

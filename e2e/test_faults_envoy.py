@@ -1,7 +1,8 @@
-"""Envoy that restarts, and its access log that is lost, while streamed and plain requests go on.
+"""Tests of an Envoy restart and of a lost access log, under streamed and plain requests.
 
-The system is that of ``test_faults_routers``. After a stream's first token the routers learn of its end from the
-access log alone. Without it they expire the request after ten minutes, which the tests skip by moving the clocks.
+The tests use the system of ``test_faults_routers``. After a stream's first token, only the access log reports the
+stream's end to the routers. Without the access log, the routers expire the request after ten minutes. The tests move
+the clocks to skip this time.
 """
 
 import pytest
@@ -20,7 +21,7 @@ NOWHERE = "127.0.0.1:9"
 
 
 async def wait_for_in_flight(system: ReplicatedSystem, most: int) -> float:
-    """Wait until both routers together have at most ``most`` requests in flight; return the number."""
+    """Wait until both routers have a total of at most ``most`` requests in flight; return the total."""
     found = 0.0
 
     async def counted() -> bool:
@@ -33,7 +34,7 @@ async def wait_for_in_flight(system: ReplicatedSystem, most: int) -> float:
 
 
 async def forget(system: ReplicatedSystem) -> float:
-    """Move the routers' clocks by ten minutes; return how many requests they expired."""
+    """Move the routers' clocks by ten minutes; return the number of expired requests."""
     routers = system.replicas.routers
     expired = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number, router in enumerate(routers):
@@ -41,7 +42,7 @@ async def forget(system: ReplicatedSystem) -> float:
         await system.replicas.wait_for_metric(IN_FLIGHT, 0, of=number)
     after = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number in range(len(routers)):
-        # A monotonic clock must not go back, so the routers are restarted.
+        # The routers restart, because a monotonic clock must not move back.
         await system.replicas.end_router(number)
         await system.replicas.restart_router(number)
     return sum(after) - sum(expired)
@@ -66,7 +67,7 @@ async def test_envoy_restart_loses_only_open_requests(system: ReplicatedSystem) 
     left = await wait_for_in_flight(system, cut)
     for router in replicas.routers:
         assert await router.metric(PENDING) == 0
-    # The streams that Envoy cut after their first token.
+    # These are the streams that Envoy broke after their first token.
     assert 0 < await forget(system) <= left
 
 

@@ -1,7 +1,7 @@
-"""Redis that is absent, dead, hung, full, slow, empty or corrupted, while streamed and plain requests go on.
+"""Tests of an absent, killed, hung, full, slow, empty or corrupted Redis, under streamed and plain requests.
 
-The system is that of ``test_faults_routers``: two routers that replicate through Redis. No request waits for Redis,
-so no fault of it may fail a request.
+The tests use the system of ``test_faults_routers``, with two routers that replicate through Redis. No request waits for
+Redis, so no fault of Redis may fail a request.
 """
 
 import asyncio
@@ -34,13 +34,15 @@ async def wait_for_peers(system: ReplicatedSystem) -> None:
 
 
 def lines(system: ReplicatedSystem, sentence: str) -> list[int]:
-    """Return how often each router has logged a message."""
+    """Return the number of times that each router has logged a message."""
     return [router.output().count(sentence) for router in system.replicas.routers]
 
 
 @asynccontextmanager
 async def without_harm(system: ReplicatedSystem, fault: str) -> AsyncIterator[Traffic]:
-    """Run traffic while the context breaks and repairs Redis; no request may fail, and the routers must recover."""
+    """Run traffic while the context's body breaks and repairs Redis; check that no request fails and the routers
+    recover.
+    """
     traffic = system.traffic()
     async with traffic.running():
         await wait_for_store(system, 1)
@@ -58,7 +60,7 @@ async def without_harm(system: ReplicatedSystem, fault: str) -> AsyncIterator[Tr
 async def lost_and_found(
     system: ReplicatedSystem, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
 ) -> None:
-    """Break Redis until both routers have noticed and have routed without it, then repair it."""
+    """Break Redis until both routers have detected the fault and routed requests without Redis, then repair Redis."""
     told = [lines(system, sentence) for sentence in (LOST, BACK)]
     async with without_harm(system, fault) as traffic:
         errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in system.replicas.routers]
@@ -130,7 +132,7 @@ async def test_redis_with_invalid_data_fails_no_request(system: ReplicatedSystem
     before = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
     async with without_harm(system, "holds junk"):
         await asyncio.to_thread(spoil)
-        # The routers recreate the streams; then these get junk entries.
+        # After the routers have recreated the Redis streams, the test adds invalid entries to the streams.
         await until(lambda: asyncio.to_thread(add_to_streams), "the routers write streams again")
 
         async def noticed() -> bool:

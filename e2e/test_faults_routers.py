@@ -1,7 +1,7 @@
-"""Routers that die, hang, restart, disagree, or whose clocks jump, while streamed and plain requests go on.
+"""Tests of routers with crashes, hangs, restarts, different pools or clock jumps, under streamed and plain requests.
 
-Two routers behind one Envoy (``ReplicatedSystem``), in the default message mode unless a test says otherwise. The
-tests count what clients see; docs/operations.md has the counts.
+The system is two routers behind one Envoy (``ReplicatedSystem``). Most tests use the default message mode. The tests
+count the outcomes at the clients; docs/operations.md has the counts.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem)
 
 
 async def test_router_kill_in_full_duplex_mode_cuts_only_its_streams(system: ReplicatedSystem, tmp_path: Path) -> None:
-    """In FULL_DUPLEX responses pass the router: a restart fails no request, a kill cuts the open ones."""
+    """In FULL_DUPLEX responses pass through the router, so a kill breaks its open responses."""
     async with system.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
         traffic = system.traffic(of=replicas)
         async with traffic.running():
@@ -118,7 +118,7 @@ async def test_router_kill_in_full_duplex_mode_cuts_only_its_streams(system: Rep
         untouched = set(restarted.everyone) - set(killed.everyone)
         assert len(untouched) >= 12
         assert failed(list(untouched)) == []
-        # Its share of the open requests, and requests sent to it before Envoy noticed.
+        # The failed requests are the killed router's open requests, and requests before Envoy detected the kill.
         assert len(failed(killed.everyone)) <= 2 * len(killed.caught)
         assert failed(since.later) == []
         await replicas.wait_for_rest()

@@ -1,4 +1,4 @@
-"""The chart's drain script with a real Envoy: Envoy stops only after its open streams have ended."""
+"""Tests the chart's drain script with a real Envoy: Envoy stops only after its open streams have ended."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ async def test_gateway_drain_waits_for_the_open_stream(engines: SharedEngines, d
         # The router rejects a body without a model.
         return (await http1(envoy.url + CHAT, body=b"{}")).headers.get("connection") == "close"
 
-    # Envoy is stopped at once when the drain has ended, and the deployment's books must come to rest after it: the
-    # access log has been told.
+    # The test stops Envoy immediately after the drain. The router's load must then become zero, because Envoy has sent
+    # its access log before.
     async with envoy:
         arguments = (f"--admin={envoy.admin.removeprefix('http://')}", "--port=0", "--timeout=60", "--least=0")
         drain = await asyncio.create_subprocess_exec(sys.executable, SCRIPT, *arguments, stderr=asyncio.subprocess.PIPE)

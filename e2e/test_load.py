@@ -1,4 +1,4 @@
-"""Hundreds of concurrent requests through an Envoy with two workers: all succeed, and no load remains."""
+"""Tests that hundreds of concurrent requests through an Envoy with two workers succeed, and that no load remains."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ POOL = "llm/fast"
 
 
 def bodies(mode: str) -> list[bytes]:
-    """Return bodies with a dozen shared prefixes; every second one asks for streaming."""
+    """Return bodies with a dozen shared prefixes; every second body requests streaming."""
     made = []
     for number in range(REQUESTS):
         prompt = prompt_of(4 + number % 5, seed=f"{mode} prefix {number % 12}") + f" question {number}"
@@ -64,7 +64,7 @@ async def test_requests_over_two_envoy_workers_are_answered_and_ended(
 
 
 def cached_tokens(reply: Reply) -> int:
-    """Return the engine's cached tokens, from the whole response or its last event but one."""
+    """Return the engine's number of cached tokens, from a plain response or from the second last event."""
     text = reply.body
     if reply.headers["content-type"].startswith("text/event-stream"):
         text = text.split(b"\n\n")[-3].removeprefix(b"data: ")

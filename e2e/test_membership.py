@@ -1,4 +1,4 @@
-"""Members that join, drain and leave under load: the pool file reaches the router, and EDS reaches Envoy."""
+"""Tests of members that join, drain and leave under load, with a pool file for the router and EDS for Envoy."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CLIENTS = 6
 
 
 class Load:
-    """Clients that send new prompts without a pause and keep every reply."""
+    """Clients that send new prompts without a pause and record every reply."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -33,7 +33,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send requests while the context is open; an exception fails the test."""
+        """Send requests while the context is open; a client's exception fails the test."""
         stop = asyncio.Event()
         clients = [asyncio.create_task(self._ask(stop)) for _ in range(CLIENTS)]
         try:
@@ -44,8 +44,8 @@ class Load:
         assert [result for result in results if result is not None] == []
 
     async def wait_for_more(self, requests: int) -> list[Reply]:
-        """Wait for ``requests`` requests that start from now on; return their replies."""
-        # Open requests may have been routed before the caller's last change.
+        """Wait for ``requests`` requests that start after this call; return their replies."""
+        # The router may have routed the open requests before the caller's last change.
         start = len(self.replies) + CLIENTS
 
         async def answered() -> bool:
@@ -88,7 +88,7 @@ async def test_members_join_drain_and_leave_without_failed_requests(
             await wait_for_states(deployment, dict.fromkeys(("left", "right", "third"), "Active"))
             await deployment.envoy.wait_for_hosts(CLUSTER, {each.endpoint for each in (left, right, third)})
             replies = await load.wait_for_more(60)
-            # It owns keys at once, but which prompts arrive is random.
+            # The new member owns keys immediately, but the prompts are random.
             while "third" not in served(replies) and len(replies) < 1000:
                 replies += await load.wait_for_more(60)
             assert served(replies) == {"left", "right", "third"}
@@ -117,7 +117,8 @@ async def test_members_join_drain_and_leave_without_failed_requests(
             await deployment.envoy.wait_for_hosts(CLUSTER, {left.endpoint, right.endpoint})
             assert served(await load.wait_for_more(40)) == {"left", "right"}
         assert {reply.status for reply in load.replies} == {200}
-        # A pick may reach Envoy some milliseconds before its member does; another member serves such a request.
+        # A pick may arrive at Envoy some milliseconds before its member does by EDS. Another member then serves the
+        # request.
         elsewhere = [each for each in load.replies if receipt(each)["chosen"] != each.headers[ENGINE_HEADER]]
         assert {receipt(each)["chosen"] for each in elsewhere} <= {"third"}
         picked = [each for each in load.replies if receipt(each)["chosen"] == "third"]
@@ -125,7 +126,7 @@ async def test_members_join_drain_and_leave_without_failed_requests(
 
 
 def slow_streams(stream: Answer) -> Answer:
-    """Return an answer: ``stream`` for requests with streaming, else a plain one at once."""
+    """Return an answer: ``stream`` for requests with streaming, and an immediate plain answer for other requests."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return await (stream if b'"stream": true' in received.body else plain)(request, received)
@@ -135,7 +136,7 @@ def slow_streams(stream: Answer) -> Answer:
 
 @asynccontextmanager
 async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["asyncio.Task[bytes]"]:
-    """Open streams until this engine serves one; yield a task that reads it to its end."""
+    """Open streams until this engine serves a stream; yield a task that reads this stream to its end."""
     for number in range(60):
         body = json.dumps(chat("changing", f"stream {number}", stream=True)).encode()
         async with opened(deployment.envoy.url + CHAT, body) as response:

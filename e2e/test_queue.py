@@ -1,4 +1,4 @@
-"""Requests that queue in the router behind the real Envoy: order, rejection and client disconnect."""
+"""Tests of queued requests in the router behind the real Envoy: order, rejection and client disconnect."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 
 @asynccontextmanager
 async def busy(engines: SharedEngines, deployment: Deployment, pool: str, *, seed: str) -> AsyncIterator[asyncio.Event]:
-    """Keep the pool's engine busy with a long prompt until the event is set; the client reads to the end."""
+    """Keep the pool's engine busy with a long prompt until the event is set; read the response to its end."""
     gate = asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=gate)
     body = json.dumps(chat(pool, prompt_of(100, seed=seed), stream=True)).encode()
@@ -43,7 +43,7 @@ async def served(deployment: Deployment, body: bytes) -> int:
 
 
 def short(pool: str, *, seed: str) -> bytes:
-    """Return a body whose prompt shares no prefix with another seed's."""
+    """Return a body with a prompt that shares no prefix with other seeds' prompts."""
     return json.dumps(chat(pool, prompt_of(2, seed=seed))).encode()
 
 
@@ -53,10 +53,10 @@ async def held(deployment: Deployment, pool: str, count: int) -> None:
 
 
 async def in_a_row(deployment: Deployment, pool: str, bodies: list[bytes]) -> list[asyncio.Task[Reply]]:
-    """Send requests in turn, each once the previous one is queued."""
+    """Send requests one after the other, each when the previous request is queued."""
     tasks = []
     for body in bodies:
-        # Every second one is chunked.
+        # Every second request is chunked.
         tasks.append(asyncio.create_task(deployment.ask(body, chunk_bytes=500 * (len(tasks) % 2))))
         await held(deployment, pool, len(tasks))
     return tasks
@@ -161,7 +161,7 @@ async def test_first_member_of_empty_pool_serves_queued_requests(
     deployment.write("awaited", document("awaited", [member_of(engines.right)], version=2, **queue(holdWhenEmpty=True)))
     replies = await asyncio.gather(*tasks)
 
-    # No request may be dispatched before Envoy knows the member.
+    # The router must not dispatch a request before Envoy has received the member.
     assert [reply.status for reply in replies] == [200] * 4
     assert {receipt(reply)["chosen"] for reply in replies} == {"right"}
     assert {each.body for each in engines.right.received} == set(bodies)

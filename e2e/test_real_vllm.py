@@ -1,6 +1,6 @@
-"""The engine model compared with a new recording of a real vLLM, as in tests/sim/fixtures but shorter.
+"""Compares the engine model with a new recording of a real vLLM, shorter than the recordings in tests/sim/fixtures.
 
-It runs only when DUALMAP_VLLM_PYTHON is set: it needs 5.6 GB of packages and ten minutes of a core.
+The test runs only if DUALMAP_VLLM_PYTHON is set, because it needs 5.6 GB of packages and ten minutes on one core.
 docs/engine-model.md describes the installation.
 """
 
@@ -17,7 +17,10 @@ REPOSITORY = Path(__file__).parents[1]
 PYTHON = os.environ.get("DUALMAP_VLLM_PYTHON")
 LIMIT_S = 1500.0
 ERROR_PERCENT = 25.0
-"""The largest accepted error of the median TTFT with a rate per group; it is 2 % when the engine has its own core."""
+"""The largest accepted error of the median TTFT with a rate per group.
+
+The error is 2 % if the engine has its own core.
+"""
 
 pytestmark = pytest.mark.skipif(
     PYTHON is None, reason="set DUALMAP_VLLM_PYTHON to the Python of a vLLM environment (docs/engine-model.md)"
@@ -35,7 +38,7 @@ async def bench(*arguments: str | Path) -> str:
         printed, progress = await asyncio.wait_for(command.communicate(), LIMIT_S)
     finally:
         if command.returncode is None:
-            # On SIGINT it stops the engine that it started.
+            # On SIGINT the recorder stops its engine.
             command.send_signal(signal.SIGINT)
             await command.wait()
     assert command.returncode == 0, progress.decode()[-4000:]

@@ -1,4 +1,4 @@
-"""Routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
+"""Tests of routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ async def test_engine_receipt_header_is_replaced(engines: SharedEngines, deploym
 
 
 def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
-    """Return all headers by which a client could try to choose its destination."""
+    """Return all headers that a client could use to choose its destination."""
     return {
         DESTINATION: target.endpoint,
         f"{DESTINATION}-served": target.endpoint,

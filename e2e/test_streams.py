@@ -1,4 +1,4 @@
-"""Responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
+"""Tests of responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def test_event_stream_passes_unchanged(engines: SharedEngines, deployment:
 
 async def test_stream_event_is_forwarded_without_delay(engines: SharedEngines, deployment: Deployment) -> None:
     gates = [asyncio.Event() for _ in range(4)]
-    # Never `data: 0`: an event of a JSON scalar crashes Envoy 1.40 in its sse_to_metadata filter.
+    # No event is `data: 0`, because a JSON scalar as an event crashes Envoy 1.40 in its sse_to_metadata filter.
     events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
@@ -92,7 +92,7 @@ async def test_first_event_ends_prefill_and_access_log_ends_request(
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     finished = await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome="finished")
-    # A new prefix: the engine must compute all of it.
+    # The prefix is new, so the engine must compute the whole prompt.
     body = json.dumps(chat("scripted", f"{deployment.mode} new", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as response:
         await deployment.wait_for_load("scripted", "a prefill is pending", lambda flying, tokens: flying == 1 < tokens)
@@ -105,7 +105,7 @@ async def test_first_event_ends_prefill_and_access_log_ends_request(
 
 
 async def engine_sample(engines: SharedEngines, name: str, **labels: str) -> float:
-    """Return the sum of samples of a metric of the slow engine."""
+    """Return the sum of the slow engine's samples of a metric."""
     page = (await http1(f"http://{engines.slow.endpoint}/metrics")).body.decode()
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
@@ -155,7 +155,7 @@ async def test_client_disconnect_in_any_phase_aborts_the_request(
 async def test_client_disconnect_before_response_aborts_the_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
-    """Without streaming, the engine's headers come with the whole answer."""
+    """Without streaming, the engine sends its headers with the complete response."""
 
     async def never(request: web.Request, received: Received) -> web.StreamResponse:
         await asyncio.Event().wait()

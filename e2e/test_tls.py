@@ -1,6 +1,6 @@
-"""TLS between Envoy and the router: certificates renewed while streams are open, mutual TLS, and untrusted Envoys.
+"""Tests of TLS between Envoy and the router: certificate renewal under open streams, mutual TLS, and untrusted Envoys.
 
-The tests observe an untrusted Envoy by the statuses that its clients get.
+The tests detect an untrusted Envoy by the response statuses of its clients.
 """
 
 import asyncio
@@ -55,23 +55,23 @@ async def assert_shown(deployment: Deployment, pair: tuple[bytes, bytes]) -> Non
 
 
 async def outcomes(deployment: Deployment, envoy: Envoy, count: int = 8) -> Counter[tuple[int, bool]]:
-    """Send requests through an Envoy; count the replies by status and whether the router picked."""
+    """Send requests through an Envoy; count the replies by status and by the presence of a router's decision."""
     replies = [await deployment.ask(chat("scripted", f"request {n}"), envoy=envoy) for n in range(count)]
     return Counter((reply.status, DECISION in reply.headers) for reply in replies)
 
 
 def client_options(folder: Path) -> tuple[str, ...]:
-    """Return the options with which Envoy presents the pair in a folder."""
+    """Return the options for an Envoy with the client certificate and key in this folder."""
     return "--tls", "on", "--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key")
 
 
 async def all_started(stack: AsyncExitStack, envoys: Iterable[Envoy]) -> None:
-    """Start Envoys concurrently: an untrusted one waits five seconds for endpoints before it listens."""
+    """Start Envoys concurrently, because an untrusted Envoy waits five seconds for endpoints before it listens."""
     await asyncio.gather(*(stack.enter_async_context(envoy) for envoy in envoys))
 
 
 def scripted(engines: SharedEngines) -> dict[str, dict[str, Any]]:
-    """Return the pool of the upstreams; no request queues behind a delayed response."""
+    """Return the pool of the upstreams, in which no request queues behind a delayed response."""
     members = [member_of(engines.left), member_of(engines.right)]
     return {"scripted": document("scripted", members, routing={"queue": {"dispatchWindow": "Unlimited"}})}
 
@@ -91,7 +91,7 @@ async def test_certificate_change_keeps_open_streams(engines: SharedEngines, mod
         mode=mode,
         directory=tmp_path,
         router_arguments=("--tls", str(folder)),
-        # Envoy's health checks open new connections, so it must trust the new certificate in advance.
+        # Envoy must trust the new certificate in advance, because its health checks open new connections.
         envoy_arguments=trusting("both.crt", before.pem + after.pem),
     ) as deployment:
         async with AsyncExitStack() as clients:
@@ -190,10 +190,10 @@ async def test_mutual_tls_accepts_only_trusted_clients(engines: SharedEngines, m
                     # Without a router Envoy has no endpoints.
                     assert found == {(503, False): 8}, options
                 elif mode is Mode.STREAMED:
-                    # It fails open to round robin, as with a dead router.
+                    # Envoy fails open to round robin, as without a router.
                     assert found == {(200, False): 8}, options
                 else:
-                    # As in STREAMED once Envoy has noticed that no router is healthy.
+                    # Envoy fails open as in STREAMED, after it has detected that no router is healthy.
                     assert found.keys() <= {(200, False), (503, False)}, options
         for port in ("grpc", "als"):
             answer = await raw(deployment.router.ports[port], HTTP2_PREFACE)
@@ -222,7 +222,7 @@ async def test_envoy_uses_renewed_client_certificate_without_restart(engines: Sh
         client_ca.write_bytes(new.pem)
         async with deployment.another_envoy("newcomer") as newcomer:
             assert await outcomes(deployment, newcomer) == {(200, True): 8}
-        # Only a new connection presents the new certificate; a restarted router has only new ones.
+        # The router presents the new certificate on new connections. After a restart, all connections are new.
         await deployment.kill_router()
         await deployment.restart_router()
         assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}

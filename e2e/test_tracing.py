@@ -1,4 +1,4 @@
-"""Traces through the real Envoy and router: unchanged headers to the engine, spans to a collector."""
+"""Tests of traces through the real Envoy and router: unchanged headers at the engine, and spans at a collector."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -57,7 +57,7 @@ async def test_decision_span_belongs_to_the_client_trace(
 
         unknown = await deployment.ask(chat("nobody"), headers=HEADERS)
         assert unknown.status == 404
-        # The router exports the remaining spans when it ends.
+        # The router exports its remaining spans at its end.
         await deployment.router.stop()
         assert [values(each.attributes).get("http.response.status_code") for each in collector.spans] == [None, 404]
 

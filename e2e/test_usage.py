@@ -1,4 +1,6 @@
-"""Token usage from responses (``envoy/usage.lua``): which responses it reads; it changes and delays none."""
+"""Tests of token usage from responses (``envoy/usage.lua``): the script reads some responses, and changes and delays no
+response.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,7 @@ EVENTS = "text/event-stream"
 USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
 LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
 FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
-# The line of the script where tests insert an error.
+# Tests insert an error at this line of the script.
 LOOP = "for chunk in handle:bodyChunks() do"
 POOL = names.cluster_name("llm", "qwen")
 SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\n\n", b"data:\n\n", b"data: {\n\n"]
@@ -35,7 +37,7 @@ def quoted(text: bytes) -> bytes:
     return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
 
 
-# Name -> content type, body, expected tags.
+# Content type, body and expected tags by the case's name.
 READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "whole, written by json.dumps": (JSON, json.dumps({"choices": [], "usage": json.loads(USAGE)}).encode(), FOUND),
     "whole, indented": (JSON, json.dumps({"usage": json.loads(USAGE), "z": [1]}, indent=4).encode(), FOUND),
@@ -86,7 +88,7 @@ READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
-    """Return an answer of one whole body."""
+    """Return an answer with a complete body."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return web.Response(body=body, headers={"content-type": content_type, **headers})
@@ -95,7 +97,10 @@ def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
 
 
 class InPieces:
-    """Answers in pieces, the next one once ``passed`` is set, so that Envoy gets each as a chunk."""
+    """Answers in pieces.
+
+    The next piece follows when ``passed`` is set, so that Envoy receives each piece as a separate chunk.
+    """
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -148,7 +153,10 @@ async def logged(picker: Picker, number: int) -> list[dict[str, str]]:
 
 
 async def ask_by_http2(deployment: Deployment) -> Reply:
-    """Send a request over HTTP/2: a client that closes at the last byte would be logged as a disconnect."""
+    """Send a request over HTTP/2.
+
+    Envoy would log an HTTP/1 client that closes at the last byte as a disconnect.
+    """
     return await http2(deployment.envoy.port, path=CHAT, body=json.dumps(chat("scripted")).encode())
 
 
@@ -188,7 +196,7 @@ async def test_usage_is_counted_if_client_disconnects_at_the_end(
 
 
 class TestUsageThroughRouter:
-    """The router's use of the usage tags, in each message mode."""
+    """Test the router's use of the usage tags in each message mode."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -260,5 +268,5 @@ class TestUsageThroughRouter:
                 assert (reply.status, reply.body) == (200, body)
             assert sum((await envoy.stats(r"lua\.errors$")).values()) == 2
             assert "broken" in envoy.child.output()
-            # Envoy sends its access log in batches, and drops the last one when it stops.
+            # Envoy sends its access log in batches, and drops the last batch when it stops.
             await deployment.wait_for_rest()

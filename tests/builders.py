@@ -1,4 +1,4 @@
-"""Small makers of core values that many tests share."""
+"""Helpers that create core values for many tests."""
 
 from math import inf
 
@@ -20,7 +20,7 @@ def members(count: int, *, weight: int = 100, state: MemberState = MemberState.A
 def pool(
     count: int = 8, *, policy: str = "dualmap", engine: Engine | None = None, routing: Routing | None = None
 ) -> Pool:
-    """A pool that holds no requests unless ``routing`` says otherwise."""
+    """Return a pool that queues no requests by default; ``routing`` overrides its settings."""
     return Pool(
         namespace="llm",
         name="qwen",
@@ -37,11 +37,17 @@ def chain(text: str, *, block_tokens: int = 128, salt: str = "") -> BlockChain:
 
 
 def request(
-    id: str, text: str, *, now: float = 0.0, block_tokens: int = 128, subset: frozenset[str] | None = None
+    id: str,
+    text: str,
+    *,
+    now: float = 0.0,
+    block_tokens: int = 128,
+    subset: frozenset[str] | None = None,
+    client: int = 0,
 ) -> Request:
-    return Request(id=id, chain=chain(text, block_tokens=block_tokens), arrived_s=now, subset=subset)
+    return Request(id=id, chain=chain(text, block_tokens=block_tokens), arrived_s=now, subset=subset, client=client)
 
 
 def text_of(tokens: int, seed: str) -> str:
-    """A text of exactly ``tokens`` estimated tokens that shares no block with another seed's."""
+    """Return a text of exactly ``tokens`` estimated tokens, with different blocks for each ``seed``."""
     return (f"{seed}|" * (tokens * 4 // (len(seed) + 1) + 1))[: tokens * 4]

@@ -1,4 +1,6 @@
-"""Certificates for tests: authorities, and what they sign. Valid from minutes ago, so that clocks may differ."""
+"""Certificates for tests: certificate authorities and signed certificates. The validity begins some minutes in the
+past, because clocks may differ.
+"""
 
 import datetime
 from ipaddress import ip_address
@@ -14,14 +16,15 @@ LIFETIME = datetime.timedelta(days=1)
 
 
 class Authority:
-    """An authority with a key of its own; ``pem`` is its certificate."""
+    """A certificate authority with its own key; ``pem`` is the authority's certificate."""
 
     def __init__(self, name: str = "authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = _builder(self._name, self._key.public_key()).issuer_name(self._name)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        # As real authorities have it: without it BoringSSL cannot tell two of the same name in one file apart.
+        # Real authorities also have this extension. BoringSSL needs it to distinguish two authorities of the same name
+        # in one file.
         key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self._signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
         builder = builder.add_extension(key_id, critical=False)
@@ -43,7 +46,7 @@ class Authority:
 
 
 def write_pair(folder: Path, pair: tuple[bytes, bytes]) -> Path:
-    """Write a pair as ``tls.key`` and ``tls.crt``, each replaced at once by rename; return the folder."""
+    """Write a pair as ``tls.key`` and ``tls.crt``, and replace each file atomically by a rename; return the folder."""
     folder.mkdir(exist_ok=True)
     for name, content in zip(("tls.key", "tls.crt"), pair, strict=True):
         fresh = folder / f"{name}.new"
@@ -53,7 +56,7 @@ def write_pair(folder: Path, pair: tuple[bytes, bytes]) -> Path:
 
 
 def mount_pair(folder: Path, pair: tuple[bytes, bytes], *, version: int) -> Path:
-    """Write a pair as the kubelet mounts a Secret: links through ``..data``, which one rename lets point elsewhere."""
+    """Write a pair like the kubelet's mount of a Secret: links through ``..data``, which a rename replaces."""
     folder.mkdir(exist_ok=True)
     write_pair(folder / f"..version-{version}", pair)
     fresh = folder / "..data_tmp"

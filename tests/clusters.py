@@ -1,4 +1,4 @@
-"""Small clusters in virtual time that several tests share: requests by hand, and pools of ROUND engines."""
+"""Small simulated clusters for several tests: pools of ROUND engines, and constructed requests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ SEVEN_B = PRESETS["7b"]
 
 
 def one_block_prompts(*at_s: float, same: bool = False) -> tuple[Arrival, ...]:
-    """Prompts of 100 tokens, 1.5 s each on a ROUND engine, with two tokens of output (0.25 s)."""
+    """Return prompts of 100 tokens, each with 1.5 s of prefill on a ROUND engine and two output tokens (0.25 s)."""
     requests = tuple(
         TraceRequest(arrival_s=each, blocks=(0 if same else number,), input_tokens=100, output_tokens=2)
         for number, each in enumerate(at_s)
@@ -46,14 +46,14 @@ def config(
 
 
 def busy_config(routers: int, queue: Queue = UNLIMITED, *, policy: str = "dualmap", members: int = 8) -> ClusterConfig:
-    """Engines of the 7B model, with an exchange between several routers and feedback 10 ms late."""
+    """Return engines of the 7B model, with replication between several routers and a feedback delay of 10 ms."""
     exchange = ReplicationConfig() if routers > 1 else None
     of = pool(members, routing=Routing(policy=policy, queue=queue))
     return replace(config(of, engine=SEVEN_B, routers=routers, exchange=exchange), feedback_delay_s=0.01)
 
 
 def busy_requests(requests: int = 200, *, rate: float = 12.0, seed: int = 1) -> tuple[Arrival, ...]:
-    """The default workload; at its default rate it comes faster than eight 7B engines can serve it for long."""
+    """Return the default workload, with a default rate slightly above the capacity of eight 7B engines."""
     trace = default_workload(requests, seed=seed).at_rate(rate)
     return arrivals(trace, router_block_tokens=128, engine_block_tokens=512)
 
@@ -63,7 +63,7 @@ def first_tokens(records: Sequence[Record]) -> list[float | None]:
 
 
 def assert_each_ended_once(asked: Sequence[Arrival], records: Sequence[Record]) -> None:
-    """Every request was served, was refused or failed, and only that; tokens add up."""
+    """Assert that every request was either served, rejected or failed, and that the token counts are consistent."""
     assert sorted(each.request_id for each in asked) == sorted(record.arrival.request_id for record in records)
     for record in records:
         served, refused = record.finished_s is not None, record.refused is not None
@@ -78,7 +78,7 @@ def assert_each_ended_once(asked: Sequence[Arrival], records: Sequence[Record]) 
 
 
 def assert_books_empty(cluster: Cluster) -> None:
-    """No router has anything left of any request."""
+    """Assert that no router has load of any request."""
     for router in cluster.routers:
         status = router.status()
         assert status.held == 0

@@ -1,4 +1,4 @@
-"""What holds for every unit test: hypothesis ignores the clock of a shared machine, and children get SIGINT."""
+"""Settings of all unit tests: hypothesis has no deadlines, and child processes can receive SIGINT."""
 
 import signal
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ settings.load_profile("shared-machine")
 
 @pytest.fixture(scope="session", autouse=True)
 def _sigint_reaches_children() -> Iterator[None]:
-    """Reset SIGINT: children inherit it ignored where this command does (`nohup make test &`), but never handled."""
+    """Reset SIGINT, because children inherit an ignored signal (`nohup make test &`)."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The commands that the documents tell people to type: the lines of their shell blocks."""
+"""The commands in the documents' shell blocks."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SHELLS = ("", "sh", "shell", "bash", "console")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One line as it is typed, without its prompt and comment, and the page it stands on."""
+    """One command line without prompt and comment, and its documentation page."""
 
     page: str
     line: str
@@ -23,7 +23,7 @@ class Command:
 
 
 def commands(*programs: str) -> Iterator[Command]:
-    """Yield every command of the documents that begins with one of these programs."""
+    """Yield all commands of the documents that begin with one of these programs."""
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             for line in _typed(path.read_text()):
@@ -32,7 +32,7 @@ def commands(*programs: str) -> Iterator[Command]:
 
 
 def _typed(page: str) -> Iterator[str]:
-    """Yield the lines of a page's shell blocks, each whole, without prompt and comment."""
+    """Yield the complete lines of a page's shell blocks, without prompt and comment."""
     language: str | None = None
     for line in page.replace("\\\n", " ").splitlines():
         if line.startswith("```"):

@@ -1,4 +1,4 @@
-"""Small engines and drivers in virtual time that several tests of the engine model share."""
+"""Small simulated engines and drivers for several tests of the engine model."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,9 +17,10 @@ ROUND = EngineConfig(
 """Round numbers: a prefill of n new tokens takes 0.5 + n / 100 seconds, a decode step a quarter of a second."""
 
 GROWING = replace(ROUND, decode=DecodeCost(step_s=0.02031, per_kv_token_s=1.0171e-4, per_request_s=3.0193e-3))
-"""The same with decode steps that grow with the batch and what it holds.
+"""The same engine with decode steps that grow with the batch and its KV tokens.
 
-Crooked numbers: no step ends on a round arrival time, where rounding alone would decide which comes first.
+Numbers with many digits, so that no step ends exactly at an arrival time. Rounding errors would otherwise determine the
+order.
 """
 
 
@@ -28,7 +29,7 @@ def ask(request_id: str, *, prompt: int = 100, output: int = 1, blocks: Iterable
 
 
 def run_out(engine: Engine) -> list[EngineEvent]:
-    """Advance from one due time to the next until nothing is left to do."""
+    """Advance to each next event until the engine is idle."""
     events: list[EngineEvent] = []
     while (due_s := engine.next_event_s()) is not None:
         events += engine.advance(due_s)

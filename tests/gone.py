@@ -1,4 +1,4 @@
-"""Waiting for the end of a process that need not be our child."""
+"""Waits for the end of a process that is not a child process."""
 
 import os
 import select
@@ -7,7 +7,7 @@ GONE_WITHIN_S = 30.0
 
 
 def wait_until_gone(pid: int) -> bool:
-    """Wait for a process that is not ours; a zombie counts as gone."""
+    """Wait for the end of a process that is not a child; a zombie counts as ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""A small Kubernetes API of the tests' own: lists and watches of what a test puts there, and every way to fail.
+"""A small Kubernetes API for tests: lists and watches of the test's objects, with all kinds of failures.
 
-It knows as much of the real one as clients rely on: versions, pages, equality selectors, events since a version,
-bookmarks, 410 for versions it has forgotten. Tests with the real API server are in e2e/controlplane.
+The API supports the features that clients need: resource versions, pages, equality selectors, events since a version,
+bookmarks, and 410 for expired versions. Tests with the real API server are in e2e/controlplane.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ Body = dict[str, Any]
 
 
 class KubeApi:
-    """The server; ``kubeconfig`` leads to it. It keeps its port when it is stopped and started again."""
+    """The server, with its address in ``kubeconfig``. A restarted server has the same port."""
 
     def __init__(self, folder: Path) -> None:
         self.kubeconfig = folder / "kubeconfig"
         self.lists: list[str] = []
-        """The paths listed, with their selectors."""
+        """The paths and selectors of the list requests."""
         self.watches: list[str] = []
-        """The same of watches begun."""
+        """The paths and selectors of the watch requests."""
         self.watched_from: list[int] = []
-        """The versions that watches began at."""
+        """The start versions of the watches."""
         self.refuse_with: int | None = None
         self.refuse_watches_with: int | None = None
         self.refuse: dict[str, int] = {}
@@ -63,7 +63,7 @@ class KubeApi:
             self._runner = None
 
     async def put(self, body: Body) -> None:
-        """Create an object, or replace the one of the same name."""
+        """Create an object, or replace the object of the same name."""
         await self._store("PUT", body)
 
     async def delete(self, body: Body) -> None:
@@ -76,7 +76,7 @@ class KubeApi:
             self._changed.notify_all()
 
     async def forget(self) -> None:
-        """Forget every event so far: older versions are answered 410."""
+        """Drop all events, so that requests with older versions get 410."""
         self._now = next(self._version)
         self._forgotten = self._now
         self._events.clear()
@@ -88,7 +88,7 @@ class KubeApi:
                 request.transport.abort()
 
     def fall_silent(self) -> None:
-        """Send nothing more on the watches that are open, and do not end them either; new ones are served."""
+        """Send no more data on the open watches, and keep them open; new watches work."""
         self._silent += self._open
 
     def hold_lists(self) -> None:
@@ -140,7 +140,7 @@ class KubeApi:
         metadata = {"resourceVersion": str(self._now)}
         if begin + limit < len(found):
             metadata["continue"] = str(begin + limit)
-        # As the real one: items say neither kind nor apiVersion.
+        # Items of a list have no kind and no apiVersion, as in the real API.
         items = [
             {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
             for body in found[begin : begin + limit]
@@ -191,7 +191,7 @@ def write_kubeconfig(path: Path, server: str) -> None:
 
 @asynccontextmanager
 async def kube_api(folder: Path) -> AsyncIterator[KubeApi]:
-    """A running KubeApi with nothing in it."""
+    """Run a KubeApi without objects."""
     api = KubeApi(folder)
     await api.start()
     try:
@@ -201,9 +201,10 @@ async def kube_api(folder: Path) -> AsyncIterator[KubeApi]:
 
 
 def pool_body(name: str = "qwen", *, version: int = 1, **fields: Any) -> Body:
-    """An InferencePool as the operator publishes it.
+    """Return an InferencePool like the operator's.
 
-    ``members`` maps ids to changes of the entry, ``created`` is a second of creation, ``selector`` the pods' labels.
+    ``members`` maps member IDs to changes of their entries, ``created`` is the second of creation, ``selector`` has the
+    pods' labels.
     """
     given = {"members": {f"{name}-0": {}, f"{name}-1": {}}, "created": 0, "model": name, "namespace": "llm", **fields}
     ring = [
@@ -231,7 +232,7 @@ def pool_body(name: str = "qwen", *, version: int = 1, **fields: Any) -> Body:
 def pod_body(
     name: str, *, ready: bool = True, terminating: bool = False, restarts: int = 0, uid: str = "", **fields: Any
 ) -> Body:
-    """A pod of the pool that its name begins with."""
+    """Return a pod of the pool with the name's first part."""
     pool = name.rpartition("-")[0]
     metadata: Body = {
         "name": name,
@@ -257,7 +258,7 @@ def pod_body(
 
 
 def address(member: str) -> str:
-    """The address of a member or pod, by the number its name ends with."""
+    """Return the address of a member or pod, from the number at the end of its name."""
     return f"10.244.0.{int(member.rpartition('-')[2]) + 1}"
 
 
@@ -266,7 +267,7 @@ def _collection(body: Body) -> str:
 
 
 def _wanted(request: web.Request) -> Callable[[Body], bool]:
-    """Whether an object is of the collection, namespace and labels that a request names."""
+    """Return whether an object has a request's collection, namespace and labels."""
     *before, collection = request.path.split("/")
     namespace = before[-1] if before[-2] == "namespaces" else None
     selector = request.query.get("labelSelector", "")

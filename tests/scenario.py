@@ -1,6 +1,6 @@
-"""State in, state out: what an operator test says of the world before a pass, and a world that carries plans out.
+"""Scenarios for the operator's tests: observations before a reconcile, and a simulated cluster that executes plans.
 
-A scenario that could never be (``check``) is refused, so that no test asserts on a state that does not occur.
+``check`` rejects impossible scenarios, so that no test uses a state that cannot occur.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ REVISION = "qwen-1"
 
 
 class InconsistentScenarioError(AssertionError):
-    """The scenario describes what no API server would show."""
+    """The scenario describes a state that an API server cannot have."""
 
 
 def template_spec(replicas: int = 3, *, generation: int = 1, drain_timeout_s: float = 600.0, **more: bool) -> PoolSpec:
@@ -53,7 +53,7 @@ def selector_spec(**more: bool) -> PoolSpec:
 
 
 def pod(number: int, **changes: object) -> ObservedPod:
-    """A pod of the StatefulSet that has been serving for a long time and is known to be in the ring."""
+    """Return a pod of the StatefulSet that has been serving in the ring for a long time."""
     made = ObservedPod(
         name=f"qwen-{number}",
         uid=f"uid-{number}",
@@ -74,7 +74,7 @@ def adopted(name: str, number: int = 0, **changes: object) -> ObservedPod:
 
 
 def starting(number: int, **changes: object) -> ObservedPod:
-    """A pod that has an address and does not serve yet."""
+    """Return a pod that has an address and does not serve yet."""
     return pod(number, **{"serving": False, "ready": False, "in_ring": False, **changes})
 
 
@@ -100,7 +100,10 @@ def router(
     state: str = "Draining",
     **more: bool,
 ) -> RouterReport:
-    """What a router says of the pool; ``state`` is the one by which it goes, of qwen-2 and of who is ``busy``."""
+    """Return a router's report about the pool.
+
+    ``state`` is the router's state of qwen-2 and of the ``busy`` members.
+    """
     in_flight = {"qwen-2": 0, **(busy or {})} if version else {}
     endpoints = {each: EndpointReport(in_flight=count, state=state) for each, count in in_flight.items()}
     return RouterReport(router=name, ring_version=version, endpoints=endpoints, **more)
@@ -117,7 +120,7 @@ def seen(
     idle_checks: Mapping[str, int] | None = None,
     revision: str = REVISION,
 ) -> Observed:
-    """Return what is observed, refused when it could not be."""
+    """Return the observations; raise InconsistentScenarioError for an impossible scenario."""
     observed = Observed(
         published=PoolStatus(ring_version=version, members=tuple(members)),
         statefulset=None if size is None else ObservedStatefulSet(replicas=size, update_revision=revision),
@@ -131,7 +134,7 @@ def seen(
 
 
 def check(observed: Observed) -> None:
-    """Raise InconsistentScenarioError for what cannot be."""
+    """Raise InconsistentScenarioError for an impossible scenario."""
     names = [each.name for each in observed.pods]
     wrong = []
     if len(set(names)) < len(names):
@@ -164,17 +167,18 @@ def states(of: Plan | Iterable[RingMember]) -> dict[str, str]:
 
 
 def size_asked(of: Plan) -> int | None:
-    """The StatefulSet's size in a plan's children."""
+    """Return the StatefulSet's size in a plan's children."""
     sizes = [child["spec"]["replicas"] for child in of.children if child["kind"] == "StatefulSet"]
     return sizes[0] if sizes else None
 
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """A cluster that does what plans say: a StatefulSet controller, pods that start, routers that follow the ring.
+    """A simulated cluster that executes plans: a StatefulSet controller, starting pods, and routers that follow the
+    ring.
 
-    ``busy`` is how many requests are in flight at each member; they end only when a test says so. ``stranded`` are the
-    pods whose closed gate makes them look as if their node was lost.
+    ``busy`` is the number of requests in flight at each member; only the test ends requests. ``stranded`` are the pods
+    with a closed readiness gate that look as if their node was lost.
     """
 
     spec: PoolSpec
@@ -210,7 +214,7 @@ class World:
         return observed
 
     def step(self, seconds: float = 1.0) -> Plan:
-        """Let time pass, make one pass, and carry it out."""
+        """Advance the time, reconcile once, and execute the plan."""
         self.now_s += seconds
         made = plan(self.spec, self.observed(), self.now_s)
         self.plans.append(made)
@@ -218,7 +222,7 @@ class World:
         for gate in made.gates:
             turned = self.pods[gate.pod]
             ready = gate.in_ring and turned.serving
-            # What the operator makes of a closed gate and Ready false, both since now, is read from a body.
+            # The operator's own code reads the state of a pod with a closed gate and Ready false from an object.
             serving = turned.serving and (ready or read_pod(self._unready_body(turned)).serving)
             if turned.serving and not serving:
                 self.stranded.add(gate.pod)
@@ -232,26 +236,26 @@ class World:
         return made
 
     def settle(self, steps: int = 600) -> None:
-        """Make passes until one finds nothing to do and nothing to wait for."""
+        """Reconcile until a plan has no action and no wait."""
         for _ in range(steps):
             before = self.published
             if self.step().requeue_after_s == REST_INTERVAL_S and self.published == before:
                 return
 
     def terminate(self, name: str) -> None:
-        """Have a pod go; in this world it is gone by the next pass."""
+        """Delete a pod, which no longer exists at the next reconcile."""
         self.pods.pop(name, None)
         self.busy.pop(name, None)
         self.stranded.discard(name)
 
     def crash(self, name: str) -> None:
-        """Have a pod's container restart where it is."""
+        """Restart a pod's container in the same pod."""
         self.lives += 1
         self.busy.pop(name, None)
         self.pods[name] = replace(self.pods[name], serving=False, ready=False, incarnation=f"{name}-life-{self.lives}")
 
     def _unready_body(self, of: ObservedPod) -> dict[str, object]:
-        """Return what the API shows of a serving pod whose gate was just closed."""
+        """Return the API object's status of a serving pod with a newly closed readiness gate."""
         reason = {"reason": "ReadinessGatesNotReady"} if self.kubelet_gives_reasons else {}
         conditions = [
             {"type": "ContainersReady", "status": "True", "lastTransitionTime": time_text(of.serving_since_s)},

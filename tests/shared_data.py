@@ -1,4 +1,4 @@
-"""Recorded data that is not in the repository: traces, and answers of real engines (CONTRIBUTING.md)."""
+"""Recorded data outside the repository: traces, and answers of real engines (CONTRIBUTING.md)."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ BESIDE_THE_CHECKOUT = Path(__file__).parents[2] / "shared"
 
 
 def shared_file(path: str) -> Path:
-    """Return a file of the shared folder; skip the test that asks where there is none."""
+    """Return a file of the shared folder; skip the test if the file does not exist."""
     found = Path(os.environ.get(VARIABLE) or BESIDE_THE_CHECKOUT) / path
     if not found.exists():
         pytest.skip(f"{found} does not exist; {VARIABLE} names the folder of shared data")

@@ -1,4 +1,4 @@
-"""Situations as written down, for tests of policies: candidates in ring order, their columns as documented."""
+"""Situations for tests of policies: candidates in ring order, with the documented columns."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def candidate(
 
 
 class Listed(list[Candidate]):
-    """Everyone as written down, with nothing held."""
+    """The candidates as a list, without queued requests."""
 
     def costs_s(self, weights: Weights) -> list[float]:
         return [
@@ -73,7 +73,7 @@ def situation_of(
     may_move: bool = True,
     id: str = "r",
 ) -> Situation:
-    """The candidates are in the order in which the key meets them on ring 1; the first two are the pair."""
+    """The candidates are in the key's order on ring 1; the first two candidates are the pair."""
     everyone = Listed(sorted(candidates, key=lambda each: each.id))
     return Situation(
         request_id=id,
@@ -103,7 +103,7 @@ def decide(
     may_move: bool = True,
     id: str = "r",
 ) -> tuple[str, str]:
-    """The chosen member and the rule that fired; see ``situation_of``."""
+    """Return the chosen member and the applied rule; see ``situation_of``."""
     situation = situation_of(
         candidates,
         prompt=prompt,

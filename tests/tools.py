@@ -1,4 +1,4 @@
-"""Programs that tests use and that are no Python packages: where they are, after ``e2e/debian.sh``."""
+"""Finds programs for tests that are not Python packages; ``e2e/debian.sh`` installs the programs."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def find_promtool() -> Path | None:
-    """Return Prometheus' promtool: the one on the PATH, or the one that ``e2e/debian.sh`` has unpacked."""
+    """Return Prometheus' promtool from the PATH, or from the folder of ``e2e/debian.sh``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     found = shutil.which("promtool") or shutil.which("promtool", path=cache / "dualmap" / "debian" / "usr" / "bin")
     return Path(found) if found else None

@@ -1,4 +1,4 @@
-"""Waiting for what will become true in a server or another task, where there is no event to wait for."""
+"""Waits for a condition in a server or another task that has no event."""
 
 import asyncio
 import inspect
@@ -8,7 +8,7 @@ WAIT_S = 60.0
 
 
 async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Return once ``holds`` does; TimeoutError after a time in which it surely should have."""
+    """Wait until ``holds`` returns True; raise TimeoutError after a long time."""
     async with asyncio.timeout(WAIT_S):
         while True:
             answer = holds()

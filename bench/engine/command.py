@@ -38,7 +38,11 @@ def engine() -> None:
 )
 @click.option("--step-tokens", required=True, type=click.IntRange(32), help="vLLM's --max-num-batched-tokens.")
 @click.option("--whole", is_flag=True, help="With --python: start vLLM with --no-enable-chunked-prefill.")
-@click.option("--options", default="", help="With --url: command-line options of the engine, stored in the recording.")
+@click.option(
+    "--options",
+    default="",
+    help="With --url: command-line options of the engine. The benchmark only stores them in the recording.",
+)
 @click.option(
     "--rounds", default=4, type=click.IntRange(2, 20), help="Number of rounds. Each round sends every prompt once."
 )

@@ -4,8 +4,10 @@ Start-up takes less than half a second, because a subcommand's module may import
 types). A module is imported when its subcommand is looked up, and never for the ``--help`` of another subcommand.
 """
 
+import errno
 import importlib
 import signal
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -50,7 +52,13 @@ class LazyGroup(click.Group):
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Parse the command line, run the subcommand and exit with its status, also if stderr is closed."""
         drop_what_stderr_refuses()
-        return super().main(*arguments, **options)
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the subcommands, in the order of COMMANDS."""

@@ -22,6 +22,7 @@ class Request:
     endpoints are allowed; if it is empty, no endpoint is allowed. ``streamed`` is true if the response is streamed, so
     that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
     client sent no session.
+    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Request:
     subset: frozenset[str] | None = None
     streamed: bool = True
     session: int | None = None
+    client: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,10 @@ class PoolRouter:
             return Effects(None)
         return Effects(request.completion(usage), self._dispatcher.release(now, request.member))
 
+    def on_usage(self, request_id: str, usage: Usage) -> None:
+        """Take the engine's token counts of a request that has ended; ignored when it is unknown."""
+        self._fleet.measured(request_id, usage)
+
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
         """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""
         was_queued, outcomes = self._dispatcher.forget(now, request_id)

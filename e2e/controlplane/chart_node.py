@@ -15,8 +15,9 @@ from emulated_cluster.services.services import Services
 
 @pytest.fixture(scope="module", name="kubelet")
 def chart_kubelet(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[ProcessKubelet]:
-    """A node whose pods resolve the names of Services. Cluster addresses work for all processes."""
-    # Each file has its own node: a node with the same name would keep its pods but get other addresses.
+    """A node with a DNS server for the names of Services. Cluster addresses work for all processes."""
+    # Each test file has its own node name. A second node with the same name would have the first node's pods but other
+    # addresses.
     node = request.path.stem.replace("_", "-")
     reason = why_not()
     if reason is not None:

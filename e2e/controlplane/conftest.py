@@ -25,19 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(name="product")
 async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> AsyncIterator[Product]:
-    """Two routers that watch a new namespace, in which a test's operators have permissions."""
+    """Two routers that watch a new namespace, with permissions for a test's operators."""
     async with Product(cluster, tmp_path) as product:
         yield product
 
 
 @pytest.fixture(scope="module", name="running_keda")
 def _running_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """KEDA for the tests of one file. No other server of external metrics can run at the same time."""
+    """KEDA for the tests of one file. While KEDA runs, no other server of external metrics can run."""
     with keda.running(cluster, tmp_path_factory.mktemp("keda")):
         yield
 
 
 @pytest.fixture(name="scaler")
 def _scaler(running_keda: None, product: Product) -> str:
-    """The address (host:port) of one router. It reports the demand of all routers."""
+    """The address (host:port) of one router, which reports the demand of all routers."""
     return f"127.0.0.1:{product.routers[0].ports['grpc']}"

@@ -1,4 +1,4 @@
-"""Custom resource definitions for the tests: ours, and that of the Gateway API Inference Extension."""
+"""Custom resource definitions for the tests: DualMap's, and the Gateway API Inference Extension's."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ _ESTABLISHED = '-o=jsonpath={.status.conditions[?(@.type=="Established")].status
 
 
 def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
-    """Apply a definition and wait until it is served; do nothing if it already is.
+    """Apply a definition and wait until the API server serves the kind; do nothing if the kind is already served.
 
-    ``kubectl wait`` is not used: it fails on a new CRD, which has no conditions yet.
+    ``kubectl wait`` fails on a new CRD, which has no conditions yet.
     """
     cluster.kubectl("apply", "--server-side", "-f", str(file))
     wait_until(
-        # With jsonpath, missing conditions are also an error.
+        # kubectl's jsonpath also fails if the conditions are missing.
         lambda: cluster.kubectl("get", "crd", name, _ESTABLISHED, check=False) == "True",
         f"{name} is established",
         timeout_s=_ESTABLISHED_WITHIN_S,
@@ -30,22 +30,22 @@ def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
 
 
 def remove(cluster: Cluster) -> None:
-    """Delete our definition and the pools that other tests left without an operator."""
+    """Delete DualMap's definition, and the pools without an operator that other tests did not delete."""
     if _let_go(cluster, "--all-namespaces"):
         cluster.kubectl("delete", "crd", NAME, "--timeout=60s")
 
 
 def remove_namespace(cluster: Cluster, namespace: str) -> None:
-    """Delete a namespace, its pods and its pools without an operator; does not wait.
+    """Delete a namespace, its pods and its pools without an operator; do not wait.
 
-    Pods left behind would slow down later tests.
+    Remaining pods would slow down later tests.
     """
     cluster.remove_namespace(namespace)
     _let_go(cluster, "--namespace", namespace)
 
 
 def _let_go(cluster: Cluster, *where: str) -> bool:
-    """Remove the finalizers of all pools there; return whether the API server has our definition."""
+    """Remove the finalizers of all pools in the namespace; return whether the API server has DualMap's definition."""
     if not cluster.kubectl("get", "crd", NAME, "--ignore-not-found", "-o", "name"):
         return False
     for pool in json.loads(cluster.kubectl("get", NAME, *where, "-o", "json"))["items"]:

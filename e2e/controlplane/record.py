@@ -1,7 +1,8 @@
-"""Records objects of the real API server for tests/controlplane, whose README says how to run this and when.
+"""Records objects of the real API server for tests/controlplane. The README in that folder describes how to run this
+file.
 
-Records pods in the states that the operator distinguishes, their StatefulSet and an InferencePool, as JSON without
-managedFields. It needs the built programs and the network namespace, like the tests in this folder.
+The records are JSON without managedFields: pods in the states that the operator distinguishes, their StatefulSet and an
+InferencePool. This file needs the built programs and the network namespace, like the tests in this folder.
 """
 
 import json
@@ -58,7 +59,7 @@ class _Recorder:
         self.patch_status("pod", name, {"conditions": [condition]}, how="strategic")
 
     def record(self, file: str, kind: str, name: str, when: Callable[[_Object], object]) -> None:
-        """Write the object once ``when`` is true for it."""
+        """Wait until ``when`` is true for the object, and write the object to a file."""
         until = time.monotonic() + _WITHIN_S
         while not when(found := self.get(kind, name)):
             if time.monotonic() > until:

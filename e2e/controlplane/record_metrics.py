@@ -1,9 +1,9 @@
-"""Records the metrics of healthy routers, operator and Envoy. tests/chart tests the alerts on them.
+"""Records the metrics of healthy routers, operator and Envoy. tests/chart tests the alerts with these records.
 
-Two routers with Redis, an operator, three simulated engines and an Envoy on the real control plane, under the clients
-of ``harness.traffic``; two scrapes a minute apart. Run it when an alert or a chart uses another metric, after ``make
-controlplane``: ``PYTHONPATH=e2e:tests:testing testing/emulated_cluster/control_plane/netns.sh .venv/bin/python
-e2e/controlplane/record_metrics.py``.
+The system is two routers with Redis, an operator, three simulated engines and an Envoy on the real control plane.
+``harness.traffic`` generates the load. The two scrapes are one minute apart. Run this file after ``make controlplane``,
+when an alert or a dashboard chart uses another metric: ``PYTHONPATH=e2e:tests:testing
+testing/emulated_cluster/control_plane/netns.sh .venv/bin/python e2e/controlplane/record_metrics.py``.
 """
 
 import asyncio
@@ -30,13 +30,15 @@ _APART_S = 60.0
 
 
 async def _scrape(url: str, pod: str, wanted: set[str]) -> dict[str, float]:
-    """Return the selected samples of a page as ``name{label="value",...}``, with the labels that Prometheus adds."""
+    """Return the selected samples of a metrics page as ``name{label="value",...}``, with the labels that Prometheus
+    adds.
+    """
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         page = await response.text()
     found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            # The parser adds a suffix to counters that Envoy's counters do not have.
+            # The parser adds a suffix to counters; Envoy's counters have no suffix.
             metric = sample.name if sample.name in page else sample.name.removesuffix("_total")
             if metric in wanted:
                 labels = {**sample.labels, "namespace": SYSTEM, "pod": pod}
@@ -65,7 +67,7 @@ async def _record(cluster: Cluster, directory: Path, wanted: set[str]) -> Mappin
                 scrapes.append({name: value for page in each for name, value in page.items()})
         namespace = product.namespace
     first, last = scrapes
-    # The namespace of the tests has another name in each run.
+    # The tests' namespace has a different name in each run.
     return {name.replace(f'"{namespace}/', '"llm/'): [first.get(name, 0.0), last[name]] for name in sorted(last)}
 
 

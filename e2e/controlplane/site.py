@@ -1,7 +1,7 @@
-"""A namespace in which the chart is installed: the actions of a platform team, and what clients observe meanwhile.
+"""A namespace with the installed chart: the actions of a platform team, and the requests of clients.
 
-`test_helm.py` tests the chart's life cycle, `test_helm_keda.py` scales its pool with KEDA. `helm.py` runs helm, and
-`kubelet/` runs the pods from images.
+`test_helm.py` tests the chart's life cycle. `test_helm_keda.py` scales a pool of the chart with KEDA. `helm.py` runs
+helm, and `kubelet/` runs the pods from images.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ POOL = "qwen"
 CRD = "inferencepools.serving.dualmap.dev"
 DECISION = "x-dualmap-decision"
 _DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
-# The operator creates the Lease, not helm. It is released for the next operator.
+# The operator creates the Lease, and releases it for the next operator. helm does not remove the Lease.
 _LEASE = "lease.coordination.k8s.io/dualmap-operator"
-# Objects of `helm test` are not part of the release; helm removes them before the next test.
+# Objects of `helm test` are not in the release; helm removes these objects before the next test.
 _HOOKS = {f"pod/{RELEASE}-test", f"configmap/{RELEASE}-test"}
-# Autoscaling objects with a pool's name.
+# Kinds of autoscaling objects, which have a pool's name.
 _AUTOSCALING = {f"scaledobject.keda.sh/{POOL}", f"horizontalpodautoscaler.autoscaling/{POOL}"}
 _HELM_WAIT = ("--wait", "--timeout", "5m")
 _WAIT_S = 180.0
 _REQUEST_S = 30.0
 _PAUSE_S = 0.1
 _ASK_AGAIN_S = 0.5
-# The cluster's controllers write these objects some time after a namespace is created or emptied.
+# The cluster's controllers write these objects some time after a namespace is created or its pods are deleted.
 _NOT_OURS = {"events", "events.events.k8s.io"}
 _EVERY_NAMESPACES = "configmap/kube-root-ca.crt"
 _CLUSTER_WIDE = (
@@ -52,25 +52,25 @@ _CLUSTER_WIDE = (
 
 
 class Site:
-    """One release of the chart, in a fresh namespace that enforces the Pod Security Standard `restricted`."""
+    """One release of the chart, in a new namespace that enforces the Pod Security Standard `restricted`."""
 
     def __init__(self, cluster: Cluster, helm: Path, directory: Path) -> None:
         self._cluster = cluster
         self.namespace = cluster.namespace()
         cluster.kubectl("label", "namespace", self.namespace, "pod-security.kubernetes.io/enforce=restricted")
-        # Remove the definition that other tests applied: it belongs to no release.
+        # Remove the CRD that other tests applied, because this CRD belongs to no release.
         crds.remove(cluster)
         directory.mkdir(parents=True, exist_ok=True)
         self._helm = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=self.namespace, directory=directory)
         self._audited = len(cluster.audit())
 
     def leave(self) -> None:
-        """Remove the rest of the release and the namespace."""
+        """Remove the release, if it still exists, and the namespace."""
         self._helm("uninstall", RELEASE, "--ignore-not-found", "--no-hooks")
         crds.remove_namespace(self._cluster, self.namespace)
 
     async def install(self, values: Mapping[str, Any]) -> None:
-        """Install the chart unchanged and wait until helm reports that it runs."""
+        """Install the unchanged chart and wait until helm reports that all components run."""
         await self.helm("install", RELEASE, CHART, "--values", self._helm.values("install", values), *_HELM_WAIT)
 
     async def upgrade(self, version: str, values: Mapping[str, Any]) -> None:
@@ -98,7 +98,9 @@ class Site:
         return release["chart"], int(release["revision"])
 
     async def until_deployed(self, component: str, replicas: int) -> dict[str, Any]:
-        """Wait until a component of the chart has exactly these replicas, all available; return its workload."""
+        """Wait until a component of the chart has exactly these replicas, all available; return the component's
+        workload.
+        """
         last: dict[str, Any] = {}
         kind = "statefulset" if component == "router" else "deployment"
 
@@ -113,7 +115,10 @@ class Site:
         return last
 
     async def make_pool(self, replicas: int, *, speed: float = 1.0, **spec: Any) -> None:
-        """Apply a pool of simulated engines and wait until it serves. ``spec`` replaces fields of its spec."""
+        """Apply a pool of simulated engines and wait until the pool serves requests.
+
+        ``spec`` replaces fields of the pool's spec.
+        """
         await self.kubectl("apply", "-f", "-", input=json.dumps(pool_of_engines(self.namespace, replicas, speed, spec)))
 
         async def serves() -> bool:
@@ -123,7 +128,7 @@ class Site:
         await until_so(serves, f"{POOL} is available")
 
     async def until_active(self, fits: Callable[[int], bool], what: str) -> None:
-        """Wait until ``fits`` accepts the number of active members, and the pool has no others."""
+        """Wait until ``fits`` accepts the number of active members, and all members are active."""
         last: dict[str, Any] = {}
 
         async def so() -> bool:
@@ -138,7 +143,7 @@ class Site:
             raise AssertionError(f"{error}; the status is {json.dumps(last, indent=1)}") from error
 
     async def delete_pool(self) -> None:
-        """Delete the pool and wait until it and its pods are deleted."""
+        """Delete the pool and wait until the pool and its pods no longer exist."""
         await self.kubectl("delete", f"dmpool/{POOL}", "--wait=false")
 
         async def gone() -> bool:
@@ -160,7 +165,7 @@ class Site:
         return Traffic(lambda: url, body, streams=streams, plain=plain)
 
     async def chat(self, url: str) -> tuple[int, str]:
-        """Send a chat request; return the response's status and the router's decision ("" without one)."""
+        """Send a chat request; return the response's status and the router's decision ("" if missing)."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
         limit = aiohttp.ClientTimeout(total=_REQUEST_S)
         async with (
@@ -171,7 +176,7 @@ class Site:
             return answer.status, answer.headers.get(DECISION, "")
 
     async def containers(self, component: str) -> set[str]:
-        """Return the ids of the containers of a component's pods. A restart changes the id."""
+        """Return the container IDs of a component's pods. A restart of a container changes the ID."""
         pods = await self.get("pods", "-l", f"app.kubernetes.io/component={component}")
         return {each["containerID"] for pod in pods["items"] for each in pod["status"]["containerStatuses"]}
 
@@ -181,7 +186,7 @@ class Site:
         return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
 
     async def until_answered(self) -> str:
-        """Wait until the gateway answers with a router's decision; return the decision."""
+        """Wait until a response of the gateway has a router's decision; return the decision."""
         url = await self.gateway()
         said: list[tuple[int, str]] = []
 
@@ -200,8 +205,8 @@ class Site:
     async def requests(self) -> AsyncIterator[Counter[str]]:
         """Send one request after the other and count the outcomes: "decided", "undecided" or the failure.
 
-        A refused connection is retried: on a busy machine probes are slow, and for some seconds the Service may have no
-        ready Envoy. A request that a gateway has accepted must be answered.
+        The client retries a refused connection. On a busy machine, probes are slow, so the Service may have no ready
+        Envoy for some seconds. The gateway must answer each request on an accepted connection.
         """
         url = await self.gateway()
         outcomes: Counter[str] = Counter()
@@ -233,7 +238,7 @@ class Site:
         return set(found) - {_EVERY_NAMESPACES}
 
     async def until_only_the_pools_are_left(self, before: set[str]) -> None:
-        """Wait until the only new objects are the pool, its children and its definition."""
+        """Wait until the only new objects are the pool, its children and its CRD."""
         left: set[str] = set()
 
         async def gone() -> bool:
@@ -260,7 +265,10 @@ class Site:
 
 
 async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Return once ``check`` is true; fail with ``what``. It polls rarely because each check runs a program."""
+    """Wait until ``check`` is true; fail with ``what`` in the message.
+
+    The polling interval is long, because each check runs a program.
+    """
 
     async def seldom() -> bool:
         if await check():
@@ -274,7 +282,7 @@ async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
 def pool_of_engines(
     namespace: str, replicas: int, speed: float = 1.0, spec: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a pool of simulated engines that run our own image with its entry point."""
+    """Return a pool of simulated engines, which run DualMap's image with its entry point."""
     arguments = ("--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b", f"--speed={speed:g}")
     container = {
         "name": "engine",

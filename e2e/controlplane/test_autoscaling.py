@@ -1,4 +1,4 @@
-"""A real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
+"""Tests that a real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
 
 import asyncio
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The operator's children of a pool on a real API server: accepted in strict validation and stable."""
+"""Tests that a real API server accepts a pool's child objects with strict validation, and does not change them."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ SIMULATED = {
         ]
     }
 }
-# About 14 s of decoding: three times the initial pause of the script.
+# The decoding takes about 14 s, three times the initial pause of the preStop script.
 STREAMED_TOKENS = 600
 
 
@@ -108,7 +108,7 @@ def test_child_objects_applied_twice_stay_unchanged(cluster: Cluster, namespace:
     for child in children(spec, replicas=0):
         first, second = apply(cluster, child), apply(cluster, child)
 
-        # The generation counts changes of the spec. Services have none.
+        # The generation counts changes of the spec. Services have no generation.
         assert second["metadata"].get("generation") == first["metadata"].get("generation")
         assert second["spec"] == first["spec"]
 
@@ -154,11 +154,11 @@ async def test_pod_deletion_waits_for_open_streams_before_sigterm(cluster: Clust
 
 
 async def stream_through_deletion(cluster: Cluster, pod: tuple[str, ...], engine: str) -> int:
-    """Read a long stream to its end. The pod is deleted at the first event.
+    """Read a long stream to its end, and delete the pod at the first event.
 
-    After SIGTERM an engine accepts no new connections. The test therefore checks its health at every 50th event, from
-    the deletion to shortly before the end. Returns the number of answers; raises if an answer is missing or the stream
-    is cut.
+    After SIGTERM an engine accepts no new connections. The test therefore checks the engine's health at every 50th
+    event until shortly before the end. Returns the number of answered health checks; raises an error if a check fails
+    or the stream breaks.
     """
     question = {"model": "m", "prompt": "count", "max_tokens": STREAMED_TOKENS, "stream": True}
     events = answered = 0

@@ -1,4 +1,4 @@
-"""The CRD on a real API server: what each rule accepts, and that a rejection names path, value and accepted values.
+"""Tests of the CRD's rules on a real API server: accepted values, and the path and values in a rejection's message.
 
 tests/controlplane/test_crd.py compares fields, defaults and bounds with the code.
 """
@@ -25,7 +25,7 @@ MEMBER = {"id": "q-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "
 
 
 class Rule(NamedTuple):
-    """A CEL rule: its path, the path that a rejection names, and accepted and rejected values."""
+    """A CEL rule: its path, the path in the rejection's message, and accepted and rejected values."""
 
     path: str
     accepted: tuple[object, ...]
@@ -147,7 +147,7 @@ RULES = (
     duration("spec.routing.session.migration.cooldown", "1ms", "1h", too_short="0.9ms", too_long="3601s"),
     duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
 )
-# Rules that compare with the old object or that concern the status. Each has its own test below.
+# Rules that compare with the old object, and rules for the status. Each rule has its own test in this file.
 OTHER_RULES = (
     "spec.workload",
     "spec.model.name",
@@ -156,7 +156,7 @@ OTHER_RULES = (
     "status.ring.members.address",
 )
 
-# Bounds, enums and types of the schema: one of each kind. The fast tests cover the others.
+# One example each of the schema's bounds, enums and types. Tests without a cluster cover the other fields.
 SCHEMA_REFUSALS = (
     ("spec.model", None, 'spec.model: Required value'),
     ("spec.workload", None, "spec.workload: Required value"),
@@ -192,7 +192,7 @@ def _namespace(cluster: Cluster) -> str:
 
 
 def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
-    """A small pool in which one field has this value; None removes the field."""
+    """Return a small pool with this value in one field; None removes the field."""
     workload: dict[str, Any] = {"selector": {}} if path.startswith("spec.workload.selector") else {"template": TEMPLATE}
     document: dict[str, Any] = {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -214,21 +214,21 @@ def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
 
 def make(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]], *, check: bool) -> str:
     """Create these pools in a dry run on the server; return kubectl's output."""
-    # Separate documents instead of a List: kubectl validates a List itself before it calls the server.
+    # The input has separate documents, because kubectl validates a List itself before the request to the server.
     text = "\n---\n".join(json.dumps(document) for document in documents)
     return cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", input=text, check=check)
 
 
 def refusals(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return kubectl's error for each of these pools. The server must reject all of them."""
-    # kubectl words a single rejection differently, so there is always a second one.
+    """Return kubectl's error for each of these pools. The server must reject every pool."""
+    # The input always contains a second rejected pool, because kubectl prints a single rejection in another format.
     _, *said = make(cluster, namespace, [*documents, pool("spec", {})], check=False).split("Error from server (")
     assert len(said) == len(documents) + 1, said
     return said[:-1]
 
 
 def part(refusal: str, path: str) -> str:
-    """Return the part of a rejection about one path."""
+    """Return a rejection's message for one path."""
     assert f"{path}: " in refusal
     return refusal[refusal.index(f"{path}: ") :]
 

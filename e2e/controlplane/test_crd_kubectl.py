@@ -1,4 +1,4 @@
-"""kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
+"""Tests of kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
 
 import json
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def create(
 
 
 def table(text: str) -> list[list[str]]:
-    """A printed table as rows of words. No value in these tests has a space."""
+    """Return a printed table as rows of words. No value in these tests has a space."""
     return [line.split() for line in text.splitlines()]
 
 
@@ -108,7 +108,7 @@ def test_field_selectors_find_pools_by_model_and_policy(cluster: Cluster, namesp
 
 @pytest.fixture(name="both")
 def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """The Gateway API Inference Extension's CRD next to ours, and a pool of that CRD named gaie."""
+    """Install the Gateway API Inference Extension's CRD beside DualMap's, with a pool of that CRD named gaie."""
     crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
     try:
         theirs = {
@@ -131,7 +131,7 @@ def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
 def test_short_name_dmpool_with_gaie_installed_finds_dualmap_pool(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    # kubectl caches API discovery: an own cache folder makes it read again.
+    # kubectl caches API discovery, so a new cache folder makes kubectl read the API groups again.
     fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
     for name in ("inferencepool", "inferencepools", "infpool", crds.GAIE_NAME):
         assert cluster.kubectl("get", name, "-o", "name", *fresh) == "inferencepool.inference.networking.k8s.io/gaie\n"

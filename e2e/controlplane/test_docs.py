@@ -1,7 +1,7 @@
-"""The documents' kubectl, helm and sed commands, run unchanged on a real control plane with the chart's pods.
+"""Runs the documents' kubectl, helm and sed commands unchanged on a real control plane with the chart's pods.
 
-They run once each, in an order that works. Each command of a page that is not run has its reason here. A command added
-to a page must be added here.
+Each command runs once, after the commands that it depends on. ``NOT_RUN`` has the reason for each documented command
+that does not run. A new command on a documentation page needs an entry in this file.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ REMOVE = (
     "kubectl delete dmpool --all --all-namespaces",
     "helm uninstall dualmap --namespace dualmap-system",
 )
-# Without an operator to drain it, a deleted pool stays until its finalizer is removed.
+# Without an operator, a deleted pool remains until its finalizer is removed.
 LET_GO = """kubectl patch --namespace llm dmpool/qwen --type merge --patch '{"metadata": {"finalizers": null}}'"""
 REMOVE_DEFINITION = f"kubectl delete crd --ignore-not-found {CRD}"
 WITHOUT_HELM = (
@@ -56,7 +56,7 @@ WITHOUT_HELM = (
     "helm template dualmap helm/dualmap --namespace dualmap-system --no-hooks"
     " --set crds.enabled=false,watchNamespace=chat > install.yaml",
 )
-# Objects that the documents' commands create, and other tests as well.
+# Namespaces that both the documents' commands and other tests create.
 NAMESPACES = ("dualmap-system", "llm")
 NOT_RUN = {
     "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80": "no kubelet here forwards ports",
@@ -79,7 +79,7 @@ class Shell:
         self._folder = folder
 
     async def run(self, *lines: str) -> None:
-        """Run these commands one after the other. The first failure ends the test."""
+        """Run these commands one after the other. The first failed command fails the test."""
         image = references().dualmap
         registry, _, name = image.partition(":")[0].partition("/")
         for line in lines:
@@ -95,14 +95,14 @@ class Shell:
 
 @pytest.fixture(name="shell")
 def _shell(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Shell]:
-    """A user's shell on a cluster without DualMap; removes DualMap after the test."""
+    """A user's shell on a cluster without DualMap; the fixture removes DualMap after the test."""
     clear(cluster, tmp_path)
     yield Shell(cluster, tmp_path)
     clear(cluster, tmp_path)
 
 
 def clear(cluster: Cluster, folder: Path) -> None:
-    """Remove objects with the documents' names, created by the documents' commands and by other tests."""
+    """Remove all objects with the documents' names, also objects of other tests."""
     helm = binary(3, binaries_folder())
     assert helm is not None
     release = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=NAMESPACES[0], directory=folder)

@@ -1,4 +1,4 @@
-"""A drain survives operators killed at each step, a restart of the API server and a watch that goes silent."""
+"""Tests that a drain survives killed operators at each step, an API server restart and a silent watch."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]
-# The operator ends a watch after 55 s of silence.
+# The operator ends a watch after 55 s without data.
 NOTICED_S = 90.0
 
 
@@ -103,7 +103,7 @@ async def test_drain_completes_after_api_restart_and_silent_watch(
             await product.until(_draining, timeout_s=NOTICED_S)
             await product.until_active(1)
         assert operator.returncode is None
-        # The operator stops before the proxy: its stop needs the API server.
+        # The operator stops before the proxy, because it needs the API server to stop.
         assert await operator.stop() == 0
     print(f"API server restarted and a watch cut during drains: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []

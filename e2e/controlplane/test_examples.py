@@ -1,6 +1,7 @@
-"""manifests/examples on a real API server: each is accepted unchanged, and the operator creates what it describes.
+"""Tests that a real API server accepts manifests/examples unchanged, and that the operator creates the described
+objects.
 
-The real definitions of KEDA and LeaderWorkerSet are installed, but not their controllers. test_keda.py runs KEDA.
+The cluster has the real CRDs of KEDA and LeaderWorkerSet, but not their controllers. test_keda.py runs KEDA.
 """
 
 import json
@@ -32,7 +33,7 @@ async def test_each_example_is_accepted_and_reconciled(
     async with Product(cluster, tmp_path, routers=0) as product:
         await product.operator()
         for file in EXAMPLES:
-            # The user creates the namespace of the examples.
+            # A user creates the namespace of the examples.
             text = file.read_text().replace("namespace: llm", f"namespace: {product.namespace}")
             await product.kubectl("apply", "--validate=strict", "-f", "-", input=text)
             for pool in yaml.safe_load_all(text):
@@ -41,7 +42,7 @@ async def test_each_example_is_accepted_and_reconciled(
 
 
 async def carried_out(product: Product, pool: dict[str, Any]) -> None:
-    """Wait until the operator has created what a pool describes, without a warning."""
+    """Wait until the operator has created a pool's child objects without a warning."""
     name = pool["metadata"]["name"]
 
     def accepted(status: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""A real HorizontalPodAutoscaler scales a pool through its scale subresource, by the sum of two routers' metrics.
+"""Tests that a real HorizontalPodAutoscaler scales a pool's scale subresource by the sum of two routers' metrics.
 
-The HPA is the one of manifests/. The pool has no instances and no operator: the test writes the part of its status that
-an HPA needs.
+The HPA is an example from manifests/. The pool has no instances and no operator, so the test writes the status fields
+that an HPA needs.
 """
 
 import json
@@ -25,7 +25,7 @@ from emulated_cluster.control_plane.programs import wait_until
 HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"
 METRIC = "dualmap_pool_desired_replicas"
-# The HPA queries every 2 s here; the machine may be busy.
+# The HPA in this test queries every 2 s, but the machine may be busy.
 SCALED_WITHIN_S = 60.0
 
 
@@ -56,7 +56,10 @@ def test_hpa_follows_metric_and_keeps_replicas_without_metric(cluster: Cluster, 
 
 
 class Asked:
-    """Answers the HPA with the routers' sum, or with nothing while ``lost``. ``odd`` records unexpected queries."""
+    """Answers the HPA with the sum of the routers' metrics, or without a value while ``lost``.
+
+    ``odd`` records unexpected queries.
+    """
 
     def __init__(self, namespace: str, metrics_ports: Sequence[int]) -> None:
         self._namespace = namespace
@@ -66,7 +69,7 @@ class Asked:
 
     def __call__(self, namespace: str, metric: str, labels: Mapping[str, str]) -> float | None:
         if namespace != self._namespace:
-            return None  # An HPA of another test that was not deleted.
+            return None  # This query is from an HPA of another test that was not deleted.
         if (metric, labels) != (METRIC, {"pool_name": "qwen"}):
             self.odd.append((metric, labels))
         if self.lost:
@@ -75,7 +78,7 @@ class Asked:
 
 
 class Wish(Demand):
-    """Reports the desired replicas that the test sets."""
+    """A router that reports the test's desired replicas."""
 
     def __init__(self, pool: str) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ def run(cluster: Cluster, namespace: str, replicas: int) -> None:
 
 
 def impatient_hpa(namespace: str) -> Mapping[str, Any]:
-    """The example of manifests/, in this namespace, without a delay of scale-downs."""
+    """Return the example HPA of manifests/ for this namespace, without a scale-down delay."""
     hpa: dict[str, Any] = yaml.safe_load(HPA.read_text())
     hpa["metadata"]["namespace"] = namespace
     hpa["spec"]["behavior"]["scaleDown"] = {
@@ -185,7 +188,7 @@ def pool(cluster: Cluster, namespace: str) -> Any:
 
 
 def scaling_active(cluster: Cluster, namespace: str) -> str:
-    """The HPA's condition ScalingActive: whether it can read its metric."""
+    """Return the HPA's condition ScalingActive, which shows whether the HPA can read its metric."""
     hpa = json.loads(cluster.kubectl("get", "hpa", "qwen", "-n", namespace, "-o", "json"))
     conditions = hpa.get("status", {}).get("conditions", [])
     return next((each["status"] for each in conditions if each["type"] == "ScalingActive"), "Unknown")

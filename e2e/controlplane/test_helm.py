@@ -1,4 +1,7 @@
-"""The chart's life cycle with helm 3 and 4: install, upgrade, rollback, uninstall. Pods run under `restricted`."""
+"""Tests of the chart's life cycle with helm 3 and 4: install, upgrade, rollback, uninstall.
+
+Pods run under the Pod Security Standard `restricted`.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,14 +23,14 @@ _TEST_S = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form of installation: helm version, permissions, and TLS between Envoy and the routers."""
+    """A variant of the installation: helm version, permissions, and TLS between Envoy and the routers."""
 
     helm: int
     namespaced: bool
     tls: bool
 
     def values(self, namespace: str) -> dict[str, Any]:
-        """Return the values to install with."""
+        """Return the chart's values for this variant."""
         tls = {"mode": "selfSigned", "mutual": True} if self.tls else {"mode": "none"}
         return {"watchNamespace": namespace if self.namespaced else "", "router": {"tls": tls}}
 
@@ -81,7 +84,7 @@ async def test_release_installs_serves_upgrades_rolls_back_uninstalls(
     assert await site.containers("gateway") == envoys, "an Envoy restarted because of a change of the routers"
     assert set(outcomes) == {"decided"}, f"what came of the requests during upgrade and rollback: {outcomes}"
 
-    # Checked before the uninstall, which deletes the operator's role before the operator has stopped.
+    # The test checks denied requests before the uninstall, which deletes the operator's role before the operator stops.
     assert site.refused() == []
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
     await site.until_only_the_pools_are_left(before)
@@ -89,7 +92,7 @@ async def test_release_installs_serves_upgrades_rolls_back_uninstalls(
     for pod in pods["items"]:
         assert await site.chat(f"http://{pod['status']['podIP']}:8000") == (200, "")
 
-    # A new installation takes over the pools, and removes their finalizers when they are deleted.
+    # A new installation adopts the pools, and removes their finalizers after their deletion.
     await site.install(form.values(site.namespace))
     await site.until_answered()
     await site.delete_pool()

@@ -1,4 +1,4 @@
-"""The chart with real KEDA: a pool grows with its load and shrinks with less load."""
+"""Tests of the chart with real KEDA: a pool grows with its load and shrinks with less load."""
 
 import asyncio
 import json
@@ -25,7 +25,8 @@ VALUES = {
     # A pool's queue.maxWait may not exceed the gateway's maximum wait.
     "gateway": {"bundled": {"longestWait": waves.spec()["routing"]["queue"]["maxWait"]}},
 }
-# The chart scales down after ten minutes, then by one instance every two minutes. Tests need less.
+# The chart's default is to scale down after ten minutes, then by one instance every two minutes. Tests need shorter
+# times.
 IMPATIENT = {
     "scaleDown": {
         "stabilizationWindowSeconds": 0,
@@ -64,14 +65,16 @@ async def test_pool_scales_with_load_and_release_uninstalls(site: Site) -> None:
 
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
     await site.until_only_the_pools_are_left(before)
-    # No operator is left to remove the finalizer.
+    # No operator remains to remove the finalizer.
     await site.kubectl("patch", f"dmpool/{POOL}", "--type=merge", "--patch", '{"metadata": {"finalizers": null}}')
     await site.delete_pool()
 
 
 async def make_pool(site: Site) -> None:
-    """Create the pool once the chart has installed the CRD: helm waits for KEDA, and KEDA waits for its scale
-    target."""
+    """Create the pool when the chart has installed the CRD.
+
+    helm waits for KEDA, and KEDA waits for the pool as its scale target.
+    """
 
     async def defined() -> bool:
         return f"/{CRD}" in await site.kubectl("get", "crd", "-o", "name")
@@ -95,8 +98,7 @@ async def make_impatient(site: Site) -> None:
 
 
 async def ride(site: Site) -> list[Exchange]:
-    """Let the pool grow under a flood, then shrink to one instance while a few streams continue; return every
-    request."""
+    """Let the pool grow under high load, then shrink to one instance under a few streams; return all requests."""
     ebb = await site.traffic(streams=4, plain=1, tokens=40)
     flood = await site.traffic(streams=5, plain=1, tokens=40, prompt=waves.new_prompt)
     async with ebb.running():
@@ -108,5 +110,5 @@ async def ride(site: Site) -> list[Exchange]:
 
 
 def lost(exchanges: list[Exchange]) -> list[Exchange]:
-    """Return requests that ended without an answer. Refused connections do not count (see ``Site.requests``)."""
+    """Return requests that ended without a response, except refused connections (see ``Site.requests``)."""
     return [each for each in failed(exchanges) if not each.error.startswith("ClientConnectorError")]

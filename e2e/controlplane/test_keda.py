@@ -1,4 +1,4 @@
-"""Real KEDA scales the pool by a router's scaler, and keeps its size while the scaler is down."""
+"""Tests that real KEDA scales the pool by a router's scaler, and keeps the size while the scaler is down."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from harness.waiting import until
 
 HPA = "keda-hpa-qwen"
 HPA_CONTROLLER = "system:serviceaccount:kube-system:horizontal-pod-autoscaler"
-# The HPA queries every 2 s, and would scale down at once.
+# The HPA queries every 2 s and can scale down at once.
 LOOKS_IN_VAIN = 10
 
 
@@ -51,7 +51,7 @@ async def test_keda_without_scaler_removes_no_instance(product: Product, scaler:
         await until(in_vain, f"the HPA looks {LOOKS_IN_VAIN} times", timeout_s=90.0)
         assert await _blind(product)
         assert (await product.pool())["spec"]["replicas"] == size >= 2
-        # With the routers the metric returns, and it shows that there is no load.
+        # When the routers run again, the metric returns and reports no load.
         for router in product.routers:
             router.keep_ports()
             await router.start()
@@ -59,7 +59,7 @@ async def test_keda_without_scaler_removes_no_instance(product: Product, scaler:
 
 
 async def _blind(product: Product) -> bool:
-    """Whether the HPA reports that it cannot read its metric."""
+    """Return whether the HPA's status reports a missing metric."""
     hpa: dict[str, Any] = json.loads(await product.kubectl("get", "hpa", HPA, "-o", "json"))
     conditions = hpa.get("status", {}).get("conditions", [])
     return any(each["type"] == "ScalingActive" and each["status"] == "False" for each in conditions)

@@ -1,4 +1,4 @@
-"""Real KEDA scales a pool to zero and back. The first request is queued, and the new instance answers it."""
+"""Tests that real KEDA scales a pool to zero and back; the new instance answers the queued first request."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from harness.deployment import CHAT
 from harness.traffic import failed
 from harness.waiting import until
 
-# The polling interval is so long that KEDA acts only on pushes of the router during a test.
+# The polling interval is longer than a test, so KEDA reacts only to pushed updates of the router.
 SELDOM_S = 600
 START_S = 60.0
 
@@ -56,7 +56,7 @@ async def test_request_at_zero_replicas_with_short_max_wait_gets_503(product: Pr
 
 
 async def start_empty(product: Product, **queue: Any) -> None:
-    """Create a pool without instances that queues requests, and open the gateway."""
+    """Create a pool without instances and with a queue, and open the gateway."""
     await product.operator()
     routing = {"queue": {"holdWhenEmpty": True, **queue}}
     await product.apply(pool_manifest("qwen", product.namespace, replicas=0, abrupt=True, routing=routing))
@@ -65,7 +65,7 @@ async def start_empty(product: Product, **queue: Any) -> None:
 
 
 async def ready(product: Product) -> bool:
-    """Whether KEDA has created its HPA and can act on the scaler's answers."""
+    """Return whether KEDA has created its HPA and receives the scaler's answers."""
     known = await product.kubectl("get", "scaledobject/qwen", "-o", "jsonpath={.status.externalMetricNames}")
     return known != ""
 

@@ -1,6 +1,7 @@
-"""manifests/ on a real API server: every file is accepted, and operator and routers start with its permissions.
+"""Tests that a real API server accepts all files of manifests/, and that operator and routers start with these
+permissions.
 
-test_examples.py tests the examples. test_rights.py shows that all permissions are necessary and sufficient.
+test_examples.py tests the examples. test_rights.py tests that all permissions are necessary and sufficient.
 """
 
 import os
@@ -34,7 +35,7 @@ spec:
 
 @pytest.fixture(name="installed")
 def _installed(cluster: Cluster) -> Cluster:
-    """The cluster with the CRD, the service accounts and the operator's permissions in its own namespace."""
+    """The cluster with the CRD, the service accounts, and the operator's permissions in the operator's namespace."""
     crds.install(cluster)
     apply(cluster, "namespace.yaml", "rbac/system.yaml")
     return cluster
@@ -43,7 +44,7 @@ def _installed(cluster: Cluster) -> Cluster:
 def test_manifests_pass_strict_validation(installed: Cluster) -> None:
     namespace = installed.namespace()
     for file in sorted([*MANIFESTS.glob("*.yaml"), *MANIFESTS.glob("rbac/*.yaml")]):
-        # The user creates the namespace of the pools.
+        # A user creates the namespace of the pools.
         text = file.read_text().replace("namespace: llm", f"namespace: {namespace}")
         confined = ("-n", namespace) if file.name == "namespaced.yaml" else ()
         installed.kubectl("apply", "--dry-run=server", "--validate=strict", *confined, "-f", "-", input=text)
@@ -71,7 +72,7 @@ def test_operator_and_router_with_manifest_rbac_get_no_403(installed: Cluster, f
             )
             installed.kubectl("delete", "dmpool", "qwen", "-n", namespace, "--timeout=60s")
     finally:
-        # Permissions of the cluster form would hide missing ones of the namespaced form.
+        # Cluster-wide permissions would hide missing namespaced permissions.
         remove(installed, f"rbac/{form}.yaml", namespace=None if form == "cluster" else namespace)
     refused = [each for each in ours(installed, seen) if each.get("responseStatus", {}).get("code") == 403]
     assert not [(who(each), each["verb"], each["requestURI"]) for each in refused]
@@ -95,7 +96,7 @@ def children(cluster: Cluster, namespace: str) -> str:
 
 @contextmanager
 def program(cluster: Cluster, command: str, *args: str) -> Iterator[None]:
-    """Run a dualmap command as its service account; it must exit with 0 when stopped."""
+    """Run a dualmap command with its service account; after SIGTERM, the exit status must be 0."""
     kubeconfig = cluster.service_account_kubeconfig(SYSTEM, f"dualmap-{command}")
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAMESPACE": SYSTEM}
     process = subprocess.Popen([Path(sys.executable).parent / "dualmap", command, *args], env=environment)

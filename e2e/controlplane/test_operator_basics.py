@@ -1,4 +1,4 @@
-"""The operator on a real control plane: it creates a pool's pods and status, and sends no writes without a change."""
+"""Tests that the operator creates a pool's pods and status on a real control plane, and writes only after changes."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# Limits for the takeover by another operator, and for an operator's exit after SIGTERM.
+# Time limits for the takeover by another operator, and for an operator's exit after SIGTERM.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
@@ -23,13 +23,13 @@ def condition(status: dict[str, Any], kind: str) -> str:
 
 
 async def joined(product: Product, *, replicas: int) -> None:
-    """Apply a pool and wait until all its members take requests."""
+    """Apply a pool and wait until all its members receive requests."""
     await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas))
     await product.until_in_ring(replicas)
 
 
 async def applied(product: Product, *, replicas: int, **spec: Any) -> None:
-    """Apply a pool and wait until all its members are in the ring, and its status has settled."""
+    """Apply a pool and wait until all its members are in the ring, and the status no longer changes."""
     await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas, **spec))
     await product.until_active(replicas)
     await product.until(
@@ -77,7 +77,7 @@ async def test_applied_pool_gets_ready_pods_and_a_status(product: Product) -> No
 
 
 async def test_idle_operator_writes_nothing_and_reads_little(product: Product) -> None:
-    # Briefly after its restart in other tests, the API server rejects all requests.
+    # After a restart by other tests, the API server rejects all requests for a short time.
     began = len(operators_requests(product))
     await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
@@ -172,7 +172,7 @@ async def test_pool_deleted_without_operator_drains_after_operator_start(product
 async def test_pod_deleted_during_watch_outage_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await joined(product, replicas=2)
-    # The controllers must not recreate the pod before the operator has seen its absence.
+    # The controllers must not recreate the pod before the operator has processed the deletion.
     operator.pause()
     await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
     await product.kubectl("delete", "pod/qwen-1", "--force", "--grace-period=0")
@@ -180,7 +180,7 @@ async def test_pod_deleted_during_watch_outage_leaves_the_ring(product: Product)
     operator.resume()
 
     await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == ["qwen-0"])
-    # The pod is created again and joins.
+    # The StatefulSet controller creates the pod again, and the member joins.
     await product.until_in_ring(2)
 
 
@@ -216,7 +216,7 @@ async def test_standby_of_two_operators_writes_nothing(product: Product) -> None
 
 
 def written_by(product: Product, account: str) -> set[str]:
-    """Return the resources that a service account of the system has written in this test."""
+    """Return the resources that a DualMap service account has written in this test."""
     return {
         entry["objectRef"]["resource"]
         for entry in product.audit()

@@ -1,4 +1,4 @@
-"""Pods that are killed, deleted, evicted or rolled out, whose node is lost or whose pool is deleted."""
+"""Tests of killed, deleted, evicted and rolled-out pods, of a lost node, and of a deleted pool."""
 
 import json
 
@@ -77,7 +77,7 @@ async def test_template_change_rolls_one_pod_at_a_time(product: Product) -> None
         await traffic.streaming(5)
         await product.apply(manifest)
         await product.until(lambda status: any(each["state"] == "Draining" for each in status["ring"]["members"]))
-        # Another operator continues.
+        # Another operator continues the work.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -103,7 +103,7 @@ async def test_deleted_pool_finishes_streams_and_removes_children(product: Produ
         incident = traffic.incident()
         await product.kubectl("delete", "dmpool/qwen", "--wait=false")
         await product.until(lambda status: {each["state"] for each in status["ring"]["members"]} == {"Draining"})
-        # Another operator continues.
+        # Another operator continues the work.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -112,7 +112,7 @@ async def test_deleted_pool_finishes_streams_and_removes_children(product: Produ
             return left.split() == []
 
         await until(all_gone, "pool and children are gone", timeout_s=90.0)
-    # New requests are rejected during the drain; requests in flight complete.
+    # During the drain, the router rejects new requests, and requests in flight complete.
     assert failed(incident.caught) == []
 
 

@@ -1,6 +1,6 @@
-"""Least privilege, checked with the audit log: operator and router get no 403 and use every granted verb.
+"""Tests of least privilege with the audit log: operator and router get no 403 and use every granted verb.
 
-Only the requests of this one test count.
+Only requests of this test count.
 """
 
 import json
@@ -18,7 +18,7 @@ Right = tuple[str, str, str]
 
 @pytest.mark.timeout(240, func_only=True)
 async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, cluster: Cluster) -> None:
-    # Remove the Lease of earlier tests: creating one needs its own permission.
+    # Remove the Lease of earlier tests, because the creation of a Lease needs its own permission.
     await product.kubectl("delete", "lease/dualmap-operator", "-n", SYSTEM, "--ignore-not-found")
     # A complete life cycle: create, grow, roll out, shrink, delete; leader election, router discovery by Service, a
     # deleted child.
@@ -52,7 +52,7 @@ async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, clu
             refused.append((account, right))
         else:
             used[account].add(right)
-        # A server-side apply that creates its object also needs `create`, but the log shows only the patch.
+        # A server-side apply of a new object also needs the permission `create`, but the log has only the verb `patch`.
         if (entry["verb"], code) == ("patch", 201):
             used[account].add(_right(entry["objectRef"], "create"))
     assert refused == []
@@ -70,7 +70,9 @@ def _right(reference: dict[str, Any], verb: str) -> Right:
 
 
 def _granted(cluster: Cluster, account: str, namespace: str) -> set[Right]:
-    """Return the permissions of all roles bound to the account: cluster-wide, here, and in the system's namespace."""
+    """Return the permissions of all roles bound to the account: cluster-wide, in the pools' namespace, and in the
+    system's namespace.
+    """
     bindings = json.loads(cluster.kubectl("get", "clusterrolebindings", "-o", "json"))["items"]
     for where in (SYSTEM, namespace):
         bindings += json.loads(cluster.kubectl("get", "rolebindings", "-n", where, "-o", "json"))["items"]

@@ -1,7 +1,7 @@
-"""``dualmap router --kube`` on a real API server: its members follow pools and pods.
+"""Tests that ``dualmap router --kube`` updates its members from a real API server's pools and pods.
 
-No operator and no kubelet take part: the tests write the status of pools like the operator, and of pods like a
-kubelet, so that they control each step.
+No operator and no kubelet run. The tests write the status of pools like the operator, and the status of pods like a
+kubelet, to control each step.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ SOON_S = 30.0
 
 
 class Served:
-    """A router of one namespace, and the pool and pods that a test writes there."""
+    """A router of one namespace, and the pool and pods that a test writes to this namespace."""
 
     def __init__(self, product: Product, router: Router) -> None:
         self.product = product
         self.router = router
 
     async def publish(self, version: int, **states: str) -> None:
-        """Write a ring as the operator does. The keywords are the members' ids, with ``_`` for ``-``."""
+        """Write a ring like the operator. The keywords are the members' IDs, with ``_`` instead of ``-``."""
         members = [
             {
                 "id": name.replace("_", "-"),
@@ -60,7 +60,7 @@ class Served:
 
     async def create_pod(self, name: str, number: int) -> None:
         container = {"name": "engine", "image": "none"}
-        # No node has this label, so no kubelet writes a status.
+        # No node has this label, so no kubelet writes the pod's status.
         spec = {"containers": [container], "nodeSelector": {"dualmap.dev/nowhere": "true"}}
         metadata = {"name": name, "labels": {"app": "qwen"}}
         await self.product.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
@@ -90,7 +90,7 @@ class Served:
         await until(are_so, f"the router's members are {wanted}", timeout_s=SOON_S)
 
     async def until_watched(self) -> None:
-        """Wait until the router has listed the pods. From then on, its watch reports every change."""
+        """Wait until the router has listed the pods, so that its watch reports every later change."""
 
         async def are_listed() -> bool:
             return await self.router.metric("dualmap_kube_lists_total", resource="pods") >= 1

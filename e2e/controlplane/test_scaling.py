@@ -1,4 +1,6 @@
-"""`kubectl apply`, ready, first request; `kubectl scale` up and down under streams: no failed request, none cut."""
+"""Tests `kubectl apply` to the first request, and `kubectl scale` under streams: no request fails, and no stream
+breaks.
+"""
 
 import pytest
 
@@ -22,8 +24,9 @@ async def test_new_pool_becomes_ready_and_serves_first_requests(product: Product
 
 @pytest.mark.timeout(300, func_only=True)
 async def test_scaling_under_open_streams_fails_no_request(product: Product) -> None:
-    # Only the drain protects a stream: engines die at SIGTERM. Only routers report requests in flight, because this
-    # engine type has other metrics. The operator discovers the routers as in production.
+    # Only the operator's drain protects streams, because these engines end at SIGTERM. Only routers report requests in
+    # flight, because this engine type has other metrics. The operator discovers the routers by a Service, as in
+    # production.
     await product.publish_routers()
     await product.operator("operator-0", finds_routers=True)
     engine = {"type": "TensorRTLLM"}

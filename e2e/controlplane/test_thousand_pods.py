@@ -1,4 +1,6 @@
-"""A pool of a thousand pods converges and shrinks. The test prints the time per reconcile (bench/results/operator.md).
+"""Tests that a pool of a thousand pods converges and shrinks.
+
+The test prints the time per reconcile (bench/results/operator.md).
 
 The kubelet's fake pods have a status without processes. The control plane, operator and routers are real.
 """
@@ -17,7 +19,7 @@ from harness.waiting import until
 
 PODS = 1000
 FEWER = 998
-# A pool of a thousand members is large: frequent polling would add load.
+# The polling interval is long, because each poll of a thousand members adds load.
 LOOK_S = 1.0
 
 

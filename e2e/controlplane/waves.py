@@ -1,7 +1,7 @@
-"""A wave of load on a pool with an autoscaler: first enough for three instances, then little, but never zero.
+"""A load profile for a pool with an autoscaler: first high load for three instances, then low load.
 
-A drain must save the remaining streams: engines cut their streams at SIGTERM. When two of the three instances are
-removed, all three have streams.
+The engines break their streams at SIGTERM, so only a drain lets the streams complete. All three instances have streams
+when the autoscaler removes two instances.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from controlplane.history import Shrink
 from controlplane.product import Product, pool_manifest
 from harness.traffic import Exchange, Traffic, tally
 
-# A quarter of the preset's speed: few clients keep an instance busy, and the machine has little to do.
+# A quarter of the preset's speed, so that few clients keep an instance busy with little CPU time.
 SPEED = 0.25
 _FLOOD_TOKENS = 1000
 _PEAK = 3
@@ -19,7 +19,7 @@ _PEAK = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """The exchanges of a wave's requests, and the scale-downs of the pool."""
+    """The requests of a wave with their responses, and the scale-downs of the pool."""
 
     exchanges: list[Exchange]
     shrinks: list[Shrink]
@@ -31,10 +31,10 @@ class Wave:
 
 
 def pool(namespace: str) -> dict[str, Any]:
-    """Return the pool for waves: slow engines whose streams only a drain protects.
+    """Return the pool for waves: slow engines that break their streams at SIGTERM.
 
-    Only arrivals scale it, even on a busy machine. Its limits are wide: a missed SLO would keep an instance for hours,
-    and requests may wait while instances start.
+    Only the arrival rate scales the pool, even on a busy machine. The SLO is long, because a missed SLO would prevent a
+    scale-down for hours. The queue is large, because requests wait while instances start.
     """
     return pool_manifest(
         "qwen",
@@ -47,7 +47,7 @@ def pool(namespace: str) -> dict[str, Any]:
 
 
 def spec() -> dict[str, Any]:
-    """Return the spec of a pool for waves: engines of this ``SPEED``, SLO and queue."""
+    """Return the spec of a pool for waves: SLO and queue, and engines of this ``SPEED``."""
     return {
         "engine": {"type": "TensorRTLLM", "prefillTokensPerSecond": 1500},
         "slo": {"ttft": "5m"},
@@ -56,12 +56,12 @@ def spec() -> dict[str, Any]:
 
 
 def flood(product: Product) -> Traffic:
-    """Return clients with new prompts only, one every 3 s each: a third more than one instance can serve."""
+    """Return clients that each send a new prompt every 3 s: a third more load than one instance can serve."""
     return product.traffic(streams=5, plain=1, tokens=40, prompt=new_prompt)
 
 
 async def ride(product: Product) -> Wave:
-    """Let the pool grow to three under a flood, then shrink to one while a few streams continue."""
+    """Let the pool grow to three instances under high load, then shrink to one instance under a few streams."""
     surge, ebb = flood(product), product.traffic(streams=6, plain=1, tokens=40)
     async with product.recording() as history, ebb.running():
         async with surge.running():
@@ -73,6 +73,6 @@ async def ride(product: Product) -> Wave:
 
 
 def new_prompt(number: int) -> str:
-    """Return a new prompt, cached by no instance."""
+    """Return a new prompt that no instance caches."""
     # A token is about four characters.
     return f"{number:08d} " * (_FLOOD_TOKENS * 4 // 9)

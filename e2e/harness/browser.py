@@ -1,7 +1,7 @@
 """A headless Chromium that the dashboard tests control by WebDriver (W3C) over HTTP.
 
-Needs Debian's ``chromium`` and ``chromium-driver``; ``missing`` names the absent one. The browser records its requests
-and console messages, so that tests can assert what the page must not do.
+Needs Debian's ``chromium`` and ``chromium-driver``; ``missing`` returns the absent package. The browser records its
+requests and console messages, so that tests can assert what the page must not do.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _ELEMENT: Final = "element-6066-11e4-a52e-4f735466cecf"  # WebDriver's key of an
 
 
 def missing() -> str | None:
-    """Return which program is not installed, as the reason for a skipped test."""
+    """Return the reason to skip a test if a program is not installed."""
     for program, package in (("chromium", "chromium"), ("chromedriver", "chromium-driver")):
         if shutil.which(program) is None:
             return f"{program} is not installed; on Debian: apt-get install {package}"
@@ -65,7 +65,7 @@ class Browser:
             answer = (await response.json())["value"]
             assert response.status == 200, answer
         self._session = f"{driver}/session/{answer['sessionId']}"
-        # The requests of the browser's start page do not count.
+        # Ignore the requests of the browser's start page.
         await self.open("about:blank")
         await self.requested()
         self._requested.clear()
@@ -83,7 +83,8 @@ class Browser:
     async def _start_driver(self) -> int:
         """Start chromedriver and return its port.
 
-        It takes a free IPv6 port and then needs the same IPv4 port. When that one is in use, this starts it again.
+        chromedriver chooses a free IPv6 port and then needs the same IPv4 port. If the IPv4 port is in use, this
+        function starts chromedriver again.
         """
         for _ in range(_STARTS):
             before = len(self._driver.output())
@@ -113,7 +114,7 @@ class Browser:
         return await self._command("execute/sync", {"script": script, "args": list(arguments)})
 
     async def until(self, script: str, *arguments: object, timeout_s: float = 60.0) -> Any:
-        """Evaluate an expression repeatedly until it is truthy; return its value."""
+        """Evaluate an expression until its value is truthy; return the value."""
         found: Any = None
 
         async def holds() -> bool:
@@ -129,7 +130,7 @@ class Browser:
         return str(await self.run("return document.querySelector(arguments[0]).textContent", selector))
 
     async def press(self, *keys: str) -> None:
-        """Press keys in turn (WebDriver's code points for keys without a character)."""
+        """Press keys one after the other (keys without a character: WebDriver's code points)."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         await self._command("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
@@ -142,7 +143,7 @@ class Browser:
         await self._command("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
     async def screenshot(self) -> bytes:
-        """Return a PNG of the whole page, beyond the window too."""
+        """Return a PNG of the whole page, also outside the window."""
         shot = await self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 

@@ -1,4 +1,4 @@
-"""Clients of Envoy's listener: HTTP/1 with or without chunks, HTTP/2 with or without trailers, and raw bytes."""
+"""Clients of Envoy's listener: HTTP/1 with or without chunks, HTTP/2 with or without trailers, raw bytes."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """A response; header names are in lower case, and ``reset`` is set when the stream broke before its end."""
+    """A response; header names are in lower case, and ``reset`` is true if the stream broke before its end."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Reply:
 
 
 def sha256(body: bytes) -> str:
-    """Return the digest in the form that the engines report."""
+    """Return the digest in the engines' format."""
     return hashlib.sha256(body).hexdigest()
 
 
@@ -40,7 +40,7 @@ async def http1(
     chunk_bytes: int = 0,
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Reply:
-    """Send one request on a new connection: POST with a body, else GET; chunked when ``chunk_bytes`` is given."""
+    """Send one request on a new connection: POST with a body, GET without; ``chunk_bytes`` sets chunked encoding."""
     data = None if body is None else _chunks(body, chunk_bytes) if chunk_bytes else io.BytesIO(body)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with (
@@ -60,7 +60,7 @@ async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
 async def opened(
     url: str, body: bytes | AsyncIterator[bytes], *, timeout_s: float = REQUEST_TIMEOUT_S
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """POST and yield the response once its headers arrive; leaving the context early disconnects."""
+    """Send a POST and yield the response when its headers arrive; leaving the context early disconnects."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         headers = {"content-type": "application/json"}
@@ -72,7 +72,7 @@ async def opened(
 
 
 async def in_halves(body: bytes, second: asyncio.Event) -> AsyncIterator[bytes]:
-    """Yield the first half of a body, and the second half once ``second`` is set."""
+    """Yield the first half of a body, and the second half after ``second`` is set."""
     yield body[: len(body) // 2]
     await second.wait()
     yield body[len(body) // 2 :]
@@ -88,7 +88,7 @@ async def http2(
     host: str = "127.0.0.1",
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Reply:
-    """Send one POST by HTTP/2 with prior knowledge; flow control decides the body's frames."""
+    """Send one POST by HTTP/2 with prior knowledge; flow control determines the body's frames."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port)
         try:
@@ -173,7 +173,7 @@ async def upload(
     host: str = "127.0.0.1",
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Reply:
-    """POST by HTTP/1 and read the response while the body is being sent, because a rejection arrives before its end."""
+    """Send a POST by HTTP/1 and read the response at the same time: a rejection arrives before the body's end."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port)
         sending = asyncio.create_task(_upload(writer, path, body, chunk_bytes))
@@ -192,7 +192,7 @@ async def _upload(writer: asyncio.StreamWriter, path: str, body: bytes, chunk_by
     framing = "transfer-encoding: chunked" if chunk_bytes else f"content-length: {len(body)}"
     writer.write(f"POST {path} HTTP/1.1\r\nhost: envoy\r\n{framing}\r\n\r\n".encode())
     piece_bytes = chunk_bytes or 65536
-    # The server may close the connection as soon as it has rejected the request.
+    # The server may close the connection immediately after a rejection.
     with contextlib.suppress(ConnectionError):
         for start in range(0, len(body), piece_bytes):
             piece = body[start : start + piece_bytes]
@@ -203,7 +203,7 @@ async def _upload(writer: asyncio.StreamWriter, path: str, body: bytes, chunk_by
 
 
 async def raw(port: int, data: bytes, *, host: str = "127.0.0.1", timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-    """Send bytes unchanged and return all bytes received until the server closes."""
+    """Send bytes unchanged and return all received bytes until the server closes the connection."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port)
         try:

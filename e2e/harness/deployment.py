@@ -1,7 +1,7 @@
 """One deployment: pool files, ``dualmap router``, and Envoy configured by ``dualmap envoy-config``.
 
-``stack`` starts single processes and ``envoy`` runs Envoy. This module combines them, changes pools, kills the
-router, restarts it on its ports, and reads its status pages.
+``stack`` starts single processes. ``envoy`` runs Envoy. A deployment can change pools, kill the router, restart the
+router on its ports, and read its status pages.
 """
 
 import json
@@ -27,7 +27,7 @@ Edit = Callable[[str], str]
 
 
 class Deployment:
-    """One router and one Envoy in front of the caller's engines; ``pools`` maps pool names to documents."""
+    """One router and one Envoy in front of the caller's engines; ``pools`` maps pool names to pool documents."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Deployment:
         self.envoy: Envoy
 
     def write(self, pool: str, document: Document) -> None:
-        """Replace a pool's file; the router reloads it."""
+        """Replace a pool's file, which the router then reloads."""
         write_pool(self._files[pool], document)
 
     async def start(self) -> None:
-        """Start the router, then Envoy; return once Envoy accepts requests."""
+        """Start the router, then Envoy; return when Envoy accepts requests."""
         await self.router.start()
         self.envoy = self.another_envoy("envoy")
         await self.envoy.start()
@@ -67,9 +67,9 @@ class Deployment:
         await self.router.stop()
 
     def another_envoy(self, name: str, *, edit: Edit | None = None, arguments: tuple[str, ...] | None = None) -> Envoy:
-        """Return another Envoy of the same router, not started; ``edit`` may change its YAML.
+        """Return another Envoy for the same router, not yet started; ``edit`` can change the Envoy's YAML.
 
-        ``arguments`` are those of ``dualmap envoy-config`` (None: the deployment's).
+        ``arguments`` are for ``dualmap envoy-config`` (None: the deployment's arguments).
         """
         config = self._envoy_config(self._envoy_arguments if arguments is None else arguments)
         return Envoy(edit(config) if edit else config, directory=self._directory, concurrency=self._workers, name=name)
@@ -79,7 +79,7 @@ class Deployment:
         await self.router.kill()
 
     async def restart_router(self) -> None:
-        """Start a router on the ports of the one that ended, and wait until Envoy uses it."""
+        """Start a router on the ports of the previous router, and wait until Envoy uses the new router."""
         assert self.router.returncode is not None, "the router is still running"
         self.router = self._router(ports=self.router.ports)
         await self.router.start()
@@ -123,7 +123,7 @@ class Deployment:
         return sum(each["in_flight"] for each in endpoints), sum(each["pending_prefill_tokens"] for each in endpoints)
 
     async def wait_for_load(self, pool: str, what: str, holds: Callable[[int, int], bool]) -> None:
-        """Wait until ``holds`` is true for the pool's requests in flight and pending prefill tokens."""
+        """Wait until ``holds`` returns true for the pool's requests in flight and pending prefill tokens."""
 
         async def true() -> bool:
             return holds(*await self.load(pool))
@@ -152,7 +152,7 @@ class Deployment:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # after any failed start no process may be left
+        except BaseException:  # a failed start must leave no process behind
             await self.router.stop()
             raise
         return self

@@ -1,4 +1,4 @@
-"""Pool documents and request bodies of the tests, and what a response's receipt or error body says."""
+"""Pool documents and request bodies of the tests, and parsers for a response's receipt and error body."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from harness.upstream import Upstream
 
 
 def document(pool: str, members: list[PoolMember], *, version: int = 1, **spec: Any) -> dict[str, Any]:
-    """Return a pool's document; its name gives model and alias, and ``spec`` adds fields."""
+    """Return a pool's document with model and alias by the pool's name; ``spec`` adds fields."""
     spec |= {"model": {"name": f"{pool}-model", "aliases": [pool]}}
     return pool_document(members, name=pool, model=f"{pool}-model", spec=spec, version=version)
 
 
 def queue(**settings: Any) -> dict[str, Any]:
-    """Return a spec's queue settings; with them requests queue behind any load of a member."""
+    """Return queue settings for a spec, with which requests queue behind any load of a member."""
     return {"routing": {"queue": {"dispatchWindow": "1ms", **settings}}}
 
 
@@ -40,12 +40,12 @@ def padded(pool: str, size: int) -> bytes:
 
 
 def prompt_of(blocks: int, *, seed: str) -> str:
-    """Return a prompt of at least ``blocks`` blocks of 128 tokens; each ``seed`` gives a different prefix."""
+    """Return a prompt of at least ``blocks`` blocks of 128 tokens, with a different prefix for each ``seed``."""
     return f"{seed} " + "All work and no play makes Jack a dull boy. " * (blocks * 512 // 44 + 1)
 
 
 def receipt(reply: Reply) -> Mapping[str, str]:
-    """Return the items of the receipt in a response's decision header, strings without quotes."""
+    """Return the receipt's items from a response's decision header, with strings without quotes."""
     header = reply.headers["x-dualmap-decision"]
     pairs = re.findall(r'(\w+)=("[^"]*"|\([^)]*\)|[^,\s]+)', header)
     return {key: value.strip('"') for key, value in pairs}

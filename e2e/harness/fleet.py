@@ -1,7 +1,7 @@
 """A router of many simulated instances: the real picker under load, and its dashboard.
 
-It tests what needs more instances than one machine can run. Each simulated instance prefills its prompts in turn at
-its speed and then answers; nothing is sent over a network.
+Tests use this module to simulate more instances than one machine can run. Each simulated instance prefills its prompts
+one after the other at its speed and then answers, without network traffic.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ _TAIL_CHARACTERS = 4000
 
 
 class Fleet:
-    """The router of some pools and their simulated instances; ``served`` sets the dashboard's ``url``."""
+    """The router of several pools with simulated instances; ``served`` sets the dashboard's ``url``."""
 
     def __init__(self, pools: Sequence[Pool], *, seed: int = 1, every_s: float = 1.0) -> None:
         self.pools = tuple(pools)
         self.url = ""
         self.speeds: dict[str, float] = {}
-        """Prefill tokens per second of the instances whose speed differs from their pool's."""
+        """Prefill tokens per second by instance, for the instances with another speed than their pool's."""
         self._random = random.Random(seed)
         self._every_s = every_s
         self._clock = asyncio.get_running_loop().time
@@ -87,7 +87,7 @@ class Fleet:
             await server.close()
 
     async def load(self, *, per_second: float, prefix_tokens: int = 3000) -> None:
-        """Send requests to each pool in turn until cancelled."""
+        """Send requests to the pools, one pool after the other, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for pool in self.pools:

@@ -1,7 +1,7 @@
 """Runs ``dualmap`` with clocks that a test can move: ``python movable_clocks.py FILE router ...``.
 
-On SIGUSR1 it reads the offsets of the wall clock and the monotonic clock in seconds from FILE. The event loop uses the
-monotonic clock, which never goes back: a test moves it forward to skip minutes.
+On SIGUSR1 the process reads the offsets of the wall clock and the monotonic clock, in seconds, from FILE. The event
+loop uses the monotonic clock. A test moves this clock forward to skip minutes, but never back.
 """
 
 import json
@@ -13,7 +13,7 @@ from types import FrameType
 
 
 def install(offsets: Path) -> None:
-    """Replace both clocks by ones with the file's offsets."""
+    """Replace both clocks with clocks that add the file's offsets."""
     off = {"wall_s": 0.0, "monotonic_s": 0.0}
     wall, monotonic = time.time, time.monotonic
 
@@ -28,7 +28,7 @@ def install(offsets: Path) -> None:
 
 if __name__ == "__main__":
     install(Path(sys.argv.pop(1)))
-    # Imported after the clocks are replaced, so that ``from time import ...`` gets the new functions.
+    # This import follows the replacement of the clocks, so that ``from time import ...`` imports the new functions.
     from dualmap_cli.main import main
 
     main()

@@ -1,7 +1,8 @@
 """A scripted picker that replaces the router: ext_proc, EDS, health and access log on one port.
 
-It tests Envoy's configuration alone: it sends the messages of each mode with the test's pick, and records what Envoy
-sends. It deliberately does not use the router's stream state machine, so that the two check each other.
+Tests of Envoy's configuration use this picker. The picker sends each mode's messages with the test's pick, and records
+Envoy's messages. The picker does not use the router's stream state machine, so that tests compare two independent
+implementations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SILENCE_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """One pick: the destination list, the pool's cluster, and the request id."""
+    """One pick: the destination list, the pool's cluster, and the request ID."""
 
     destination: str
     cluster: str
@@ -40,7 +41,7 @@ class Pick:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One ext_proc stream as the picker received it."""
+    """The messages of one ext_proc stream that the picker received."""
 
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
@@ -53,7 +54,7 @@ Choose = Callable[[Seen], Awaitable[Pick | int]]
 
 
 def always(destination: str, cluster: str) -> Choose:
-    """Return a function that picks the same for every request."""
+    """Return a function that returns the same pick for every request."""
 
     async def choose(seen: Seen) -> Pick | int:
         return Pick(destination=destination, cluster=cluster)
@@ -63,7 +64,7 @@ def always(destination: str, cluster: str) -> Choose:
 
 @dataclass(slots=True, kw_only=True)
 class Picker:
-    """The scripted picker. ``choose`` returns a Pick, or an HTTP status for an immediate response."""
+    """The scripted picker. The function ``choose`` returns a Pick, or an HTTP status for an immediate response."""
 
     choose: Choose
     port: int = 0
@@ -75,7 +76,7 @@ class Picker:
     _server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free one when it is 0; does nothing when already listening."""
+        """Listen on ``port``, or on any free port for 0; do nothing if the picker already listens."""
         if self._server is not None:
             return
         server = grpc.aio.server(
@@ -97,7 +98,7 @@ class Picker:
         self._server = server
 
     async def stop(self) -> None:
-        """Abort every stream and close the port, as a killed router does."""
+        """Abort every stream and close the port, like a killed router."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -109,7 +110,7 @@ class Picker:
         self._changed = asyncio.Event()
 
     async def wait_for_entries(self, count: int, *, timeout_s: float = 10.0) -> None:
-        """Wait until the access log has delivered that many finished requests."""
+        """Wait until the access log has reported this number of finished requests."""
 
         async def arrived() -> bool:
             return len(self.entries) >= count
@@ -163,7 +164,7 @@ class Picker:
 
 @dataclass(slots=True)
 class _Conversation:
-    """Answers one request's messages as its mode requires."""
+    """Answers the messages of one request as the message mode requires."""
 
     seen: Seen
     choose: Choose
@@ -218,7 +219,7 @@ class _Conversation:
         return True
 
     async def _decide_after_silence(self) -> None:
-        """Decide on a complete body without an end of stream: the request has trailers."""
+        """Send the pick for a complete body without an end of stream, because the request has trailers."""
         await asyncio.sleep(SILENCE_S)
         await self._decide(trailers=True)
 
@@ -288,7 +289,7 @@ class _Conversation:
 
 
 def _one_at_a_time(write: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    """Serialise writes: gRPC rejects a second write during the first."""
+    """Serialise writes, because gRPC rejects concurrent writes."""
     lock = asyncio.Lock()
 
     async def send(message: Any) -> None:

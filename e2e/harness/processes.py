@@ -1,4 +1,6 @@
-"""Child processes of the end-to-end tests: each has a log file, is awaited by its output, and is stopped by its id."""
+"""Child processes of the end-to-end tests, each with a log file; tests wait for log lines and stop processes by their
+IDs.
+"""
 
 import asyncio
 import contextlib
@@ -12,13 +14,16 @@ from typing import Self
 
 from harness.waiting import until
 
-# Several start at once, and other work may use most of the machine.
+# The limit is long, because several processes start at once and other work may use most of the CPU time.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 
 
 class Child:
-    """One child process. Its output goes to ``log``; leaving the context stops it, with SIGKILL if necessary."""
+    """One child process, with its output in ``log``.
+
+    Leaving the context stops the process, with SIGKILL if necessary.
+    """
 
     def __init__(self, name: str, argv: Sequence[str | Path], *, directory: Path) -> None:
         self.name = name
@@ -42,7 +47,7 @@ class Child:
             )
 
     async def wait_for_line(self, pattern: str, *, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
-        """Wait until the log from character ``after`` on matches; fails at once when the child exits before."""
+        """Wait until the log after character ``after`` matches; fail immediately if the child exits before."""
         found: re.Match[str] | None = None
 
         async def printed() -> bool:
@@ -66,11 +71,11 @@ class Child:
             self._running().terminate()
 
     def pause(self) -> None:
-        """Stop it (SIGSTOP): its ports accept connections and nothing answers."""
+        """Pause the process (SIGSTOP), so that its ports accept connections but nothing answers."""
         self._running().send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue it after ``pause``."""
+        """Continue the process after ``pause``."""
         with contextlib.suppress(ProcessLookupError):
             self._running().send_signal(signal.SIGCONT)
 

@@ -1,7 +1,7 @@
 """Several routers behind one Envoy in front of the same engines, as in production.
 
-``deployment`` is one router and one Envoy. Here each router has its own pool files, so that they may differ, and
-tests can kill, pause and restart every process on its ports.
+``deployment`` has one router and one Envoy. Each router has its own pool files, so that tests can configure different
+pools. Tests can kill, pause and restart every process on its ports.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Document = Mapping[str, Any]
 
 
 class Replicas:
-    """Routers and one Envoy in front of the caller's engines; ``pools`` maps pool names to documents."""
+    """Routers and one Envoy in front of the caller's engines; ``pools`` maps pool names to pool documents."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Replicas:
         self.envoy: Envoy
 
     def write(self, pool: str, document: Document, *, only: int | None = None) -> None:
-        """Replace a pool's file for every router, or for router number ``only``."""
+        """Replace a pool's file for every router, or only for router number ``only``."""
         folders = self._directory.glob("router-?") if only is None else [self._directory / f"router-{only}"]
         for folder in folders:
             write_pool(folder / f"{pool}.json", document)
 
     async def start(self) -> None:
-        """Start the routers, then Envoy; return once all are ready."""
+        """Start the routers, then Envoy; return when all are ready."""
         await asyncio.gather(*(router.start() for router in self.routers))
         self.envoy = self.another_envoy("envoy")
         await self.envoy.start()
@@ -75,13 +75,13 @@ class Replicas:
         await asyncio.gather(*(router.stop() for router in self.routers))
 
     async def restart_router(self, number: int) -> None:
-        """Start a router on the ports of the one that ended."""
+        """Start a router on the ports of the previous router."""
         assert self.routers[number].returncode is not None, "the router is still running"
         self.routers[number] = self._router(number, self.routers[number].ports)
         await self.routers[number].start()
 
     async def heal(self) -> None:
-        """Resume or restart every process that a test left paused or dead."""
+        """Resume every paused process and restart every ended process."""
         for number, router in enumerate(self.routers):
             router.resume()
             if router.returncode is not None:
@@ -90,12 +90,12 @@ class Replicas:
             await self.envoy.start()
 
     async def end_router(self, number: int) -> None:
-        """Send SIGTERM to a router and wait until it has drained; fails unless it exits with 0."""
+        """Send SIGTERM to a router and wait until it has drained; fail if the exit status is not 0."""
         self.routers[number].terminate()
         assert await self.routers[number].wait(timeout_s=DRAIN_TIMEOUT_S) == 0
 
     async def in_use(self, number: int, *, more: int = 8) -> None:
-        """Wait until a router has routed ``more`` further requests."""
+        """Wait until a router has routed ``more`` additional requests."""
         router = self.routers[number]
         before = await router.metric("dualmap_requests_total")
 
@@ -136,13 +136,13 @@ class Replicas:
         return {name: resources_of(pid) for name, pid in self._pids().items()}
 
     async def wait_for_release(self, before: Mapping[str, ProcessResources]) -> None:
-        """Wait until no process holds clearly more than it, or the process it replaced, did before."""
+        """Wait until no process holds clearly more resources than the process of the same name did before."""
         await wait_for_release(before, self._pids())
 
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # after any failed start no process may be left
+        except BaseException:  # a failed start must leave no process behind
             await asyncio.gather(*(router.stop() for router in self.routers))
             raise
         return self
@@ -169,7 +169,9 @@ class Replicas:
         )
 
     def another_envoy(self, name: str, *, access_log: str | None = None) -> Envoy:
-        """Return an Envoy of all routers, not started; ``access_log`` is its log's address (None: the routers)."""
+        """Return an Envoy for all routers, not yet started; ``access_log`` is its access log's address (None: the
+        routers).
+        """
         arguments = ["envoy-config", "--mode", self._mode.value]
         arguments += [part for pool in self._pools for part in ("--pool", f"{self._directory}/router-0/{pool}.json")]
         arguments += ["--router", self._addresses("grpc"), "--als", access_log or self._addresses("als")]

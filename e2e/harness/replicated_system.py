@@ -1,7 +1,7 @@
 """The system of the fault tests: three engines, two routers that share a Redis, one Envoy, and steady traffic.
 
-It starts once per session: it must recover from every fault by itself, so that the next test finds it healthy.
-``replicas`` runs routers and Envoy, ``traffic`` the clients, and ``resources`` finds leaks.
+The system starts once per session. It must recover from every fault without a restart, so that the next test starts
+with a healthy system. ``replicas`` runs routers and Envoy, ``traffic`` runs the clients, and ``resources`` finds leaks.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from redis_server import RedisServer
 
 POOL = "fleet"
 ENGINES = 3
-# Twice real time: a request of the traffic takes about half a second.
+# The engines run at twice the real speed, so that a request takes about half a second.
 SPEED = "2"
 PREFIXES = 12
 
 
 class ReplicatedSystem:
-    """Engines, Redis, and ``replicas``; ``before`` holds the resources of its processes after the start."""
+    """Engines, Redis, and ``replicas``; ``before`` has the resources of the replicas' processes after the start."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
@@ -44,18 +44,18 @@ class ReplicatedSystem:
         return document(POOL, [engine.member for engine in engines], version=version, slo={"ttft": "2s"})
 
     def traffic(self, *, of: Replicas | None = None, envoy: Envoy | None = None, session: str = "") -> Traffic:
-        """Return clients of an Envoy that send prompts of a dozen shared prefixes, all in one ``session``."""
+        """Return clients of an Envoy, which send prompts with a dozen shared prefixes, all in one ``session``."""
         asked = envoy or (of or self.replicas).envoy
         return Traffic(lambda: asked.url, lambda number: body(number, session))
 
     @asynccontextmanager
     async def another(self, mode: Mode, directory: Path) -> AsyncIterator[Replicas]:
-        """Run routers and an Envoy of another message mode with the same engines, without Redis."""
+        """Run routers and an Envoy in another message mode with the same engines, without Redis."""
         async with Replicas({POOL: self.document(*self.engines)}, directory=directory, mode=mode) as replicas:
             yield replicas
 
     async def heal(self) -> None:
-        """Repair what a failed test has left broken."""
+        """Repair all faults that a failed test did not repair."""
         for engine in self.engines:
             engine.resume()
             if engine.returncode is not None:
@@ -63,14 +63,14 @@ class ReplicatedSystem:
         await self.replicas.heal()
 
     async def wait_for_rest(self) -> None:
-        """Wait until all load gauges are zero, no request is open, and no resource is leaked."""
+        """Wait until all load gauges are zero, no request is open, and no resource has leaked."""
         await self.replicas.wait_for_rest()
         await self.replicas.wait_for_release(self.before)
 
     async def __aenter__(self) -> Self:
         try:
             await self._start()
-        except BaseException:  # after any failed start no process may be left
+        except BaseException:  # a failed start must leave no process behind
             await self._stack.aclose()
             raise
         return self
@@ -81,7 +81,7 @@ class ReplicatedSystem:
         await self._stack.aclose()
 
     async def restart_engine(self, number: int, *, speed: str = SPEED) -> None:
-        """Kill an engine and start it on its port with the given ``engine-sim --speed``."""
+        """Kill an engine and restart it on the same port with this ``engine-sim --speed``."""
         port = self.engines[number].port
         await self.engines[number].kill()
         self.engines[number] = self._engine(number, speed, port=port)

@@ -1,4 +1,4 @@
-"""Resources of a process from /proc; a leak is a number that stays higher than before."""
+"""Resources of a process from /proc, for the detection of leaks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.waiting import until
 
-# Connections and helper threads vary; a leak would add one per request, and tests send dozens.
+# The numbers of connections and helper threads vary. A leak adds one per request, and tests send dozens of requests.
 SLACK = 8
 SETTLE_TIMEOUT_S = 30.0
 
@@ -19,7 +19,7 @@ class ProcessResources:
     threads: int
 
     def exceeds(self, before: "ProcessResources") -> bool:
-        """Return whether this is clearly more than ``before``."""
+        """Return whether these resources clearly exceed ``before``."""
         return self.descriptors > before.descriptors + SLACK or self.threads > before.threads + SLACK
 
 
@@ -38,7 +38,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def wait_for_release(before: Mapping[str, ProcessResources], pids: Mapping[str, int]) -> None:
-    """Wait until no process holds clearly more than the process of the same name did before."""
+    """Wait until no process holds clearly more resources than the process of the same name did before."""
 
     async def released() -> bool:
         return not any(resources_of(pid).exceeds(before[name]) for name, pid in pids.items())

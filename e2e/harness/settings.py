@@ -19,7 +19,7 @@ def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequen
 def settings_for(
     pools: Sequence[Pool], pickers: Sequence[Picker], *, mode: Mode = Mode.STREAMED, static_endpoints: bool = True
 ) -> EnvoySettings:
-    """Return settings of an Envoy that uses these pickers and logs to each of them."""
+    """Return settings of an Envoy that uses these pickers and sends its access log to each picker."""
     routers = tuple(Address(host="127.0.0.1", port=picker.port) for picker in pickers)
     anywhere = Address(host="127.0.0.1", port=0)
     return EnvoySettings(

@@ -1,7 +1,7 @@
 """The engines that the end-to-end tests share, and one deployment per message mode over all of them.
 
-Tests share them for a session and restore what they change, because processes take seconds to start. Each situation
-that a test needs is a pool of its own in one router.
+Tests share the engines for a session and restore all changes, because processes take seconds to start. One router has a
+separate pool for each situation that a test needs.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from harness.upstream import Upstream, plain
 
 FAST = "50"
 SLOW = "0.05"
-# No prompt of a test is too long for such a pool, so a new prompt may go to either member of its pair.
-# The router assumes so slow an engine that later requests queue behind one long prompt.
+# PATIENT has so long an SLO that a new prompt may go to either member of its pair. BUSY sets so low an engine speed
+# that later requests queue behind one long prompt.
 BUSY: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 100}}
 PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "slo": {"ttft": "10m"}}
 
@@ -40,7 +40,7 @@ class SharedEngines:
         self._directory = directory
         self.left = Upstream(name="left")
         self.right = Upstream(name="right")
-        # In no pool: a request reaches it only when Envoy follows a header that the client sent.
+        # This engine is in no pool. A request reaches it only if Envoy uses a destination header from the client.
         self.outsider = Upstream(name="outsider")
         self.fast = [self._engine(f"fast-{number}", "fast-model", FAST) for number in range(2)]
         self.slow = self._engine("slow", "slow-model", SLOW)
@@ -53,7 +53,7 @@ class SharedEngines:
         return self.left, self.right, self.outsider
 
     async def deployment(self, mode: Mode) -> Deployment:
-        """Return the mode's deployment with a running router; start it on the first call."""
+        """Return the mode's deployment with a running router; the first call starts the deployment."""
         deployment = self._deployments.get(mode)
         if deployment is None:
             directory = self._directory / mode.value
@@ -83,7 +83,7 @@ class SharedEngines:
         }
 
     def reset(self) -> None:
-        """Reset every upstream's answer and forget what it received."""
+        """Reset every upstream's answer and clear its recorded requests."""
         for upstream in self.upstreams:
             upstream.answer = plain
             upstream.received.clear()

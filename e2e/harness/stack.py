@@ -1,4 +1,4 @@
-"""Processes of the product, ``dualmap router`` and ``dualmap engine-sim``, and the pool files they read."""
+"""The processes ``dualmap router`` and ``dualmap engine-sim``, and the router's pool files."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def pool_document(
     version: int = 1,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an InferencePool object; ``spec`` adds to the model or replaces it."""
+    """Return an InferencePool object; ``spec`` adds fields or replaces the model."""
     listed = [{"id": m.id, "address": m.address, "port": m.port, "state": m.state, "weight": m.weight} for m in members]
     return {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -57,7 +57,7 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 class Router(Child):
     """A ``dualmap router`` on free ports of 127.0.0.1, or on the given ones after a restart.
 
-    With ``with_movable_clocks`` a test may move its clocks.
+    With ``with_movable_clocks`` a test can move the router's clocks.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Router(Child):
         self.ports: dict[str, int] = {}
 
     def set_clock_offsets(self, *, wall_s: float = 0.0, monotonic_s: float = 0.0) -> None:
-        """Set how many seconds its clocks differ from the machine's."""
+        """Set the offsets of the router's clocks from the machine's clocks, in seconds."""
         self._offsets.write_text(json.dumps({"wall_s": wall_s, "monotonic_s": monotonic_s}))
         os.kill(self.pid, signal.SIGUSR1)
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which names the ports."""
+        """Start the router and wait for its ready line, which has the ports."""
         before = len(self.output())
         await super().start()
         line = await self.wait_for_line(r"dualmap router ready (.*)", after=before)
@@ -94,7 +94,7 @@ class Router(Child):
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
 
     def keep_ports(self) -> None:
-        """Use the current ports for the next start."""
+        """Use the current ports again at the next start."""
         for kind, port in self.ports.items():
             self.argv[self.argv.index(f"--{kind}-port") + 1] = str(port)
 
@@ -139,7 +139,7 @@ class Engine(Child):
         return PoolMember(id=self.name, address=self.host, port=self.port)
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which names the port."""
+        """Start the engine and wait for its ready line, which has the port."""
         before = len(self.output())
         self.argv = dualmap_argv("engine-sim", "--host", self.host, "--port", str(self.port), *self._arguments)
         await super().start()

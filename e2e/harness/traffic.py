@@ -1,7 +1,7 @@
-"""Steady load through Envoy with a fixed number of concurrent streamed and plain requests, and each outcome.
+"""Steady load through Envoy: a fixed number of concurrent streamed and plain requests, with their outcomes.
 
-A fault test counts: it marks a moment, breaks something, and counts the outcomes of the requests that were open at
-that moment and of the later ones.
+A fault test marks a moment, injects a fault, and counts outcomes: for requests that were open at that moment, and for
+later requests.
 """
 
 import asyncio
@@ -20,22 +20,23 @@ from harness.upstream import ENGINE_HEADER
 from harness.waiting import until
 
 END_OF_STREAM = b"data: [DONE]\n\n"
-# A rejected client waits before its next request.
+# A client waits for this time after a rejected request.
 RETRY_PAUSE_S = 0.05
 PATIENCE_S = 30.0
-# A client starts its next request beside one that takes longer than this, so that hung requests do not reduce the load.
+# If a request takes longer than this, the client also starts its next request, so that hung requests do not reduce the
+# load.
 NEXT_AFTER_S = 3.0
 
 
 class Kind(StrEnum):
-    """How a request asks for its response."""
+    """The form of a request's response."""
 
     STREAM = "stream"
     PLAIN = "plain"
 
 
 class Outcome(StrEnum):
-    """How a request ended for its client."""
+    """A request's outcome at its client."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -50,7 +51,10 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Exchange:
-    """One request as its client saw it; ``outcome`` is None while it is open, ``began`` marks a body byte."""
+    """One request at its client.
+
+    ``outcome`` is None while the request is open; ``began`` is true after the first byte of the body.
+    """
 
     kind: Kind
     number: int
@@ -66,7 +70,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The requests around a fault: those ``caught`` open when it happened, and those started ``later``."""
+    """The requests around a fault: ``caught`` were open at the fault, and ``later`` started after the fault."""
 
     _exchanges: list[Exchange]
     _mark: int
@@ -79,7 +83,7 @@ class Incident:
 
     @property
     def everyone(self) -> list[Exchange]:
-        """The caught and the later requests."""
+        """Both the caught and the later requests."""
         return [*self.caught, *self.later]
 
     def report(self, fault: str) -> None:
@@ -96,7 +100,10 @@ Body = Callable[[int], Mapping[str, Any]]
 
 
 class Traffic:
-    """Clients that send requests without a pause; ``body`` makes request number N, ``url`` returns Envoy's address."""
+    """Clients that send requests without a pause.
+
+    ``body`` returns the body of a request by its number; ``url`` returns Envoy's address.
+    """
 
     def __init__(self, url: Callable[[], str], body: Body, *, streams: int = 8, plain: int = 4) -> None:
         self._url = url
@@ -108,7 +115,9 @@ class Traffic:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send requests while the context is open, then wait for the open ones; one without end is ``STUCK``."""
+        """Send requests while the context is open, then wait for the open requests; a request without an end is
+        ``STUCK``.
+        """
         self._stop.clear()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
@@ -140,7 +149,7 @@ class Traffic:
         return Incident(self.exchanges, len(self.exchanges), self.open)
 
     async def flowing(self, requests: int = 24, *, timeout_s: float = 60.0) -> None:
-        """Wait until ``requests`` requests that start from now on have succeeded."""
+        """Wait until ``requests`` requests that start after this call have succeeded."""
         mark = len(self.exchanges)
 
         async def answered() -> bool:
@@ -157,7 +166,7 @@ class Traffic:
         await until(begun, f"{streams} streams are under way", timeout_s=PATIENCE_S)
 
     async def _client(self, session: aiohttp.ClientSession, kind: Kind) -> None:
-        """Send requests in turn; one that takes too long continues beside the next."""
+        """Send requests one after the other; a slow request continues beside the next request."""
         while not self._stop.is_set():
             number = len(self.exchanges)
             exchange = Exchange(kind=kind, number=number, started_s=asyncio.get_running_loop().time())
@@ -200,7 +209,7 @@ class Traffic:
 
 
 def tally(exchanges: list[Exchange]) -> Counter[str]:
-    """Count requests by outcome: ``ok``, ``cut``..., and a rejected one by its status (``503``)."""
+    """Count requests by outcome: ``ok``, ``cut``..., and rejected requests by status (``503``)."""
     return Counter(_name(each) for each in exchanges)
 
 
@@ -221,6 +230,6 @@ def _whole(kind: Kind, last: bytes) -> bool:
     try:
         json.loads(last)
     except ValueError:
-        # Of a long response only the end is kept.
+        # Keep only the end of a long response.
         return last.rstrip().endswith(b"}")
     return True

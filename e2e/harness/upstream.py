@@ -1,4 +1,4 @@
-"""A scripted engine: the test sets each answer, and the response reports the received body's digest."""
+"""A scripted engine with the test's answers. Its responses report the digest of the received body."""
 
 import asyncio
 import hashlib
@@ -12,13 +12,13 @@ from aiohttp import web
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
-# The digest of a request's body, kept for the header of its response.
+# The key of a request body's digest, which the response's header reports.
 _SHA256 = web.RequestKey("sha256", str)
 
 
 @dataclass(slots=True, kw_only=True)
 class Received:
-    """One request as the upstream received it."""
+    """One request that the upstream received."""
 
     method: str
     path: str
@@ -34,13 +34,13 @@ Answer = Callable[[web.Request, Received], Awaitable[web.StreamResponse]]
 
 
 async def plain(request: web.Request, received: Received) -> web.StreamResponse:
-    """Answer like an engine to a request without streaming."""
+    """Answer a request without streaming like an engine."""
     usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
     return web.json_response({"object": "chat.completion", "choices": [], "usage": usage})
 
 
 def sse(events: list[bytes], *, first_after: asyncio.Event | None = None, then: asyncio.Event | None = None) -> Answer:
-    """Return an answer of these events: the first after ``first_after``, the others after ``then``, if given."""
+    """Return an answer with these events: the first event after ``first_after``, the other events after ``then``."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -58,7 +58,7 @@ def sse(events: list[bytes], *, first_after: asyncio.Event | None = None, then: 
 
 @dataclass(slots=True, kw_only=True)
 class Upstream:
-    """One scripted upstream on a loopback port; ``endpoint`` is its name in a destination."""
+    """One scripted upstream on a loopback port; ``endpoint`` is its address in a destination list."""
 
     name: str
     host: str = "127.0.0.1"
@@ -73,7 +73,7 @@ class Upstream:
         return f"{self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free one when it is 0."""
+        """Listen on ``port``, or on any free port for 0."""
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(self._sign)
@@ -88,7 +88,8 @@ class Upstream:
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
-            # The runner owns newly accepted connections after a few loop turns; it closes those it owns.
+            # The runner registers accepted connections after a few iterations of the event loop, and closes only
+            # registered connections.
             for _ in range(5):
                 await asyncio.sleep(0)
             await self._runner.cleanup()

@@ -1,4 +1,4 @@
-"""Polls for the effect of another process; the function of the emulated cluster's tests."""
+"""Polls for the effect of another process, with the function of the emulated cluster."""
 
 from emulated_cluster.waiting import until
 

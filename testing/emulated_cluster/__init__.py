@@ -1,5 +1,5 @@
-"""A Kubernetes cluster for tests on one machine: a real control plane, and nodes and Services made of processes.
+"""A Kubernetes cluster for tests on one machine: a real control plane, with processes that emulate nodes and Services.
 
-May import: the standard library, pytest and libraries of PyPI. The only product code it may import is the list-watch
-loop (`dualmap_edge.kube`, in `api.follow`).
+May import: the standard library, pytest and libraries of PyPI. Of the product, only `api.follow` may import a module:
+the list-watch loop `dualmap_edge.kube`.
 """

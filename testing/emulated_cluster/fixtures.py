@@ -1,7 +1,7 @@
 """Pytest plugin for tests on a control plane: the fixtures `cluster` and `kubelet`, skips and time limits.
 
-A `conftest.py` registers it, so that all folders of one session share one control plane. The tests
-need the programs of `build.py` and the network namespace of `netns.sh`; `make e2e` provides both.
+A `conftest.py` registers this plugin, so that all test folders of one session share one control plane. The tests need
+the programs of `build.py` and the network namespace of `netns.sh`; `make e2e` provides both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from emulated_cluster.control_plane.build import binaries_folder, missing
 from emulated_cluster.control_plane.cluster import ADVERTISED, Cluster
 from emulated_cluster.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
 
-# As in pyproject.toml, but without the time of fixtures: the first test also starts the control plane.
+# The limit of pyproject.toml, but without the time of fixtures, because the first test also starts the control plane.
 _TEST_TIMEOUT_S = 120
-# Time limits assume an idle machine; in CI the other half of the tests runs at the same time.
+# A factor for time limits. The limits assume an idle machine, but in CI the other half of the tests runs at the same
+# time.
 _PATIENCE = 2
 _DIRECTORY = pytest.StashKey[Path]()
 
@@ -42,7 +43,7 @@ def prepare(items: list[pytest.Item], folder: Path) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the folder of the logs if they were kept."""
+    """Print the folder of the logs if the session kept the logs."""
     kept = config.stash.get(_DIRECTORY, None)
     if kept and kept.is_dir():
         terminalreporter.write_line(f"logs of the control plane: {kept / 'logs'}")
@@ -50,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", name="cluster")
 def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The control plane that the tests of a session share. Its logs are kept if a test failed."""
+    """The control plane that all tests of a session share. The session keeps the logs if a test failed."""
     directory = Path(tempfile.mkdtemp(prefix="dualmap-controlplane-"))
     request.config.stash[_DIRECTORY] = directory
     with _ended_in_order(), Cluster(binaries_folder(), directory) as cluster:

@@ -1,4 +1,4 @@
-"""Waits for another process: polls a condition until it holds, up to a limit, with a reason on failure."""
+"""Polls a condition on another process until the condition is true or a time limit is over."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,7 @@ _POLL_S: Final = 0.02
 
 
 async def until(check: Callable[[], Awaitable[bool]], what: str, *, timeout_s: float = 10.0) -> None:
-    """Return once ``check`` returns True; raise AssertionError that names ``what`` after ``timeout_s``."""
+    """Return when ``check`` returns True; after ``timeout_s``, raise AssertionError with ``what`` in the message."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not await check():

@@ -1,4 +1,4 @@
-"""A pod for the tests of the kubelet's parts that need no API server."""
+"""A pod for the kubelet's unit tests, which run without an API server."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""A namespace of a test: applies objects to it and waits for the state of pods and endpoints.
+"""A namespace for one test: applies objects and waits for the state of pods and endpoints.
 
-Also makes short manifests of pods.
+The module also returns short manifests of pods.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESTRICTED = {
 
 @asynccontextmanager
 async def new_namespace(cluster: Cluster) -> AsyncIterator[Namespace]:
-    """Create a namespace, yield it, and remove it afterwards."""
+    """Create a namespace, yield it, and delete the namespace at the end."""
     client = cluster.client()
     try:
         namespace = Namespace(cluster, client)
@@ -67,11 +67,11 @@ class Namespace:
         self._cluster.kubectl("apply", "-n", self.name, "-f", "-", input=document)
 
     def kubectl(self, *args: str) -> str:
-        """Run kubectl in this namespace as the administrator; returns what it prints."""
+        """Run kubectl in this namespace as the administrator; return the output."""
         return self._cluster.kubectl("-n", self.name, *args)
 
     def label_pod(self, name: str, label: str) -> None:
-        """Give a pod a label, ``key=value``."""
+        """Add a label, ``key=value``, to a pod."""
         self.kubectl("label", "pod", name, label)
 
     def delete_pod(self, name: str, *flags: str) -> None:
@@ -96,11 +96,11 @@ class Namespace:
         }
 
     async def until_ready(self, name: str) -> Object:
-        """Return a pod once it is ready."""
+        """Wait until a pod is ready, and return the pod."""
         return await self.until_conditions(name, Ready="True")
 
     async def until_conditions(self, name: str, **conditions: str) -> Object:
-        """Return a pod once its conditions have these statuses."""
+        """Wait until a pod's conditions have these statuses, and return the pod."""
         said: list[Object] = []
 
         async def there() -> bool:
@@ -111,7 +111,7 @@ class Namespace:
         return said[-1]
 
     async def until_gone(self, name: str) -> list[Object]:
-        """Wait until a pod's object is deleted; return the versions of it that the watch sent."""
+        """Wait until a pod's object is deleted; return the object's versions from the watch."""
         seen: list[Object] = []
         query = (("fieldSelector", f"metadata.name={name}"), ("resourceVersion", "0"))
         async with asyncio.timeout(WITHIN_S), aclosing(self._client.watch(self.pods, query=query)) as events:
@@ -123,7 +123,7 @@ class Namespace:
         raise AssertionError(f"{name} was not deleted while the watch lasted")
 
     async def log(self, kubelet: ProcessKubelet, name: str, words: str) -> str:
-        """Return a pod's log once it contains these words."""
+        """Wait until a pod's log contains this text, and return the log."""
 
         async def written() -> bool:
             try:
@@ -203,7 +203,7 @@ def busybox(script: str, **more: Any) -> Object:
 def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
     """Return a pod that satisfies the standard `restricted`; ``security`` is its security context."""
     user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
-    # As process 1, a program without its own handler ignores SIGTERM.
+    # The kernel ignores SIGTERM for process 1 if the program has no signal handler.
     grace = {"terminationGracePeriodSeconds": 1}
     return pod(name, container, securityContext={**user, **(security or {})}, **grace, **spec)
 
@@ -211,7 +211,7 @@ def restricted(name: str, container: Object, *, security: Object | None = None, 
 def busybox_root(folder: Path) -> Path:
     """Create a root file system with only busybox in an empty folder and return it; skip the test if impossible.
 
-    It has a user ``web`` (1000, group 1001).
+    The root file system has a user ``web`` (1000, group 1001).
     """
     reason = why_not()
     if reason is not None:
@@ -222,7 +222,8 @@ def busybox_root(folder: Path) -> Path:
     for name in ("bin", "etc", "run", "tmp", "var"):
         (folder / name).mkdir()
     (folder / "tmp").chmod(0o1777)
-    # In Debian's images /var/run is a link to /run. Mounts below it must go to the image's /run, not this machine's.
+    # In Debian's images /var/run is a link to /run. Mounts under /var/run must be in the image's /run, not in this
+    # machine's.
     (folder / "var" / "run").symlink_to("/run")
     (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
     shutil.copy(busybox, folder / "bin" / "busybox")
@@ -233,9 +234,9 @@ def busybox_root(folder: Path) -> Path:
 
 
 def this_machine() -> Image:
-    """Return an image of this machine's own files, which has Python; skip the test where that is impossible.
+    """Return an image of this machine's own files, which include Python; skip the test if impossible.
 
-    It runs as root: Python may be in a folder that only root can read.
+    The image's user is root, because Python may be in a folder that only root can read.
     """
     reason = why_not()
     if reason is not None:

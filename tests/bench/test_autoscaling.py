@@ -1,4 +1,4 @@
-"""The autoscaling benchmark's harness: its cells, pages and charts. tests/sim tests the runs themselves."""
+"""Tests of the autoscaling benchmark's harness: its settings, pages and charts. tests/sim tests the simulated runs."""
 
 import importlib
 from collections.abc import Callable

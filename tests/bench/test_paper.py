@@ -1,4 +1,7 @@
-"""The evaluation's harness: cells, results, repeated runs and pages; ``bench`` is in the source tree only."""
+"""Tests of the evaluation's harness: experiments, results, repeated runs and pages.
+
+``bench`` is only in the source tree.
+"""
 
 import importlib
 import json
@@ -117,7 +120,7 @@ def test_claims_update_replaces_only_text_between_markers(bench: Bench, tmp_path
 def test_sections_without_results_still_state_claims(bench: Bench, tmp_path: Path) -> None:
     results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
     for section in bench("sections").SECTIONS.values():
-        if section.name != "ttft":  # This cell reads the trace.
+        if section.name != "ttft":  # This experiment reads the trace.
             assert all(each.says for each in section.claims(results, extent))
 
 

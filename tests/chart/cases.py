@@ -1,4 +1,4 @@
-"""The values for every invariant of the chart: each switch, alone and combined with related ones."""
+"""The chart values for the tests of invariants: each setting, alone and with related settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ PLACED = {
     "priorityClassName": "high",
     "podAnnotations": {"a": "b"},
 }
-# Placement of the bundled Redis, which is a single pod.
+# The scheduling settings of the bundled Redis, which is a single pod.
 PLACED_ALONE = {key: PLACED[key] for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName")}
 ISSUER = {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
 SECRET_TLS = {"mode": "secret", "mutual": True, "secretName": "routers", "gatewaySecretName": "envoys"}

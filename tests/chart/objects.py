@@ -1,4 +1,4 @@
-"""Queries on rendered objects: their pods, selectors, and the schemas of Kubernetes."""
+"""Queries on rendered objects: pods, selectors, and errors against the schemas of Kubernetes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +38,12 @@ def ports(spec: Any) -> dict[str, int]:
 
 
 def selected(objects: Sequence[Object], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the specs of the pods that have these labels, by name."""
+    """Return the specs of the pods with these labels, by name."""
     return {name: spec for name, has, spec in pods(objects) if labels.items() <= has.items()}
 
 
 def complaints(thing: Object, kube_version: str) -> list[str] | None:
-    """Return the schema errors of the object for this Kubernetes version; None if it lacks the kind."""
+    """Return the object's schema errors for this Kubernetes version, or None if the version lacks the object's kind."""
     return _complaints(json.dumps(thing, sort_keys=True), kube_version)
 
 
@@ -58,7 +58,7 @@ def _complaints(thing: str, kube_version: str) -> list[str] | None:
 
 @cache
 def _validator(kind: str, api_version: str, kube_version: str) -> jsonschema.Draft202012Validator | None:
-    # The files' names leave out the group's domain.
+    # The names of the schema files do not contain the API group's domain.
     group, _, version = api_version.rpartition("/")
     name = "-".join([kind.lower(), *([group.split(".")[0]] if group else []), version])
     file = _SCHEMAS / f"v{kube_version}-local-strict" / f"{name}.json"

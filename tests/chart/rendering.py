@@ -1,6 +1,6 @@
-"""Renders the chart for the tests of this folder: `render` gives objects, `refused` gives helm's error for bad values.
+"""Renders the chart for the tests of this folder: `render` returns objects, `refused` returns helm's error.
 
-The matrix of values that the invariants are checked on is in `cases`; what an object must be, in `objects`.
+`cases` has the values for the tests of invariants. `objects` has the checks of an object.
 """
 
 import copy
@@ -23,7 +23,7 @@ RELEASE, NAMESPACE = "dualmap", "dualmap-system"
 KUBE_VERSION = "1.36.0"
 Object = Mapping[str, Any]
 
-# libyaml's reader where it is available, because the CRD alone has 1200 lines.
+# Use libyaml's reader if available, because the CRD alone has 1200 lines.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -44,22 +44,23 @@ def render(
     release: str = RELEASE,
     namespace: str = NAMESPACE,
 ) -> Sequence[Object]:
-    """Return every object of the chart with these values, hooks included, on a cluster that serves ``apis``."""
-    # The objects are copies, which the test may change.
+    """Return all objects of the chart with these values, including hooks, for a cluster that serves ``apis``."""
+    # The objects are copies, so a test may change them.
     return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release, namespace))
 
 
 def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
-    """Return helm's error; the values must be rejected."""
+    """Return helm's error for these values, which helm must reject."""
     done = _run(CHART, json.dumps(values), tuple(apis), kube_version)
     assert done.returncode != 0
     return done.stderr
 
 
 def notes(values: Mapping[str, Any] | None = None, *, apis: Sequence[str] = ()) -> str:
-    """Return what helm prints after an installation with these values, on a cluster that serves ``apis``.
+    """Return helm's notes after an installation with these values, for a cluster that serves ``apis``.
 
-    Helm renders notes only with a reachable cluster, so they are rendered as an object of a copy of the chart.
+    Helm renders notes only with a reachable cluster, so this function renders the notes as an object in a copy of the
+    chart.
     """
     text = (CHART / "templates" / "NOTES.txt").read_text()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +74,7 @@ def notes(values: Mapping[str, Any] | None = None, *, apis: Sequence[str] = ()) 
 
 
 def only(objects: Sequence[Object], kind: str, name: str) -> Any:
-    """Return the one object of this kind and name."""
+    """Return the only object of this kind and name."""
     (found,) = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)]
     return found
 

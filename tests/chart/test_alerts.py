@@ -1,7 +1,7 @@
-"""promtool evaluates the chart's alerts on series recorded from running routers, an operator and an Envoy.
+"""Tests of the chart's alerts: promtool evaluates the rules with recorded series of routers, an operator and an Envoy.
 
-A healthy day extends the recorded minute to two hours. Each fault is that day with a few series changed.
-e2e/controlplane/record_metrics.py makes the recording.
+A healthy day extends the recorded minute to two hours. Each fault changes some series of the healthy day.
+e2e/controlplane/record_metrics.py creates the recording.
 """
 
 import json
@@ -22,14 +22,14 @@ DOCUMENT = (ROOT / "docs" / "alerts.md").read_text()
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 INTERVAL_S = 30
 SLOW_INTERVAL_S = 60
-"""Prometheus' default scrape interval, used where the file is listed under rule_files."""
+"""Prometheus' default evaluation interval, which applies to files under rule_files."""
 HOURS = 2
 STEPS = HOURS * 3600 // INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values of a series: ``start`` at first, ``per_s`` more each second; or the series is absent."""
+    """The values of a series, which begins with ``start`` and grows by ``per_s`` each second, or is absent."""
 
     start: float
     per_s: float = 0.0
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Burst(Series):
-    """A counter that only rises for ``lasts_s``, beginning ``ago_s`` before the end of the day."""
+    """Return a counter that rises only for ``lasts_s``, from ``ago_s`` before the end of the day."""
 
     ago_s: int = 0
     lasts_s: int = 0
@@ -70,7 +70,7 @@ def healthy_day() -> dict[str, Series]:
 
 
 def of(name: str, **labels: str) -> list[str]:
-    """Return the recorded series of a metric with these labels; fail where there are none."""
+    """Return the recorded series of a metric with these labels; fail if no series matches."""
     found = [
         series
         for series in RECORDED["series"]
@@ -136,7 +136,8 @@ def test_alert_has_a_summary_and_a_first_check() -> None:
 def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     asked = {name for rule in ALERTS for name in re.findall(r"\b(?:dualmap|envoy)_\w+", rule["expr"])}
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
-    # Counters by kind have no series before the first of a kind; docs/metrics.md is held to have their names.
+    # A counter with a label has no series before its first increment. Another test compares the names with
+    # docs/metrics.md.
     unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total"}
     assert asked - recorded - unseen == set()
 

@@ -1,6 +1,6 @@
-"""The render matrix: each switch of the chart, both forms of its rights, three versions of Kubernetes.
+"""Tests of the rendered chart: each setting, cluster-wide and namespaced permissions, three versions of Kubernetes.
 
-Every object is checked against Kubernetes' strict schemas, and for invariants that hold for all values.
+The tests check every object against Kubernetes' strict schemas, and check invariants for all values.
 """
 
 import re
@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 ADMISSION = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", *ADMISSION}
-# Not created by the chart: named in the values, or created by cert-manager.
+# The chart does not create these Secrets: the values contain the names, or cert-manager creates the Secrets.
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
@@ -56,7 +56,7 @@ def test_rendered_objects_are_valid_for_kubernetes(objects: Sequence[Object], ku
 
 
 def test_rendered_chart_is_equal_for_every_kubernetes_version() -> None:
-    """So that what is checked of one is checked of all."""
+    """This equality lets the other tests check a single version."""
     for case in ("defaults", "monitoring", "gaie with istio"):
         rendered = [render(CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
         assert rendered[0] == rendered[1] == rendered[2]
@@ -80,7 +80,7 @@ def test_rendered_objects_are_unique_labelled_and_namespaced(objects: Sequence[O
 def test_chart_pods_meet_the_restricted_security_standard(objects: Sequence[Object]) -> None:
     for _, _, spec in pods(objects):
         assert spec["securityContext"]["runAsNonRoot"] is True
-        # Without one, OpenShift chooses.
+        # Without runAsUser, OpenShift assigns a user.
         assert spec["securityContext"].get("runAsUser", 1) > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
@@ -130,12 +130,12 @@ def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
 def test_selector_matches_pods_of_exactly_one_workload(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (name,) = selected(objects, labels)
-        # The routers have a second Service, which gives each a name.
+        # The routers have a second Service, for the DNS names of their pods.
         assert each["metadata"]["name"].removesuffix("-pods") == name
     for name, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-            # A StatefulSet's controller labels its pods differently from a Deployment's.
+            # The StatefulSet controller adds other labels to pods than the Deployment controller.
             revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
             assert spread["matchLabelKeys"] == [revision]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
@@ -205,7 +205,7 @@ def test_chart_program_arguments_are_accepted(objects: Sequence[Object]) -> None
         values, rest, _ = command.make_parser(context).parse_args(list(given))
         assert not rest
         for parameter in command.params:
-            # Files are there only in the pod.
+            # The files exist only in the pod.
             if parameter.name in values and not isinstance(parameter.type, click.Path):
                 parameter.type_cast_value(context, values[parameter.name])
     assert {"operator", "router"} <= seen
@@ -251,7 +251,7 @@ def test_rbac_covers_the_configured_pool_namespaces(case: str, kind: str, where:
 
 
 def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
-    """That the defaults' rights are all used, and are those of manifests/rbac, is tested where these are."""
+    """The tests of manifests/rbac check the default permissions."""
 
     def granted(of: Sequence[Object]) -> set[str]:
         return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}
@@ -267,7 +267,7 @@ def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
 def test_object_names_leave_room_for_kubernetes_suffixes(release: str) -> None:
-    """A StatefulSet's pods carry its name, a dash and a hash of ten characters in a label, which has 63 at most."""
+    """A label of a StatefulSet's pods has the StatefulSet's name and a suffix of 11 characters; the limit is 63."""
     for each in render(release=release):
         if each["kind"] == "StatefulSet":
             assert len(each["metadata"]["name"]) + 11 <= 63
@@ -276,7 +276,7 @@ def test_object_names_leave_room_for_kubernetes_suffixes(release: str) -> None:
 
 @pytest.mark.parametrize("word", ["123", "true", "0x10"])
 def test_object_names_like_yaml_booleans_stay_strings(word: str) -> None:
-    """A namespace may well be called by a team's number."""
+    """A namespace's name may be a number, for example a team's number."""
     placed = {"priorityClassName": word, "topologySpread": {"topologyKeys": [word]}}
     pool = {"pool": word, "namespace": word, "maxReplicas": 2}
     keys = {"existingSecret": word, "passwordKey": word, "usernameKey": word, "caSecret": word, "caKey": word}

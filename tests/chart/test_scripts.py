@@ -1,4 +1,4 @@
-"""The chart's two scripts, run as its pods run them: the test's chat request, and the drain beside Envoy."""
+"""Tests of the chart's two scripts with the pods' command lines: the chat request of `helm test`, and Envoy's drain."""
 
 import json
 import signal
@@ -25,10 +25,10 @@ Reply = tuple[int, Any, dict[str, str]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A small server: its received requests, and its responses (status, body, headers) by path."""
+    """A small server with its received requests, and its responses (status, body, headers) by path."""
 
     answers: dict[str, Sequence[Reply]]
-    """The last of several is repeated."""
+    """The last response of a path is repeated."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     address: str = ""
 
@@ -149,13 +149,13 @@ def active(count: int) -> Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """The script while it runs, and where it answers /drained."""
+    """The running drain script, and its URL for /drained."""
 
     process: "subprocess.Popen[str]"
     url: str
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; return its exit status and its remaining output."""
+        """Wait for the script's end; return the exit status and the remaining output."""
         _, said = self.process.communicate(timeout=ENDS_WITHIN_S)
         return self.process.returncode, said
 
@@ -192,7 +192,7 @@ class TestDrainScript:
         ]
 
     def test_drain_server_delays_its_response_until_sigterm(self, start: Callable[..., Drain]) -> None:
-        """A request cannot take a gateway out of service, and an early preStop call has to wait."""
+        """A request alone must not start a drain, and an early preStop call must wait."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=0")
@@ -210,7 +210,7 @@ class TestDrainScript:
             assert drain.ended() == (0, "requests are open after 1 s\n")
 
     def test_drain_script_without_requests_ends_after_a_short_wait(self, start: Callable[..., Drain]) -> None:
-        """Load balancers learn late that a pod is on its way out."""
+        """Load balancers remove a terminating pod with a delay."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=60")

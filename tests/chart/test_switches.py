@@ -1,4 +1,4 @@
-"""The chart's switches: network policies, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
+"""Tests of the chart's settings: network policies, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ def test_rendered_chart_equals_the_golden_files(golden: str, case: str, wanted: 
 
 
 def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, str]]:
-    """Yield (port, peer) that network policies admit to a component's pods; a peer is a component or a namespace."""
+    """Yield (port, peer) for the allowed ingress of a component's pods; a peer is a component or a namespace."""
     policy = only(objects, "NetworkPolicy", f"dualmap-{component}")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     components = {tuple(sorted(labels.items())): name for name, labels, _ in pods(objects)}
@@ -106,7 +106,7 @@ class TestTls:
         assert ("--tls-client-ca=/etc/dualmap/tls/ca.crt" in router["args"]) is mutual
         assert {"--tls=on", "--tls-ca=/etc/dualmap/tls/ca.crt", "--tls-sds=/etc/envoy"} <= set(bootstrap["args"])
         assert ("--tls-key=/etc/dualmap/tls/tls.key" in bootstrap["args"]) is mutual
-        # A mount of a folder; a mount of a single file would never be updated.
+        # The mount is a folder, because the kubelet never updates a mount of a single file.
         for each in (router, container(objects, "gateway", "envoy")):
             (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
             assert mount == {"name": "tls", "mountPath": "/etc/dualmap/tls", "readOnly": True}
@@ -188,7 +188,7 @@ class TestPlacement:
     def test_helm_test_pod_has_the_node_placement_of_routers(self) -> None:
         spec = only(render(CASES["placed"]), "Pod", "dualmap-test")["spec"]
         assert (spec["nodeSelector"], spec["tolerations"]) == (PLACED["nodeSelector"], PLACED["tolerations"])
-        # It would have the test keep away from what routers keep away from.
+        # The routers' affinity must not apply to the test's pod.
         assert "affinity" not in spec
 
 

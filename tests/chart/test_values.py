@@ -1,4 +1,6 @@
-"""values.yaml, its schema and the README's table agree; wrong values are rejected with a helpful message."""
+"""Tests that values.yaml, its schema and the README's table agree, and that helm rejects wrong values with a helpful
+message.
+"""
 
 import json
 import subprocess
@@ -13,13 +15,13 @@ from chart.cases import APIS, GATEWAYS, POOLS
 from chart.rendering import CHART, NAMESPACE, ROOT, helm, refused
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-# In the release's namespace.
+# These objects are in the release's namespace.
 UNPLACED = {"pool": "a", "maxReplicas": 4}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 def levels(schema: Any, path: str = "values") -> Iterator[tuple[str, Any]]:
-    """Yield every schema in this one that stands for a value of its own."""
+    """Yield this schema and the schemas of all nested values, with their paths."""
     yield path, schema
     for name, each in schema.get("properties", {}).items():
         yield from levels(each, f"{path}.{name}")
@@ -42,7 +44,7 @@ def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
 
 
 def test_every_value_has_a_default_and_a_schema() -> None:
-    # What stands in them is not ours: labels, resources.
+    # Values such as labels and resources have free content.
     free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
     given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
     assert given == set(schema_keys(SCHEMA)) - {"global"}
@@ -57,7 +59,7 @@ def test_schema_describes_every_value_and_allows_no_other() -> None:
 
 
 def test_schema_requires_every_value_that_is_not_optional() -> None:
-    """helm treats null as unset: a template would fail or lack the value."""
+    """helm treats null as unset, so a template would fail or lack the value."""
     may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
     for path, each in levels(SCHEMA):
         if "properties" in each and "[]" not in path:
@@ -66,7 +68,7 @@ def test_schema_requires_every_value_that_is_not_optional() -> None:
 
 
 def test_generated_chart_files_are_up_to_date() -> None:
-    """The README's table, the chart's CRD, manifests/install*.yaml."""
+    """The generated files are the README's table, the chart's CRD, and manifests/install*.yaml."""
     helm()
     done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

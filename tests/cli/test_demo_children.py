@@ -1,4 +1,4 @@
-"""However the demo ends, its processes end too. The children here are small Python programs."""
+"""Tests that the demo's child processes end with the demo. The children in these tests are small Python programs."""
 
 import asyncio
 import os
@@ -138,7 +138,7 @@ async def test_run_timeout_leaves_no_process(tmp_path):
         with pytest.raises(ChildError, match="did not end within"):
             await children.run("fake", python(code), into=tmp_path / "out", within_s=1.0)
 
-    # It may have ended before it printed its process id.
+    # The child may have ended before it printed its process ID.
     assert all(wait_until_gone(int(pid)) for pid in (tmp_path / "out").read_text().split())
 
 
@@ -161,7 +161,7 @@ asyncio.run(_interruptible(work()))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_signal_to_the_demo_ends_its_child_processes(tmp_path: Path, number: signal.Signals):
-    """Also after SIGKILL, when the demo cannot stop its children itself."""
+    """After SIGKILL, the demo cannot stop its children."""
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None

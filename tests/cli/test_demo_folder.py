@@ -1,4 +1,4 @@
-"""A folder admits one demo at a time."""
+"""Tests that only one demo at a time can use a folder."""
 
 import pytest
 from click.testing import CliRunner

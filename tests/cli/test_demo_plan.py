@@ -1,4 +1,4 @@
-"""The demo's plan: its load, its router's pool, and rejected options."""
+"""Tests of the demo's plan: its load, its router's pool, and rejected options."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The load generator with a small scripted server."""
+"""Tests of the load generator with a small scripted server."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ async def test_replay_measures_first_token_at_first_body_byte():
 
 
 async def test_replay_sends_requests_without_waiting_for_responses():
-    """The second request is sent before the first is answered."""
+    """The client sends the second request before the first request's answer."""
     second = asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:

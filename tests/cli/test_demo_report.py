@@ -1,4 +1,4 @@
-"""The demo's figures of hand-made outcomes, as numbers, tables and charts."""
+"""Tests of the demo's figures from constructed outcomes: numbers, tables and charts."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def plan(tmp_path: Path):
 
 
 def outcome(*, due_s: float = 0.0, ttft_s: float = 0.1, error: str | None = None, lag_s: float = 0.0) -> Outcome:
-    """Times are wall seconds; each request ends one second after its first token."""
+    """Times are in seconds of the wall clock; each request ends one second after its first token."""
     return Outcome(
         due_s=due_s,
         sent_s=due_s + lag_s,

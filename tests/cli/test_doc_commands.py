@@ -1,7 +1,7 @@
-"""Every `dualmap` and `make` command of the documents runs as written; e2e covers kubectl and helm.
+"""Tests that every `dualmap` and `make` command of the documents runs unchanged; e2e/ covers kubectl and helm.
 
-The files and hosts that the documents assume (pool.yaml, /certs, redis) exist; long runs have fewer requests. Routers
-run in their own network namespace, where their ports are free, until their ready line.
+The files and hosts of the documents exist (pool.yaml, /certs, redis). Long runs have fewer requests. Each router runs
+until its ready line, in a network namespace with free ports.
 """
 
 import json
@@ -32,9 +32,9 @@ status:
     - {id: qwen-1, address: 10.0.0.13, port: 8000}
 """
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
-# These run until stopped: tests below start routers, and e2e/test_demo.py starts `demo --serve`.
+# These commands run until a signal: other tests in this file start routers, and e2e/test_demo.py starts `demo --serve`.
 LASTING = ("router", "demo")
-# Appended, because the document's own values would take minutes.
+# The test appends these options, because a run with the document's values takes minutes.
 SHORTER = {
     "simulate": ["--requests", "60", "--qps", "3"],
     "goodput": ["--requests", "60", "--tolerance", "0.5"],
@@ -60,7 +60,7 @@ def _folder(tmp_path: Path) -> Path:
 
 
 def typed(command: Command, folder: Path) -> list[str]:
-    """Return the command's words as the test runs them, without redirections."""
+    """Return the command's arguments for the test, without redirections."""
     line = command.line.replace("/certs", f"{folder}/certs").replace("/run/secrets/redis", f"{folder}/redis-password")
     words = shlex.split(re.split(r" [<>|] ", line, maxsplit=1)[0])
     return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
@@ -108,7 +108,7 @@ def test_documented_router_command_starts_and_stops(command: Command, folder: Pa
                 pytest.fail("".join(lines))
         finally:
             router.send_signal(signal.SIGTERM)
-        # Read to the end: test_stderr.py covers a closed stderr.
+        # The test reads stderr to its end; test_stderr.py covers a closed stderr.
         lines += [line.decode() for line in router.stderr]
     assert router.returncode == 0, "".join(lines)
 

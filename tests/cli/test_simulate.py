@@ -1,4 +1,4 @@
-"""The simulation commands: reproducible results, printed output, and clean exits."""
+"""Tests of the simulation commands: reproducible results, printed output, and clean exits."""
 
 import json
 import os
@@ -334,7 +334,7 @@ def test_failed_run_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_command_and_its_workers(number: signal.Signals) -> None:
-    """The workers inherit stderr, so it reaches its end only when the last worker has ended."""
+    """The workers inherit stderr, so stderr ends only when the last worker has ended."""
     rates = ",".join(f"{1 + number / 100}" for number in range(2000))
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", rates, "--processes", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

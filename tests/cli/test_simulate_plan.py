@@ -1,4 +1,4 @@
-"""The experiments that options select, and the engine's parameters by name."""
+"""Tests of the experiments that options select, and of the engine's parameters by name."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def plan(**options: Any) -> Plan:
 
 
 def numbers_of(config: EngineConfig) -> dict[str, float | None]:
-    """Return every number of an engine by its --set name."""
+    """Return every number in an engine's configuration by its --set name."""
     decode = config.decode
     assert decode is not None
     return {

@@ -1,4 +1,4 @@
-"""Long-running commands keep their exit status in any state of stderr."""
+"""Tests that long-running commands keep their exit status in any state of stderr."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from redis_server import free_port
 
-# With it Python does not buffer stderr, which would hide the fault.
+# With this variable Python does not buffer stderr; the buffer would hide the fault.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1
@@ -79,3 +79,17 @@ def test_command_with_stderr_closed_starts_and_exits_0(command: list[str], port:
 def test_command_with_stderr_on_a_full_disk_exits_0(command: list[str], port: int) -> None:
     with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full, env=ENVIRONMENT) as process:
         assert stopped(process, port) == 0
+
+
+def test_command_with_a_full_output_device_reports_the_fault() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dualmap_cli", "policies"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: the output cannot be written: No space left on device\n"

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, imports and exit status."""
+"""Tests of the command line: help, imports and exit status."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_command_help_imports_no_heavy_library(name: str) -> None:
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    # The demo's progress bar needs rich, which imports fast.
+    # The demo's progress bar needs rich, which has a short import time.
     assert json.loads(done.stdout) == (["rich"] if name == "demo" else [])
 
 

@@ -1,4 +1,4 @@
-"""The JSON of ``dualmap simulate`` and ``dualmap goodput``, and their exit status for bad input."""
+"""Tests of the JSON output of ``dualmap simulate`` and ``dualmap goodput``, and of their exit status for bad input."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_simulate_json_has_a_run_per_policy_and_rate() -> None:
 
 
 def test_missing_value_is_null_in_json() -> None:
-    """The engines of the queue-free bound never have pending load."""
+    """In the bound without queues, the engines never have pending load."""
     (only,) = document("simulate", *FEW, "--policy", "all_cached", "--qps", "1")["runs"]
     assert only["pending_cv"] is None
 

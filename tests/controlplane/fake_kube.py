@@ -1,4 +1,4 @@
-"""Stands for ``KubeClient`` in tests: requests get configured responses, watches yield the events put into them."""
+"""A fake ``KubeClient`` for tests, with configured responses to requests and configured watch events."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -21,7 +21,9 @@ class Request:
 
 
 class FakeKube:
-    """Answers come in the given order; the last one is repeated. A request without a scripted answer gets {}."""
+    """The client returns the answers in order and repeats the last answer. A request without a configured answer gets
+    {}.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -40,7 +42,7 @@ class FakeKube:
         self._events.put_nowait(WatchEvent(kind, body))
 
     def break_watch(self, error: KubeError | None) -> None:
-        """End the current watch, or the next; None as the server does after its timeout."""
+        """End the current or the next watch with this error; None ends it like the server's timeout."""
         self._events.put_nowait(error)
 
     async def request(
@@ -86,7 +88,7 @@ class Counts:
 
 
 class Clock:
-    """A clock that stands still until a test moves it."""
+    """A clock that only the test moves."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -96,7 +98,7 @@ class Clock:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that other tasks cause; the test's own timeout limits the wait."""
+    """Wait for a condition that other tasks cause; the test's timeout limits the wait."""
     while True:
         if condition():
             return

@@ -11,7 +11,7 @@ KEY = ("llm", "qwen")
 def pool_body(
     *, status: Mapping[str, Any] | None = None, version: str = "1", uid: str = "pool-uid", **spec: Any
 ) -> dict[str, Any]:
-    """Return an InferencePool with a template, unless ``spec`` differs."""
+    """Return an InferencePool with a template; ``spec`` replaces fields."""
     return {
         "metadata": {
             "namespace": "llm",
@@ -37,7 +37,7 @@ def pool_object(**fields: Any) -> PoolObject:
 
 
 def pod_body(name: str, *, serving: bool = True, owner: str = "", uid: str = "", **labels: str) -> dict[str, Any]:
-    """Return a pod, controlled by the StatefulSet ``owner`` of the pool of that name if that is given."""
+    """Return a pod; with ``owner``, the StatefulSet of the pool of this name controls the pod."""
     labels = {"serving.dualmap.dev/pool": owner, **labels} if owner else labels
     owners = [{"kind": "StatefulSet", "name": owner, "controller": True}] if owner else []
     return {

@@ -1,4 +1,4 @@
-"""The operator's exact requests to the API server, and its handling of errors."""
+"""Tests of the operator's requests to the API server, and of its error handling."""
 
 import pytest
 

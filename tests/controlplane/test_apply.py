@@ -1,4 +1,6 @@
-"""Applying a plan: in order, on the version it was made from, and without repeating what already exists."""
+"""Tests of applying a plan: in order, with the resource version that the plan is based on, and without unchanged
+objects.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +47,7 @@ PLAN = Plan(
 
 
 class Scene:
-    """An applier over a server that holds what is applied; ``show`` lets the watch show it."""
+    """An applier with a server that stores the applied objects; ``show`` delivers the stored object to the watch."""
 
     def __init__(self) -> None:
         self.kube = FakeKube()
@@ -73,7 +75,7 @@ class Scene:
         return self.shown if kind == "Service" else None
 
     def show(self) -> None:
-        # What a list or watch shows has no kind, but versions.
+        # Objects from a list or watch have no kind, but a resource version.
         body = {key: value for key, value in self.server.items() if key not in ("kind", "apiVersion")}
         body["metadata"] = {**body["metadata"], "resourceVersion": "8", "managedFields": [{}]}
         self.shown = read_child(body)
@@ -83,7 +85,7 @@ class Scene:
 
     @property
     def sent(self) -> list[str]:
-        """The objects that were written."""
+        """The written objects."""
         return [f"{request.method} {request.path}" for request in self.kube.requests if request.method != "GET"]
 
 

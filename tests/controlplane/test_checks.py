@@ -1,4 +1,4 @@
-"""The operator's warnings about pod templates, and templates without a warning."""
+"""Tests of the operator's warnings about pod templates, and of templates without a warning."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The manifests of a pool's children: whole, owned, and with the user's template as the user wrote it."""
+"""Tests of the manifests of a pool's children: complete, with an owner, and with the user's unchanged template."""
 
 import copy
 import json
@@ -188,7 +188,7 @@ def test_pre_stop_script_is_set_with_the_pod_address() -> None:
 def test_pre_stop_script_is_readable_in_yaml() -> None:
     script = container(engine_with())["lifecycle"]["preStop"]["exec"]["command"][2]
 
-    # What keeps YAML from writing a text line by line, as it stands.
+    # With these characters, YAML cannot write a text as a literal block.
     assert "\t" not in script
     assert all(line == line.rstrip() for line in script.splitlines())
     assert script.isascii()

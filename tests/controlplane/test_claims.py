@@ -1,4 +1,6 @@
-"""Pools that claim one model name: which pools a change wakes, which lose, and that routers decide equally."""
+"""Tests of pools with the same model name: the reconciled pools after a change, the losing pools, and equal decisions
+of routers.
+"""
 
 from typing import Any
 
@@ -29,7 +31,7 @@ def body(name: str, *names: str, created: int = 0, uid: str = "", **more: Any) -
 
 
 class Index:
-    """The index as a mirror's listener feeds it."""
+    """The index of claims, filled by a mirror's listener."""
 
     def __init__(self) -> None:
         self.claims = Claims()

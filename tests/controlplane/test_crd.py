@@ -1,6 +1,6 @@
-"""The schema of the CRD and the readers of the code say the same: fields, defaults, bounds, enums, spellings.
+"""Tests that the CRD's schema and the code that reads pools agree: fields, defaults, bounds, enums, spellings.
 
-What only an API server can tell (whether the rules compile, what a refusal says) is in e2e/controlplane/test_crd.py.
+e2e/controlplane/test_crd.py has the tests that need an API server: compilation of the rules, and error messages.
 """
 
 import copy
@@ -15,7 +15,7 @@ import yaml
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
 from dualmap.policies.registry import POLICIES
-from dualmap.pools.pool import MemberState, RingAlgorithm
+from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm
 from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
 from dualmap_operator.decide.workload.checks import template_warnings
 from dualmap_operator.names import KIND, PLURAL, VERSION, ConditionType
@@ -35,7 +35,7 @@ MEMBER = {"id": "qwen-0", "address": "10.0.0.1", "port": 8000, "state": "Active"
 
 
 class Field(NamedTuple):
-    """One field of the schema and where it stands: ``("spec", "slo", "ttft")``."""
+    """One field of the schema and its path, such as ``("spec", "slo", "ttft")``."""
 
     path: tuple[str, ...]
     schema: dict[str, Any]
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
 
 def fields(schema: Mapping[str, Any], *path: str) -> Iterator[Field]:
-    """Every field below a schema; those of a list's items stand below ``[]``."""
+    """Yield every field in a schema; the path of a list's items contains ``[]``."""
     for name, sub in schema.get("properties", {}).items():
         yield Field((*path, name), sub)
         yield from fields(sub, *path, name)
@@ -64,7 +64,7 @@ DURATIONS = [each for each in SPEC_FIELDS if "duration(self)" in str(each.schema
 
 
 def with_value(field: Field, value: object) -> dict[str, Any]:
-    """A pool in which one field has this value, a member's in its only member."""
+    """Return a pool with this value in one field; a member's field is in the pool's only member."""
     document = copy.deepcopy(POOL)
     if "members" in field.path:
         document["status"] = {"ring": {"members": [{**MEMBER, field.path[-1]: value}]}}
@@ -78,13 +78,13 @@ def with_value(field: Field, value: object) -> dict[str, Any]:
 
 
 def read(document: dict[str, Any]) -> None:
-    """Read a document as routers and operator do; raises PoolError where either refuses it."""
+    """Read a document like the routers and the operator; raises PoolError if a reader rejects the document."""
     read_pools(document)
     read_spec(document)
 
 
 def number_bounds(field: Field) -> tuple[float, float]:
-    """The smallest and the largest number that the field takes, by its bounds or its rule."""
+    """Return the smallest and the largest number that the field's bounds or rule accept."""
     if "x-kubernetes-validations" not in field.schema or "minimum" in field.schema:
         return field.schema["minimum"], field.schema["maximum"]
     (rule,) = field.schema["x-kubernetes-validations"]
@@ -94,7 +94,7 @@ def number_bounds(field: Field) -> tuple[float, float]:
 
 
 def duration_bounds(field: Field) -> tuple[str, str]:
-    """The shortest and the longest duration that the field's rule accepts, as the rule spells them."""
+    """Return the shortest and the longest duration that the field's rule accepts, in the rule's spelling."""
     (rule,) = field.schema["x-kubernetes-validations"]
     low, high = re.fullmatch(
         r".*duration\(self\) >= duration\('(\w+)'\) && duration\(self\) <= duration\('(\w+)'\)\)?", rule["rule"], re.S
@@ -103,7 +103,7 @@ def duration_bounds(field: Field) -> tuple[str, str]:
 
 
 def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Fill in the schema's defaults as the API server does: from the top down."""
+    """Add the schema's defaults like the API server, from the outer to the inner fields."""
     if schema["type"] == "object":
         filled = dict(value)
         for name, sub in schema.get("properties", {}).items():
@@ -126,7 +126,7 @@ def test_crd_names_equal_the_names_in_code() -> None:
 def test_crd_every_field_has_a_description() -> None:
     assert SCHEMA["description"]
     bare = [str(each) for each in fields(SCHEMA) if not each.schema.get("description")]
-    # Kubernetes describes these itself, and refuses a schema that does.
+    # Kubernetes defines these fields, and rejects a schema with them.
     assert bare == ["metadata", "metadata.name"]
 
 
@@ -146,7 +146,7 @@ def test_crd_every_field_is_bounded_except_the_pod_template() -> None:
 
 
 def test_crd_objects_with_inner_defaults_have_a_default() -> None:
-    """Otherwise the API server would not set the inner defaults."""
+    """The API server sets inner defaults only if the object exists."""
     bare = [
         str(each)
         for each in SPEC_FIELDS
@@ -155,7 +155,7 @@ def test_crd_objects_with_inner_defaults_have_a_default() -> None:
     assert bare == []
 
 
-# What is inside drain is the operator's affair: routers pass over it, and the API server drops what the schema lacks.
+# Only the operator reads the fields in drain. Routers ignore them, and the API server removes unknown fields.
 OBJECTS = [
     Field(("spec",), SPEC),
     *(each for each in READ_FIELDS if each.schema["type"] == "object" and each.path[-1] != "drain"),
@@ -184,7 +184,7 @@ def test_crd_defaults_equal_the_router_parser_defaults() -> None:
     assert document["spec"] != POOL["spec"]
     assert read_pools(document) == read_pools(POOL)
     assert read_spec(document) == read_spec(POOL)
-    # Every leaf but the three that a user has to give was filled in: nothing above compared a default with itself.
+    # Every leaf except the required field has a default, so the comparison covers all defaults.
     given = {("spec", "model", "name")}
     leaves = {each.path for each in SPEC_FIELDS if each.schema["type"] != "object"}
     assert {each.path for each in SPEC_FIELDS if "default" in each.schema} >= leaves - given
@@ -261,6 +261,7 @@ def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.routing.policy": list(POLICIES),
+        "spec.routing.receiptFields": [each.value for each in ReceiptFields],
         "spec.routing.ring.algorithm": [each.value for each in RingAlgorithm],
         "spec.routing.queue.order": list(QUEUE_ORDERS),
         "status.ring.members.[].state": [each.value for each in MemberState],

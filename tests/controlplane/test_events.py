@@ -1,4 +1,6 @@
-"""Kubernetes Events: repeated ones increase a count, their number is bounded, and a failed one is ignored."""
+"""Tests of Kubernetes Events: repetitions increase a count, the number of Events is bounded, and failed writes are
+ignored.
+"""
 
 from datetime import UTC, datetime
 

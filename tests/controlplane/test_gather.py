@@ -1,4 +1,6 @@
-"""Observations: what they request and how often, and the evidence for a drain."""
+"""Tests of the operator's status requests to routers and engines: their contents and frequency, and the evidence for a
+drain.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

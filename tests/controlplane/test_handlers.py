@@ -1,4 +1,4 @@
-"""kopf's settings: the longest time of a deletion, and what kopf must not watch or write."""
+"""Tests of kopf's settings: the longest time of a deletion, and the objects that kopf must not watch or write."""
 
 import asyncio
 import itertools
@@ -16,13 +16,13 @@ from dualmap_operator.run.reconciler import Reconcilers
 
 def deleted(**spec: Any) -> dict[str, Any]:
     body = pool_body(**spec)
-    # Long ago: no operator was there when it was deleted.
+    # The deletion time is long ago, as if no operator ran at the deletion.
     body["metadata"]["deletionTimestamp"] = "2000-01-01T00:00:00Z"
     return {"apiVersion": "serving.dualmap.dev/v1alpha1", "kind": "InferencePool", **body}
 
 
 class FakeReconciler:
-    """A pool's loop that ends as the test sets: it drains, fails, or runs on."""
+    """A reconciler that drains, fails, or continues, as the test sets."""
 
     def __init__(self, how: str) -> None:
         self.pool_id = "llm/qwen"
@@ -62,7 +62,7 @@ class Scene:
 
 
 class FakeStopped:
-    """kopf's signal that a daemon must end: never sent."""
+    """kopf's stop signal of a daemon, which is never set."""
 
     def __bool__(self) -> bool:
         return False
@@ -112,7 +112,7 @@ def test_kopf_settings_use_own_finalizer_and_no_extra_requests() -> None:
     assert settings.persistence.finalizer == "serving.dualmap.dev/drain"
     assert settings.scanning.disabled
     assert not settings.posting.enabled
-    # The API takes whole seconds only.
+    # The API accepts only whole seconds.
     assert isinstance(settings.watching.server_timeout, int)
 
 

@@ -1,4 +1,4 @@
-"""The operator's two ports."""
+"""Tests of the operator's health and metrics ports."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Leadership by a Lease: one at a time, handed over when it stops, lost in time when it cannot be renewed."""
+"""Tests of leader election with a Lease: one leader at a time, release at a stop, and loss without a renewal."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,13 +15,13 @@ from dualmap_operator.settings import LeaseSettings
 
 COLLECTION = "/apis/coordination.k8s.io/v1/namespaces/dualmap-system/leases"
 LEASE = f"{COLLECTION}/dualmap-operator"
-# Attempts come as fast as the loop turns; all that matters of time is on the tests' clock.
+# The retry pause is short, because the tests' clock determines all other times.
 SETTINGS = LeaseSettings(retry_s=0.001)
 NOON = datetime(2026, 7, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 
 
 class LeaseServer:
-    """An API server that holds one Lease, with optimistic locks."""
+    """An API server with one Lease and optimistic locking."""
 
     def __init__(self) -> None:
         self.kube = FakeKube()
@@ -262,7 +262,7 @@ async def test_leader_detects_lost_lease_at_the_deadline(server: LeaseServer, ha
 
 
 class HangingApi:
-    """Answers every request except renewals."""
+    """An API server that answers every request except renewals."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -296,7 +296,7 @@ async def test_lease_acquired_during_stop_is_released(server: LeaseServer, there
 
 
 class SlowApi:
-    """Executes the first write at once and never responds."""
+    """An API server that executes the first write immediately and never responds."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

@@ -1,4 +1,4 @@
-"""kopf logs in by the connection of the operator's own client."""
+"""Tests that kopf logs in with the connection settings of the operator's client."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from dualmap_operator.run.reconciler import Reconcilers
 
 
 async def login(client: KubeClient) -> kopf.ConnectionInfo:
-    """Return what kopf's login handler returns."""
+    """Return the result of kopf's login handler."""
     registry = make_registry(Reconcilers(lambda *_: None), Clock(), connection=client.connection)  # type: ignore[arg-type,return-value]  # unused
     (handler,) = registry._activities.get_all_handlers()
     info = await handler.fn(settings=make_settings(), logger=None)  # type: ignore[call-arg]
@@ -27,7 +27,7 @@ async def login(client: KubeClient) -> kopf.ConnectionInfo:
 
 @pytest.fixture
 def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files and variables of a pod's service account; returns the token's file."""
+    """Create the files and variables of a pod's service account; return the token's file."""
     token, authority = tmp_path / "token", tmp_path / "ca.crt"
     token.write_text("first")
     authority.write_bytes(Authority().pem)

@@ -1,7 +1,8 @@
-"""manifests/: the objects fit each other and the programs they run. That the rights suffice is shown by e2e.
+"""Tests that the objects of manifests/ are consistent with each other and with their programs. e2e/ tests the
+permissions.
 
-install*.yaml are made from the chart, whose own tests are in tests/chart; the examples are tested where they are
-applied.
+install*.yaml are generated from the chart, which tests/chart tests. e2e/controlplane/test_examples.py tests the
+examples.
 """
 
 import re
@@ -227,7 +228,7 @@ def test_operators_use_leader_election_and_know_their_namespace() -> None:
 
 class TestRouter:
     def test_router_liveness_probe_differs_from_readiness_probe(self) -> None:
-        """A router that drains is not ready, and must not be killed for it."""
+        """A draining router is not ready, but the kubelet must not kill this router."""
         (container,) = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE

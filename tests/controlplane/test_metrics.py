@@ -1,4 +1,4 @@
-"""The operator's metrics: their names and what moves them."""
+"""Tests of the operator's metrics: their names, and the events that change them."""
 
 import re
 from pathlib import Path
@@ -94,7 +94,7 @@ def exported() -> dict[str, tuple[str, set[str]]]:
     for family in text_string_to_metric_families(metrics.render().decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        # When each counter began is exported beside it by the library.
+        # The library also exports each counter's start time.
         if not name.endswith("_created"):
             found[name] = (family.type, labels)
     return found

@@ -1,4 +1,4 @@
-"""The mirror of a collection: it has exactly the server's objects."""
+"""Tests that the mirror of a collection has exactly the server's objects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -83,7 +83,7 @@ async def test_mirror_event_calls_listener_with_old_and_new_value(scene: Scene) 
     await until(lambda: "a" not in scene.objects)
 
     assert scene.objects == {"b": "grey"}
-    # The third event changed nothing that is read.
+    # The third event changed no field that the operator reads.
     assert scene.told == [
         (("llm", "a"), "grey", "red"),
         (("llm", "b"), None, "grey"),
@@ -153,7 +153,7 @@ async def test_mirror_age_counts_from_the_last_server_response(scene: Scene) -> 
 
 @pytest.fixture
 def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The requested pauses of the mirror; no test really sleeps."""
+    """Records the mirror's pauses instead of sleeping."""
     slept: list[float] = []
     sleep = asyncio.sleep
 

@@ -1,4 +1,4 @@
-"""The command line of ``dualmap operator``: settings from flags and environment, and rejected values."""
+"""Tests of the command line of ``dualmap operator``: settings from flags and environment, and rejected values."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dualmap_operator.settings import Settings
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings that the operator would be run with."""
+    """Return the settings that the operator would use."""
     runs: list[Settings] = []
 
     def run(settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""``dualmap operator`` as a process without an API server: its output and its exit."""
+"""Tests ``dualmap operator`` as a process without an API server: its output and its exit."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ARGV = [sys.executable, "-m", "dualmap_cli", "operator", "--host", "127.0.0.1", 
 
 
 def kubeconfig(folder: Path) -> Path:
-    """Write a kubeconfig whose server does not run."""
+    """Write a kubeconfig with the address of a server that does not run."""
     file = folder / "kubeconfig"
     parts = {
         "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],

@@ -1,4 +1,4 @@
-"""The status: conditions, counts, Events, and no change at rest."""
+"""Tests of the planned status: conditions, counts, Events, and no change without new observations."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def condition(of: Plan, type_: str) -> Condition:
 
 
 def after(made: Plan, observed: Observed) -> Observed:
-    """The same world once the watch has shown what the plan wrote."""
+    """Return the observations after the watch has delivered the plan's writes."""
     return replace(observed, published=made.status)
 
 

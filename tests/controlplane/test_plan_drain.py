@@ -1,4 +1,4 @@
-"""Scale-down, return and deletion: Draining first, then the StatefulSet once no request is in flight."""
+"""Tests of scale-down, cancelled scale-down and deletion: members drain before the StatefulSet shrinks."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ DRAINING = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=20))
 
 
 def draining(**changes: object) -> Observed:
-    """Three pods, of which the last drains, and its reports."""
+    """Return observations of three pods with the last pod draining, and the routers' reports."""
     return seen(PODS, DRAINING, **changes)  # type: ignore[arg-type]  # as seen() takes them
 
 
@@ -124,7 +124,7 @@ class TestScaleDown:
 
 
 class TestIdle:
-    """One observation: the reports that count as idle."""
+    """Tests of the reports in one observation that count as idle."""
 
     @pytest.mark.parametrize(
         ("routers", "engine", "expected"),

@@ -1,4 +1,4 @@
-"""Ring membership: gradual joins, immediate removal, empty returns, and damping of flaps."""
+"""Tests of ring membership: gradual joins, immediate removal, returns with an empty cache, and damping of flaps."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Rollout of a changed template: one pod at a time; a pod that cannot start stops it."""
+"""Tests of the rollout of a changed template: one pod at a time, until a pod cannot start."""
 
 from dataclasses import replace
 

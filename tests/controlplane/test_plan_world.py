@@ -1,4 +1,4 @@
-"""With any events and operator restarts, a pool converges to its spec and no request is aborted."""
+"""Tests that a pool converges to its spec after any events and operator restarts, without aborted requests."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_rollout_has_at_most_one_inactive_pod_at_a_time() -> None:
 
 
 def test_pool_scales_to_zero_and_back_and_converges() -> None:
-    """As an autoscaler does: the last member drains, returns, is removed, and is desired again."""
+    """Like an autoscaler, the test drains the last member, returns it, removes it, and requests it again."""
     world = World(spec=template_spec(1))
     settled(world)
     uid = world.pods["qwen-0"].uid
@@ -79,7 +79,7 @@ def test_pool_scales_to_zero_and_back_and_converges() -> None:
 
 @pytest.mark.parametrize("reasons", [True, False])
 def test_draining_member_becomes_active_after_scale_up(reasons: bool) -> None:
-    """Also with a kubelet that gives no reason for Ready false while the readiness gate is closed."""
+    """Some kubelets report no reason for Ready false while the readiness gate is closed."""
     world = World(spec=template_spec(2), kubelet_gives_reasons=reasons)
     settled(world)
     world.busy["qwen-1"] = 1

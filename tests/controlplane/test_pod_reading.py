@@ -101,7 +101,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 class TestRecorded:
-    """Objects recorded from a real API server; recorded/README.md has the procedure."""
+    """The objects are recordings from a real API server; recorded/README.md describes the procedure."""
 
     @pytest.mark.parametrize(
         ("name", "serving", "ready", "in_ring", "terminating"),

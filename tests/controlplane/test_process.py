@@ -1,4 +1,7 @@
-"""How the operator ends: at once when it has lost its lease, since what kopf has begun would still be written."""
+"""Tests of the operator's end.
+
+The operator exits immediately after the loss of its Lease, because kopf could still write.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -13,11 +16,11 @@ from dualmap_operator.run.metrics import Metrics
 
 
 class ExitedError(Exception):
-    """The process would be no more."""
+    """Raised instead of an exit of the process."""
 
 
 class FakeControl:
-    """Acts until cancelled, and then writes something more, as kopf may."""
+    """A control loop that runs until cancelled and then writes once more, as kopf may."""
 
     def __init__(self) -> None:
         self.wrote: list[str] = []

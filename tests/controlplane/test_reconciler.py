@@ -1,4 +1,4 @@
-"""A pool's loop: what triggers it, how it handles each kind of failure, and when it ends."""
+"""Tests of a pool's reconcile loop: its triggers, its handling of each kind of failure, and its end."""
 
 import asyncio
 import contextlib

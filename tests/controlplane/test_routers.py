@@ -1,4 +1,4 @@
-"""The routers, as read from EndpointSlices."""
+"""Tests of the routers' addresses from EndpointSlices."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ class TestReading:
 
 
 def test_spec_from_an_api_server_is_parsed() -> None:
-    """With the schema's defaults in every field (recorded/README.md)."""
+    """The recorded pool has the schema's defaults in every field (recorded/README.md)."""
     document = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
     spec = read_spec(document)
     assert (spec.name, spec.replicas, spec.drain_timeout_s, spec.generation) == ("qwen", 3, DRAIN_TIMEOUT_S, 1)

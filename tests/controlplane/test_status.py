@@ -117,7 +117,7 @@ def test_status_is_readable_by_the_router() -> None:
 
 
 def test_status_is_valid_for_the_schema() -> None:
-    """What a real API server kept of a status that we wrote (recorded/README.md) is what we would write again."""
+    """The status that a real API server stored (recorded/README.md) equals the status that the operator would write."""
     pool = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
     status = read_status(pool["status"])
     assert status_document(status) == pool["status"]
@@ -188,7 +188,7 @@ STATUSES = st.builds(
 def test_status_round_trip_is_lossless(status: PoolStatus) -> None:
     read = read_status(status_document(status))
     assert set(read.members) == set(status.members)
-    # The order of members is the writer's; having been written once, nothing changes any more.
+    # The writer determines the order of members, so a second write changes nothing.
     assert read == read_status(status_document(read))
     assert read == PoolStatus(
         observed_generation=status.observed_generation,

@@ -1,4 +1,4 @@
-"""Questions to real servers on loopback: our router's and engine's own, and such as misbehave."""
+"""Tests of status requests to real servers on loopback: DualMap's router and engine, and faulty servers."""
 
 import asyncio
 import gzip
@@ -26,7 +26,7 @@ from dualmap_sim.server_settings import ServerSettings
 from waiting import until
 
 HOST = "127.0.0.1"
-# Long enough for whatever answers at all, so that "not heard" means that the answer was not taken.
+# Long enough for every answering server, so that a missing result means a rejected answer.
 PATIENT_S = 60.0
 STANDING_STILL = 1e-6
 POOL: dict[str, Any] = {
@@ -45,7 +45,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A server that a test controls: its port, the heads of the requests it got, and its connections."""
+    """A server that a test controls: its port, the heads of its received requests, and its connections."""
 
     port: int = 0
     heads: list[bytes] = field(default_factory=list)
@@ -91,7 +91,7 @@ async def listening(talk: Talk) -> AsyncIterator[Peer]:
 
 
 def saying(body: bytes, *, status: str = "200 OK", headers: str = "", length: int | None = None) -> Talk:
-    """Answer with this; ``length`` claims another length than the body has."""
+    """Answer with this text; ``length`` sets a wrong content length."""
     claimed = len(body) if length is None else length
     return sending(f"HTTP/1.1 {status}\r\n{headers}Content-Length: {claimed}\r\n\r\n".encode() + body)
 
@@ -109,7 +109,7 @@ async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) ->
 
 
 async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Data always comes, but never the end."""
+    """Send data without an end."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     while not writer.is_closing():
         writer.write(b"1\r\n{\r\n")
@@ -118,7 +118,7 @@ async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def endless(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Sends as much as the client reads, as fast as it reads."""
+    """Send data as fast as the client reads."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     chunk = b" " * 65_536
     while not writer.is_closing():
@@ -398,12 +398,12 @@ class TestEngines:
             assert await engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S) is None
 
     async def test_silent_engine_does_not_delay_other_engines(self, engines: EngineClient) -> None:
-        """Those that wait for their turn have all of their own time then."""
+        """The time that a request waits for a free connection does not count towards its timeout."""
         async with listening(silent) as mute, listening(saying(VLLM)) as peer, asyncio.timeout(PATIENT_S):
             questions = [engines.requests("vLLM", HOST, mute.port, timeout_s=0.2) for _ in range(100)]
             *unheard, heard = await asyncio.gather(
                 *questions, engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S)
             )
         assert (set(unheard), heard) == ({None}, 5)
-        # Requests that have just timed out are still closing when the next ones begin.
+        # Connections of timed-out requests may still be closing when the next requests begin.
         assert mute.most_open <= 64

@@ -1,4 +1,6 @@
-"""The preStop script, really run by a shell against a small HTTP server, on a clock that only ``sleep`` moves."""
+"""Tests of the preStop script: a shell runs the script against a small HTTP server, with a clock that only ``sleep``
+moves.
+"""
 
 import socket
 import subprocess
@@ -44,7 +46,10 @@ PATHS = {"vLLM": "/metrics", "SGLang": "/metrics", "TensorRTLLM": "/prometheus/m
 
 
 class Metrics(ThreadingHTTPServer):
-    """An engine's metrics page: one text after the other, the last one for good; an empty one is answered with 500."""
+    """An engine's metrics page.
+
+    The server returns the texts in order and repeats the last text; an empty text is an answer 500.
+    """
 
     def __init__(self, pages: list[str], *, host: str, path: str) -> None:
         self.pages, self.path, self.asked = pages, path, 0
@@ -69,7 +74,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 class Pod:
-    """A container's file system as far as the script sees it: a PATH with a few context, and a clock."""
+    """The part of a container's file system that the script uses: a PATH with some commands, and a clock."""
 
     def __init__(self, folder: Path, *context: str) -> None:
         self.bin, self.clock = folder / "bin", folder / "clock"
@@ -90,7 +95,7 @@ class Pod:
     def stop(
         self, port: int, *, engine: str = "vLLM", drain_timeout_s: float = 600.0, shell: str = "/bin/sh", **env: str
     ) -> tuple[int, int]:
-        """Run the pool's script; return its exit code and how many seconds it took by the clock."""
+        """Run the pool's script; return its exit code and its duration in seconds of the fake clock."""
         spec = pool_of(template_of(GOOD_CONTAINER), engine=engine, drain_timeout_s=drain_timeout_s)
         script = pre_stop_script(spec).replace("port=8000 ", f"port={port} ")
         done = subprocess.run(
@@ -126,7 +131,7 @@ BUSY = page(3.0, 0.0)
 
 @pytest.fixture
 def nobody() -> int:
-    """A port of this machine where nothing listens."""
+    """Return a port of this machine without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -194,7 +199,7 @@ def test_pre_stop_continues_after_a_single_idle_check(serve: Any, tmp_path: Path
 
 
 def test_pre_stop_resets_the_idle_count_after_a_failed_check(serve: Any, tmp_path: Path) -> None:
-    # A look that fails asks at two addresses, which here are one.
+    # A failed check queries two addresses, which are equal in this test.
     server = serve([IDLE, "", "", IDLE])
 
     assert Pod(tmp_path, "curl").stop(server.server_port) == (0, 5 + 3 * 2)
@@ -285,5 +290,6 @@ def test_pre_stop_ignores_proxy_variables(serve: Any, nobody: int, tmp_path: Pat
 
 
 def test_pre_stop_ends_before_the_grace_period() -> None:
-    # The pause is part of the time-out; after it come one more sleep and one more look at two addresses, 2 s each.
+    # The drain timeout includes the initial pause. After the timeout, the script may sleep once more and query two
+    # addresses, 2 s each.
     assert grace_period_s(pool_of(template_of(GOOD_CONTAINER), drain_timeout_s=60.0)) >= 60 + 2 + 2 * 2 + 30

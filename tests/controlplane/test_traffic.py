@@ -13,7 +13,7 @@ NOTHING = TrafficStatus()
 def totals(
     requests: int = 0, *, slo_met: int | None = None, predicted: int = 0, measured: int = 0, late: int = 0
 ) -> dict[str, object]:
-    """A router's totals as it sends them: 100 prompt tokens a request, and a first token of each."""
+    """Return a router's traffic totals, with 100 prompt tokens and a first token for each request."""
     return dict(
         asdict(
             Traffic(
@@ -29,7 +29,7 @@ def totals(
 
 
 class Watched:
-    """A window whose routers are looked at every ten seconds."""
+    """A traffic window with reports of the routers every ten seconds."""
 
     def __init__(self, published: TrafficStatus | None = None) -> None:
         self.window = TrafficWindow(published=published)
@@ -46,7 +46,7 @@ class Watched:
         return self.shown
 
     def wait(self, seconds: float) -> TrafficStatus:
-        """Nothing more happens; the routers are looked at as before."""
+        """Repeat the last reports every ten seconds for this time."""
         for _ in range(round(seconds / 10)):
             self.look(**self.last)
         return self.shown

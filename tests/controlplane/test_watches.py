@@ -1,4 +1,4 @@
-"""The watches' view of a pool, and which pool an event wakes."""
+"""Tests of a pool's objects from the watches, and of the pool that an event triggers."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_template_pool_has_the_pods_of_its_statefulset(scene: Scene) -> None:
     scene.pool()
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("other-0", owner="other"), ("llm", "other-0"))
-    # Our label, put on by hand, makes no member; neither does a StatefulSet of that name that is another's.
+    # A pod is a member only with both the pool's label and a controller of the pool's name.
     scene.pod(pod_body("qwen-7", owner="qwen", **{"serving.dualmap.dev/pool": ""}), ("llm", "qwen-7"))
     scene.pod(pod_body("qwen-8", owner="qwen", **{"serving.dualmap.dev/pool": "other"}), ("llm", "qwen-8"))
     scene.pod(pod_body("stray", **{"serving.dualmap.dev/pool": "qwen"}), ("llm", "stray"))
@@ -185,7 +185,7 @@ def test_spec_change_triggers_reconcile_of_pools_with_same_model(scene: Scene) -
     assert show("young", 2) == [young]
     assert show("old", 1) == [young, old]
     assert [each.owner for each in scene.watches.lost_claims(young)] == ["llm/old"]
-    # Otherwise each would answer the other's write for ever.
+    # A status write must not trigger the other pool, or both pools would reconcile endlessly.
     assert show("old", 1, version="2", status={"inRing": 3}) == [old]
     assert show("young", 2, version="3", status={"inRing": 3}) == [young]
     assert show("old", 1, version="4", model={"name": "another"}) == [young, old]

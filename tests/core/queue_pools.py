@@ -1,4 +1,4 @@
-"""Pools of slow members where requests soon queue, and helpers: for the tests of queued requests."""
+"""Pools of slow members with short dispatch windows, and helpers for the tests of queued requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ def slow_pool(
     rebalance: bool = True,
     **queue: Any,
 ) -> Pool:
-    """Members that prefill 1000 tokens a second, with a window of one second."""
+    """Return members with a prefill speed of 1000 tokens per second and a dispatch window of one second."""
     routing = Routing(
         policy=policy,
         queue=replace(Queue(dispatch_window_s=1.0), **queue),
@@ -40,7 +40,7 @@ def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) ->
 
 
 def decided(effects: Effects[object]) -> list[str]:
-    """The queued requests that an event released; it must have rejected none."""
+    """Return the queued requests that an event dispatched; fail if the event rejected a request."""
     assert all(isinstance(each, Decision) for each in effects.outcomes), effects
     return [each.request_id for each in effects.outcomes]
 

@@ -1,4 +1,4 @@
-"""Helpers that send requests to a pool's router and sum its load, for the tests of the router."""
+"""Helpers for the tests of a pool's router: send requests and sum the load."""
 
 from builders import request
 from dualmap.requests import Decision

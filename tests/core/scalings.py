@@ -1,4 +1,4 @@
-"""Helpers for a pool's state and traffic, for the tests of the rule for desired replicas."""
+"""Helpers for the tests of desired replicas: a pool's state and traffic."""
 
 import builders
 from dualmap.pools.pool import Engine, MemberState, Pool
@@ -24,9 +24,9 @@ def status(
     beside_others: float = 0.0,
     draining: int = 0,
 ) -> PoolSnapshot:
-    """A pool whose members have ``pending`` and ``held`` tokens each; the last ``draining`` of them leave.
+    """Return a pool whose members each have ``pending`` and ``held`` tokens; the last ``draining`` members drain.
 
-    ``beside_others`` is their speed as other routers' prefills let this one see it, where that is less than ``speed``.
+    ``beside_others`` is the speed that this router measures while other routers' prefills slow the members down.
     """
     endpoints = tuple(
         EndpointStatus(
@@ -59,7 +59,7 @@ def status(
 
 
 def steady(scaling: Scaling, *, rate: float, since: float, until: float, cached: int = 0) -> None:
-    """Send ``rate`` requests a second of TOKENS uncached tokens."""
+    """Send ``rate`` requests per second with TOKENS uncached tokens each."""
     for n in range(round(rate * (until - since))):
         scaling.window.add(since + n / rate, uncached_tokens=TOKENS, cached_tokens=cached)
 

@@ -34,7 +34,7 @@ def test_chain_root_differs_by_model_lora_and_salt(a: str, b: str, c: str, d: st
 
 
 def test_chain_hashes_are_the_same_in_every_version() -> None:
-    # Another hash would split a fleet in the middle of an upgrade: its replicas would disagree on every key.
+    # With another hash, old and new replicas would compute different keys during an upgrade.
     assert chain_root(model="Qwen/Qwen2.5-7B-Instruct", cache_salt="tenant") == 0xD4F36F891687BFE1
     hashes = chain_blocks(b"x" * 40, root=1, block_tokens=4).hashes
     assert hashes == (0x560B0484508EE37, 0x8A61E12B475CA1BA, 0xA0C8A56E500BDA39)

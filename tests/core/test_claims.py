@@ -1,4 +1,4 @@
-"""The pool that wins a model name claimed by several pools."""
+"""Tests of the winning pool if several pools have the same model name."""
 
 from dualmap.pools.claims import Claimant, LostClaim, lost_claims
 from dualmap.pools.pool import Model, Pool

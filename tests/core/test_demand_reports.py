@@ -1,4 +1,4 @@
-"""One number per pool: the sum of the reports of all routers, also after a router has stopped."""
+"""Tests of a pool's demand as the sum of all routers' reports, also after a router has stopped."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ class TestSums:
 
 
 class TestOtherShares:
-    """A router that adds members for a missed SLO uses the desired replicas of the others."""
+    """Tests of the other routers' desired replicas, which a router uses when it adds members for a missed SLO."""
 
     def test_other_shares_contain_the_report_of_each_router(self) -> None:
         peers = PeerShares()
@@ -81,7 +81,9 @@ class TestOtherShares:
 
 
 class TestStoppedRouter:
-    """One of three that share 12 instances' worth; its traffic goes to the two others."""
+    """Tests of a stopped router: one of three routers with a total demand of 12 instances; its traffic moves to the
+    others.
+    """
 
     def test_stopped_router_share_counts_until_routers_measure_it(self) -> None:
         peers = PeerShares()
@@ -91,7 +93,7 @@ class TestStoppedRouter:
             peers.add_report(float(now), "stays", report(Share(desired_replicas=4.0 + 2.0 * moved)))
             peers.expire(float(now))
             total = peers.total(float(now), Share(desired_replicas=4.0 + 2.0 * moved))
-            # While the router is silent but not yet removed it counts itself: the sum is 12 plus the traffic that has
+            # Before its removal, the silent router's report still counts, so the sum is 12 plus the traffic that has
             # moved.
             assert 12.0 <= total.desired_replicas <= 12.0 + 4.0 * PEER_TTL_S / REMEMBERED_S
             assert total.held == (2 if now < REMEMBERED_S else 0)
@@ -102,14 +104,14 @@ class TestStoppedRouter:
         assert peers.live(PEER_TTL_S, Share(desired_replicas=8.0)).desired_replicas == 8.0
 
     def test_restarted_router_demand_is_counted_once(self) -> None:
-        """Its new life measures what the old one did; the sum is what it was, not more."""
+        """The restarted router measures the same traffic as before, so the sum must not grow."""
         peers = PeerShares()
         peers.add_report(0.0, "router-1", report(Share(desired_replicas=6.0), Share(desired_replicas=12.0)))
         peers.add_report(5.0, "router-2", report(Share(desired_replicas=6.0)))
         assert peers.total(5.0, Share(desired_replicas=6.0)).desired_replicas == 12.0
 
     def test_started_router_uses_reports_of_the_previous_router(self) -> None:
-        """The started router has no traffic yet; it is the only router, or the only one that is read."""
+        """The started router has no traffic yet, and the autoscaler may read only this router."""
         peers = PeerShares()
         peers.add_report(-20.0, "before", report(Share(desired_replicas=5.0, in_flight=40)))
         assert peers.total(0.0, NO_SHARE) == Share(desired_replicas=5.0, in_flight=40)

@@ -1,4 +1,4 @@
-"""The heap of times that release queued requests equals a search of all members."""
+"""Tests that the heap of dispatch times equals a search of all members."""
 
 from dataclasses import replace
 from random import Random

@@ -40,7 +40,7 @@ def test_prefill_estimate_changes_little_after_a_single_outlier() -> None:
 @given(seed=st.integers(0, 10_000), stalled=st.floats(0, 0.6))
 @settings(max_examples=60)
 def test_engine_stalls_do_not_raise_the_estimated_speed(seed: int, stalled: float) -> None:
-    # Cut apart, noise that trades the linear for the quadratic part made an instance look 19 times as fast.
+    # Separate limits for the linear and the quadratic coefficient let noise raise an estimated speed by a factor of 19.
     chance, truth, model = random.Random(seed), Speed(1 / 7000, 1 / 7000 * 1.5e-5), PrefillModel(7000)
     for _ in range(200):
         new, cached = chance.randrange(100, 20_000), chance.choice([0, chance.randrange(0, 10_000)])

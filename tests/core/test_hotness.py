@@ -15,12 +15,12 @@ def tree(initial: int = 2, longest: int = 64) -> HotnessTree:
 
 
 def prompt(shared: int, own: int, length: int = 20) -> list[int]:
-    """A chain with ``shared`` leading blocks common to all, and others of its own."""
+    """Return a chain with ``shared`` common leading blocks, followed by unique blocks."""
     return [n if n < shared else 1000 * (own + 1) + n for n in range(length)]
 
 
 class NaiveHotness:
-    """The same rules over a plain list of counts with their times; every sum is computed from scratch."""
+    """A simple reference implementation of the rules, which computes every sum from a list of counts with times."""
 
     def __init__(self, initial: int, longest: int) -> None:
         self.initial, self.longest = initial, longest
@@ -69,7 +69,8 @@ def test_hotness_equals_a_simple_reference_implementation() -> None:
         one, reference = tree(longest=6), NaiveHotness(2, 6)
         for n in range(500):
             now += chance.choice([0.0, 0.05, 0.4]) if n % 90 else chance.uniform(0, 40)
-            # The hot prefix of three changes every hundred requests; many other requests have unique prefixes.
+            # One of three prefixes is hot, and changes every hundred requests; many other requests have unique
+            # prefixes.
             fate = chance.random()
             if fate < 0.5:
                 group = n // 100 % 3 if fate < 0.45 else chance.randrange(3)
@@ -80,7 +81,7 @@ def test_hotness_equals_a_simple_reference_implementation() -> None:
             assert length == reference.key_blocks(now, hashes)
             lengths[length] += 1
         merges += reference.merges
-    # The comparison means something only if keys grew and shrank during it.
+    # The comparison is meaningful only if keys grew and shrank.
     assert lengths.total() - lengths[2] - lengths[1] - lengths[0] > 500
     assert merges > 3
 
@@ -97,7 +98,7 @@ def test_key_of_a_hot_prefix_grows_until_the_requests_differ() -> None:
     one = tree()
     lengths = [one.key_blocks(0.1 * n, prompt(13, n), **SHARES) for n in range(60)]
     assert lengths[: MIN_SPLIT_REQUESTS - 1] == [2] * (MIN_SPLIT_REQUESTS - 1)
-    # The key spans the 13 shared blocks and the first block of the request's own.
+    # The key has the 13 shared blocks and the request's first unique block.
     assert lengths[-1] == 14
 
 
@@ -126,7 +127,7 @@ def test_key_of_a_cooled_prefix_gets_shorter() -> None:
     for n in range(100):
         one.key_blocks(0.1 * n, prompt(5, n), **SHARES)
     assert one.key_blocks(10.0, prompt(5, 500), **SHARES) == 6
-    # Between merge and split share the key stays split; below the merge share it is merged.
+    # Between the merge and the split share, the key stays split. Below the merge share, the key is merged.
     for n in range(800):
         one.key_blocks(31.0, prompt(0, 1000 + n), **SHARES)
     assert one.key_blocks(32.0, prompt(5, 501), **SHARES) == 6

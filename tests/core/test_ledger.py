@@ -30,7 +30,7 @@ def entry(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """For any order of events, even wrong and repeated ones, the sums are those of the live requests."""
+    """For any order of events, including wrong and repeated events, the sums equal those of the open requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,14 +119,15 @@ def test_ledger_queue_time_shrinks_during_a_prefill() -> None:
     load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
-    # The head is late: its own second has passed, the other's is still ahead.
+    # The first prefill is late: its estimated second has passed, but the second prefill's second remains.
     assert load.queue_s(2.0, 3.0) == 1.0
     ledger.first_token(2.0, "1")
     assert load.queue_s(2.0, 3.0) == 1.0
 
 
 def test_ledger_adds_decode_stalls_to_the_queue_time() -> None:
-    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
+    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The first prefill's own time does not
+    # count as a stall.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     load = ledger.loads["a"]
@@ -154,7 +155,7 @@ def test_ledger_starts_next_prefill_after_abort_of_the_first() -> None:
 
 
 def test_ledger_ends_unobserved_prefill_at_the_predicted_time() -> None:
-    # An answer that comes whole shows no first token: while it is decoded, its member must not look stalled.
+    # A response without streaming reports no first token, so the member must not count as stalled during the decoding.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
@@ -256,7 +257,7 @@ class TestLostReports:
         assert late is not None
         assert late.prefilled
         assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
-        # The other has only now begun, and the stall changed no estimate.
+        # The other prefill begins at this moment, and the stall did not change the speed estimate.
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
         assert load.speed.current == before
 

@@ -75,7 +75,7 @@ class TestServing:
 
 class TestNodeLost:
     def unready(self, ready_s: int, *, gate: str = "True", **more: str) -> dict[str, Any]:
-        """Kubernetes says that the pod is not ready, though its containers are since second 3."""
+        """The pod is not ready in Kubernetes, but its containers are ready since second 3."""
         return pod(
             condition("ContainersReady", second=3),
             condition(IN_RING_GATE, gate, 50),
@@ -84,7 +84,7 @@ class TestNodeLost:
 
     @pytest.mark.parametrize("gate", ["True", "False"])
     def test_pod_is_not_serving_if_node_controller_clears_ready(self, gate: str) -> None:
-        """A gate that the operator closed for a lost pod does not make the pod look serving again."""
+        """The closed readiness gate of a lost pod must not make the pod count as serving."""
         assert not pod_facts(self.unready(45, gate=gate)).serving
 
     @pytest.mark.parametrize("gate", ["True", "False"])
@@ -97,7 +97,9 @@ class TestNodeLost:
 
     @pytest.mark.parametrize("ready_s", [50, 51])
     def test_pod_unready_after_gate_became_false_is_serving(self, ready_s: int) -> None:
-        """The closed gate explains it, though the kubelet gives no reason: a draining member can be taken back."""
+        """The closed readiness gate explains Ready false without a reason from the kubelet, so a draining member can
+        become Active again.
+        """
         assert pod_facts(self.unready(ready_s, gate="False")).serving
 
     def test_pod_unready_without_dualmap_gate_is_not_serving(self) -> None:

@@ -1,6 +1,7 @@
-"""DualMap's rule, its ablations and the plain baselines on constructed situations, and properties of all policies.
+"""Tests of DualMap's rule, its ablations and simple baselines in constructed situations, and of properties of all
+policies.
 
-The simulator tests whole workloads; test_policies_others tests the other systems' rules.
+The simulator's tests use complete workloads. test_policies_others.py tests the rules of other systems.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ from dualmap.requests import Decision
 from dualmap.router import PoolRouter
 from situations import candidate, decide, situation_of
 
-# Policies that choose by key or by turn alone, where equal members need no tie-break.
+# Policies that choose only by key or by request order, and need no tie-break between equal members.
 BY_KEY_OR_TURN = ("round_robin", "cache_affinity", "chwbl")
 # Policies that consider only the pair.
 WITHIN_THE_PAIR = tuple(name for name in POLICIES if name.startswith("dualmap_"))
@@ -43,7 +44,7 @@ def test_dualmap_with_cold_pair_picks_a_cheaper_member() -> None:
     holder = candidate("c", queue_s=1.0, compute_s=0.2, matched=800)
     assert decide("dualmap", one, other, holder) == ("c", "pair-cold")
     assert decide("dualmap_paper", one, other, holder)[0] in "ab"
-    # Estimates are not precise to 0.02 s, and later requests of the key go to the pair.
+    # The estimates are not precise to 0.02 s, and later requests with this key go to the pair.
     assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
 
 
@@ -63,11 +64,11 @@ def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
     other, idle = candidate("b", queue_s=3.0, compute_s=1.0), candidate("c", compute_s=0.3)
     assert decide("dualmap", warm, other, idle) == ("a", "pair-warm")
     assert decide("dualmap", warm._replace(queue_s=2.5), other, idle) == ("c", "spill")
-    # The weight of T_c keeps the request at its warm member while a detour costs more work than the queue costs time:
-    # 2.6 + 3*0.1 < 3*1.0.
+    # The weight 3 of the compute time keeps the request at its warm member (2.6 + 3*0.1 < 3*1.0), because another
+    # member needs more compute time than the queue time saved.
     dear = idle._replace(compute_s=1.0)
     assert decide("dualmap", warm._replace(queue_s=2.6), other, dear) == ("a", "pair-marginal")
-    # Active KV counts: 20 000 tokens at 1000/s weigh 0.2 * 20 s.
+    # Active KV tokens add to the cost: 20 000 tokens at 1000 tokens/s cost 0.2 * 20 s.
     assert decide("dualmap", warm._replace(queue_s=2.6), other, idle._replace(active_kv_tokens=20_000)) == (
         "a",
         "pair-marginal",
@@ -157,7 +158,7 @@ def test_policy_choice_is_independent_of_member_order(policy: str) -> None:
 
 
 def place(router: PoolRouter, number: int) -> tuple[str, ...]:
-    """Send a request with one of nine system prompts, end the one 25 requests ago; return the dispatched members."""
+    """Send requests with nine system prompts, and end each request 25 requests later; return the dispatched members."""
     now, text = number * 0.05, text_of(1024, f"system {number % 9}") + text_of(64 * (number % 11), f"{number}")
     answer, released = router.on_request(now, request(str(number), text, now=now))
     later = router.on_first_token(now, str(number - 5)).outcomes + router.on_finished(now, str(number - 25)).outcomes
@@ -211,7 +212,10 @@ def test_policy_docs_have_a_row_for_every_policy() -> None:
 
 
 class TestAblations:
-    """Paper section 4.3; in this pair the warm one is slow and loaded, the cold one idle, the third idler still."""
+    """Tests of the ablations (paper section 4.3).
+
+    The pair has a loaded member with a cached prefix and an almost idle member. A third member is idle.
+    """
 
     warm = candidate("a", matched=800, queue_s=5.0, pending=5000)
     cold = candidate("b", queue_s=0.5, pending=10, compute_s=1.0)
@@ -235,6 +239,6 @@ class TestAblations:
         assert decide("dualmap_no_rebalance", warm, self.cold) == ("a", "pair-warm")
 
     def test_ablation_policy_min_ttft_adds_queue_and_compute_time(self) -> None:
-        # 1.3 + 0.1 < 0.5 + 1.0, and 1.5 + 0.1 is more.
+        # The costs are 1.3 + 0.1 < 0.5 + 1.0 < 1.5 + 0.1.
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.3), self.cold)[0] == "a"
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.5), self.cold)[0] == "b"

@@ -1,6 +1,6 @@
-"""The rules of other systems on constructed situations: each branch and its boundary, computed from the definition.
+"""Tests of other systems' rules in constructed situations: each branch and its boundary, computed from the definition.
 
-Prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens a second unless something else is said.
+By default, prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens per second.
 """
 
 from collections import Counter
@@ -32,7 +32,8 @@ def test_least_requests_counts_requests_not_tokens() -> None:
 def test_power_of_two_picks_the_less_loaded_of_two_members() -> None:
     members = [candidate(id, requests=n) for n, id in enumerate("abcd")]
     picks = Counter(decide("power_of_two", *members, id=f"r{n}")[0] for n in range(1200))
-    # Of six pairs, three contain the idlest; the next is better in two, the third in one; the busiest never wins.
+    # Three of the six pairs contain the idlest member. The second idlest member wins two pairs, the third wins one
+    # pair, and the busiest wins none.
     assert {id: round(count / 200) for id, count in picks.items()} == {"a": 3, "b": 2, "c": 1}
 
 
@@ -41,7 +42,7 @@ def test_cache_affinity_global_ignores_load() -> None:
     for n in range(20):
         chosen = decide("cache_affinity_global", candidate("a"), candidate("b", matched=512), warm, id=f"r{n}")
         assert chosen == ("c", "longest-prefix")
-    # Nor between equals.
+    # Load also has no effect between members with equal matches.
     busy, idle = candidate("a", matched=512, requests=9), candidate("b", matched=512)
     assert {decide("cache_affinity_global", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"a", "b"}
 
@@ -64,7 +65,7 @@ class TestPreble:
 
 def test_dynamo_cost_is_new_prefill_plus_active_kv() -> None:
     cold = candidate("b", kv=50)
-    # 200 new + 840 active < 1000 new + 50 active < 200 + 900.
+    # New plus active tokens: 200 + 840 < 1000 + 50 < 200 + 900.
     assert decide("dynamo", candidate("a", matched=800, kv=840), cold) == ("a", "least-blocks")
     assert decide("dynamo", candidate("a", matched=800, kv=900), cold) == ("b", "least-blocks")
 
@@ -73,7 +74,7 @@ class TestAibrix:
     def test_aibrix_with_load_difference_over_8_ignores_prefixes(self) -> None:
         idle = candidate("b")
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=9), idle) == ("b", "imbalanced")
-        # Mean 4 and deviation 4: 8 is not too busy.
+        # The limit is mean plus one standard deviation, here 8 requests.
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=8), idle) == ("a", "prefix-match")
 
     def test_aibrix_ignores_matches_of_members_above_one_sigma(self) -> None:
@@ -95,12 +96,12 @@ class TestSglang:
         ("most", "fewest", "expected"),
         [
             (65, 0, ("b", "imbalanced")),
-            (64, 0, ("a", "prefix-match")),  # Not over 64 more.
-            (200, 135, ("a", "prefix-match")),  # 65 more, but not over 1.5 times as many: 202.5.
+            (64, 0, ("a", "prefix-match")),  # The difference does not exceed 64.
+            (200, 135, ("a", "prefix-match")),  # The difference is 65, but the ratio does not exceed 1.5 (202.5).
             (200, 133, ("b", "imbalanced")),
         ],
     )
-    def test_sglang_load_is_unbalanced_only_if_both_conditions_hold(
+    def test_sglang_load_is_unbalanced_above_both_thresholds(
         self, most: int, fewest: int, expected: tuple[str, str]
     ) -> None:
         warm, cold = candidate("a", matched=896, requests=most), candidate("b", requests=fewest)
@@ -118,9 +119,9 @@ class TestSmgSpill:
         [
             (6, (0, 0), "prefix-match"),  # Mean 2, margin 4: up to 6.
             (9, (0, 0), "spill"),  # Mean 3, margin 4: up to 7.
-            (15, (6, 6), "prefix-match"),  # Mean 9, margin 2 * 3: up to 15; 1.5 times the mean is less.
+            (15, (6, 6), "prefix-match"),  # Mean 9, margin 2 * 3: up to 15, which is more than 1.5 times the mean.
             (17, (5, 5), "spill"),
-            (150, (75, 75), "prefix-match"),  # Mean 100, margin 20: 1.5 times the mean is more, up to 150.
+            (150, (75, 75), "prefix-match"),  # Mean 100, margin 20: up to 150, which is 1.5 times the mean.
             (153, (74, 73), "spill"),
         ],
     )
@@ -157,8 +158,11 @@ def test_stack_loadaware_compares_match_with_relative_load(warm: int, cold: int,
         (candidate("a", pending=1000, kv=0, matched=896), "a"),  # 0 + 2 + 2.688 against 4.
         (candidate("a", pending=0, kv=500_000, matched=384), "a"),  # Equal queues both score 2: 4.152.
         (candidate("a", pending=0, kv=500_000, matched=256), "b"),  # 2 + 1 + 0.768.
-        (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue scores 0, however short it is: 3.92.
-        (candidate("a", pending=0, kv=5_000_000, matched=640), "b"),  # More than the cache is no less than 0: 3.92.
+        (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue always scores 0: 3.92.
+        (
+            candidate("a", pending=0, kv=5_000_000, matched=640),
+            "b",
+        ),  # A full cache scores 0: 3.92.
         (candidate("a", pending=0, kv=5_000_000, matched=768), "a"),  # 4.304.
     ],
 )
@@ -177,11 +181,11 @@ class TestLlmdSticky:
         assert decide("llmd_sticky", *members) == ("b", "no-match")
 
     def test_llmd_sticky_skips_members_over_18_s_slower(self) -> None:
-        # The best of all has its first token after 0.1 s.
+        # The best member has its first token after 0.1 s.
         slow, idle = candidate("a", matched=896, queue_s=17.9, kv=9000), candidate("b", kv=8000)
         assert decide("llmd_sticky", slow, idle) == ("a", "sticky")
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle) == ("b", "penalty")
-        # One fast holder is enough; then the other holders count too.
+        # If one member with a match is fast enough, all members with a match are candidates.
         other = candidate("c", matched=896, queue_s=1.0, kv=9500)
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle, other) == ("a", "sticky")
 
@@ -207,7 +211,7 @@ def test_chwbl_picks_the_first_ring_member_within_the_load_bound(
 class TestLlumnix:
     def test_llumnix_cost_is_uncached_plus_pending_tokens(self) -> None:
         warm = candidate("a", matched=1800, pending=1700)
-        # 200 + 1700 < 2000 + 0 < 200 + 1900; a member without a match misses the whole prompt.
+        # 200 + 1700 < 2000 + 0 < 200 + 1900; a member without a match computes the whole prompt.
         assert decide("llumnix", warm, candidate("b"), prompt=2000) == ("a", "cache-aware")
         assert decide("llumnix", warm._replace(pending_tokens=1900), candidate("b"), prompt=2000)[0] == "b"
 
@@ -249,7 +253,7 @@ class TestEar:
         assert decide("ear", self.hot, self.more, just_room, host=self.hot, room=10_000) == ("c", "session-move")
 
     def test_ear_session_moves_once_and_then_stays_for_the_cooldown(self) -> None:
-        """Through the router: the binding, the load and the cooldown are its own."""
+        """The router supplies the binding, the load and the cooldown."""
         routing = Routing(policy="ear", queue=Queue(dispatch_window_s=1e9))
         router = PoolRouter(pool(3, routing=routing, engine=Engine(prefill_tokens_per_second=1000.0)))
 
@@ -269,7 +273,7 @@ class TestEar:
         assert rule == "new-session"
         load(first, 4000, 0.1)
         assert turn(2, 0.2) == (first, "session-host")
-        # The turn's first token came, so earlier submissions count as prefilled.
+        # The first token of this turn has arrived, so earlier requests count as prefilled.
         load(first, 6000, 0.3)
         second, rule = turn(3, 0.4)
         assert rule == "session-move"

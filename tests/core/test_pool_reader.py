@@ -6,7 +6,7 @@ import pytest
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import parse_duration, read_pools
-from dualmap.pools.pool import Engine, MemberState, Pool, Queue, RingAlgorithm, Routing
+from dualmap.pools.pool import Engine, MemberState, Pool, Queue, ReceiptFields, RingAlgorithm, Routing
 
 OBJECT: dict[str, Any] = {
     "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -15,6 +15,7 @@ OBJECT: dict[str, Any] = {
     "spec": {
         "model": {"name": "Qwen/Qwen2.5-7B-Instruct", "aliases": ["qwen"]},
         "engine": {"type": "vLLM", "port": 8000, "prefillTokensPerSecond": 9000, "cacheTokens": 500000,
+                   "maxModelLen": 32768,
                    "kvEvents": {"enabled": True, "port": 1, "replayPort": 2}},
         "replicas": 4,
         "workload": {"template": {"anything": ["goes"]}},
@@ -22,6 +23,9 @@ OBJECT: dict[str, Any] = {
         "routing": {
             "policy": "dualmap_paper",
             "receiptHeader": False,
+            "receiptFields": "Chosen",
+            "maxBodyBytes": 1048576,
+            "fairness": {"header": "x-tenant"},
             "ring": {"algorithm": "VirtualNodes", "virtualNodes": 64, "seed": 3},
             "prefix": {"blockTokens": 64, "initialBlocks": 1, "maxBlocks": 32, "window": "30s"},
             "spill": {"sloFraction": 0.4, "prefillWeight": 2, "activeKvWeight": 0.1},
@@ -58,9 +62,12 @@ def test_pool_fields_are_all_parsed() -> None:
     assert (pool.id, pool.model.name, pool.model.aliases) == ("llm/qwen", "Qwen/Qwen2.5-7B-Instruct", ("qwen",))
     assert (pool.engine.prefill_tokens_per_second, pool.engine.cache_tokens) == (9000, 500_000)
     assert pool.engine.kv_events.enabled
+    assert pool.engine.max_model_len == 32_768
     assert (pool.slo.ttft_s, pool.slo.attainment) == (2, 0.95)
     routing = pool.routing
     assert (routing.policy, routing.receipt_header) == ("dualmap_paper", False)
+    assert (routing.receipt_fields, routing.max_body_bytes) == (ReceiptFields.CHOSEN, 1_048_576)
+    assert routing.fairness.header == "x-tenant"
     assert (routing.ring.algorithm, routing.ring.virtual_nodes, routing.ring.seed) == (
         RingAlgorithm.VIRTUAL_NODES,
         64,
@@ -114,6 +121,7 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/model/name", "", "spec.model.name"),
         ("spec/model/aliases", "qwen", "spec.model.aliases"),
         ("spec/model/aliases", [1], "spec.model.aliases[0]"),
+        ("spec/model/aliases", ["qwen", "qwen"], "spec.model.aliases[1]"),
         ("spec/model/adapters", "sql", "spec.model.adapters"),
         ("spec/model/adapters", [""], "spec.model.adapters[0]"),
         ("spec/model/adapters", ["sql", 1], "spec.model.adapters[1]"),
@@ -127,12 +135,17 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/engine/prefillTokensPerSecond", 99, "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/prefillTokensPerSecond", float("nan"), "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/kvEvents/prt", 1, "spec.engine.kvEvents.prt"),
+        ("spec/engine/maxModelLen", -1, "spec.engine.maxModelLen"),
         ("spec/slo/ttft", 5, "spec.slo.ttft"),
         ("spec/slo/ttft", "50ms", "spec.slo.ttft"),
         ("spec/slo/ttft", "11m", "spec.slo.ttft"),
         ("spec/slo/attainment", 1.5, "spec.slo.attainment"),
         ("spec/routing/policy", "best", "spec.routing.policy"),
         ("spec/routing/receiptHeader", "yes", "spec.routing.receiptHeader"),
+        ("spec/routing/receiptFields", "None", "spec.routing.receiptFields"),
+        ("spec/routing/maxBodyBytes", 1023, "spec.routing.maxBodyBytes"),
+        ("spec/routing/fairness/header", "X-Tenant", "spec.routing.fairness.header"),
+        ("spec/routing/fairness/weight", 1, "spec.routing.fairness.weight"),
         ("spec/routing/ring/algorithm", "Maglev", "spec.routing.ring.algorithm"),
         ("spec/routing/prefix/blockTokens", 0, "spec.routing.prefix.blockTokens"),
         ("spec/routing/prefix/initialBlocks", 33, "spec.routing.prefix.initialBlocks"),

@@ -8,12 +8,12 @@ from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 
 
 def chain_of(name: int, length: int) -> list[int]:
-    """Blocks of a prompt: those of prompt 0 are shared by all prompts for their first three blocks."""
+    """Return a prompt's blocks; all prompts share their first three blocks with prompt 0."""
     return [n if n < 3 else name * 1000 + n for n in range(length)]
 
 
 PROMPTS = st.builds(chain_of, st.integers(0, 40), st.integers(0, 30))
-# Prompts that branch at blocks 3, 8 and 15, so that runs are cut, shared and extended in many ways.
+# Prompts that branch at blocks 3, 8 and 15, so that the index splits, shares and extends its runs of blocks.
 BRANCHING = st.builds(
     lambda names, length: [10**6 * sum(name * 7**n for n, name in enumerate(names[: (n > 2) + (n > 7) + (n > 14)])) + n
                            for n in range(length)],
@@ -23,12 +23,12 @@ BRANCHING = st.builds(
 
 
 def check(*indexes: PrefixIndex) -> None:
-    """The invariants of all indexes over one tree."""
+    """Assert the invariants of all indexes over one tree."""
     for index in indexes:
         assert len(index) == sum(len(run.hashes) for run in index._held) <= index._capacity
         order = list(index._held)
         for age, run in enumerate(order):
-            # A run's parent is held as well and given up later.
+            # The index also has a run's parent, and evicts the parent later.
             assert run.parent is not None
             assert run.parent is index._tree.root or order.index(run.parent) > age
     waiting, reached = [indexes[0]._tree.root], set()

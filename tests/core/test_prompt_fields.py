@@ -1,4 +1,4 @@
-"""Which fields of a request body count, by the API that the path names: every row of docs/prompts.md."""
+"""Tests of the prompt fields of a request body for each API path: every row of docs/prompts.md."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ BODIES: dict[Api, dict[str, Any]] = {
 }
 TEXTS = ("one text that is longer than a block of tokens", "another text, as long as that, but not equal to it")
 TOOL = [{"type": "function", "function": {"name": text}, "name": text} for text in TEXTS]
-# Two values for each field that holds something other than a text.
+# Two values for each field with a type other than text.
 VALUES: dict[str, tuple[Any, Any]] = {
     "tools": ([TOOL[0]], [TOOL[1]]),
     "functions": ([TOOL[0]], [TOOL[1]]),
@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "reasoning": ({"effort": "low"}, {"effort": "high"}),
     "output_config": ({"effort": "low"}, {"effort": "high"}),
 }
-# Fields that hold prompt text on some path.
+# Fields with prompt text for at least one API path.
 ALL_FIELDS = sorted({name.partition(".")[0] for layout in LAYOUTS.values() for name in layout.fields})
 
 

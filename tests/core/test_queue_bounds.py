@@ -1,4 +1,4 @@
-"""Bounds of the queue: number of requests and waiting time, also in a pool without members."""
+"""Tests of the queue's bounds: number of requests and waiting time, also in a pool without members."""
 
 from dataclasses import replace
 

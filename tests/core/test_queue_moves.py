@@ -1,4 +1,4 @@
-"""Moves of queued requests whose member leaves, fails or is overloaded."""
+"""Tests of moved queued requests after their member leaves, fails or is overloaded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ EVENTS = (
 
 
 def changed(of: Pool, pick: int, **change: Any) -> Pool:
-    """The pool with one of its members changed."""
+    """Return the pool with one changed member."""
     at = pick % max(1, len(of.members))
     return replace(of, members=tuple(replace(m, **change) if n == at else m for n, m in enumerate(of.members)))
 
@@ -159,9 +159,9 @@ class TestRemovedAndFailingMembers:
 
 class TestRebalancing:
     def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
-        """The pair of all keys has two members: six requests wait at m-0, m-1 is idle.
+        """Return a router with six queued requests at m-0 and an idle m-1, the pair of all keys.
 
-        They queue at one member under a policy that ignores load; then DualMap decides, as published.
+        The requests queue at one member under a policy that ignores load. Then the published DualMap rule decides.
         """
         crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
         router = PoolRouter(crowding)
@@ -177,7 +177,7 @@ class TestRebalancing:
 
     def test_rebalance_moves_requests_until_the_rest_meets_the_slo(self) -> None:
         router = self.crowded()
-        # No member can meet the SLO with such a prompt: both members of its pair count as overloaded.
+        # No member can meet the SLO with this prompt, so both members of its pair count as overloaded.
         answer, outcomes = ask_all(router, "huge", 9000)
         assert isinstance(answer, Queued)
         moved = [each for each in outcomes if isinstance(each, Decision)]
@@ -188,14 +188,14 @@ class TestRebalancing:
         first, second = router.status().endpoints
         left = 6 - second.in_flight - second.held
         assert 0 < left < 6
-        # The rest at m-0, except the huge prompt, is computed within the SLO.
+        # The remaining requests at m-0, except the huge prompt, meet the SLO.
         assert (first.pending_prefill_tokens + 1500 * left) / SPEED <= 6.0
 
     def test_rebalance_moves_request_with_largest_gain_first(self) -> None:
         router = self.crowded()
         moved = [int(each.request_id.split()[1]) for each in ask_all(router, "huge", 9000).outcomes]
         left = [each.request_id for each in router.on_deadline(100.0).outcomes if each.request_id.startswith("small ")]
-        # The request at the tail has the longest wait ahead, and so gains most; it is the newest.
+        # The newest request has the longest expected wait, and so gains the most from a move.
         assert moved[0] > max(int(id.split()[1]) for id in left)
 
     def test_rebalance_disabled_moves_no_request(self) -> None:
@@ -272,7 +272,7 @@ class TestRebalancing:
             collect(effects)
             status = router.status()
             assert status.held == len(waiting)
-            # Requests at a removed member stay in its load, which no status shows, until they end.
+            # Requests at a removed member stay in the member's load, which is not in the status, until they end.
             in_flight = sum(each.in_flight for each in status.endpoints)
             assert in_flight == len(open_ids) if status.endpoints else in_flight == 0
         while open_ids or waiting:

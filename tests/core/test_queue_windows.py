@@ -1,4 +1,4 @@
-"""Dispatch of queued requests and its order: windows, deadlines, and room in KV memory."""
+"""Tests of the dispatch of queued requests and its order: windows, deadlines, and free KV memory."""
 
 from dataclasses import replace
 from math import inf
@@ -32,7 +32,7 @@ class TestWindow:
         ask(router, "1", 3000)
         ask(router, "2")
         opens_s = router.next_deadline()
-        # A prefill of 3000 tokens and its attention take a little more than three seconds.
+        # A prefill of 3000 tokens takes a little more than three seconds, because of the attention cost.
         assert opens_s == pytest.approx(3000 / SPEED + 1.5e-5 * 3000**2 / SPEED - 1.0)
         assert decided(router.on_deadline(opens_s - 0.001)) == []
         assert decided(router.on_deadline(opens_s)) == ["2"]
@@ -61,7 +61,7 @@ class TestWindow:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         assert ask(router, "2") == Queued(request_id="2")
-        # The window opened by the passing of time, without a call of `on_deadline`.
+        # The dispatch window opens with time, without a call of `on_deadline`.
         effects = ask_all(router, "3", now=2.0)
         assert decided(effects) == ["2"]
         assert effects.answer == Queued(request_id="3")
@@ -113,7 +113,7 @@ class TestOrder:
         served = []
         for now in (2.0, 3.5, 6.0, 8.5):
             served += decided(router.on_first_token(now, served[-1] if served else "head"))
-        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s: without the longest the other three are in time.
+        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s. Without the longest request, the other three meet the SLO.
         assert served == ["0", "2", "3", "1"]
 
     def test_queue_without_overtaking_keeps_arrival_order(self) -> None:
@@ -157,7 +157,7 @@ class TestKvMemory:
             ask(router, f"short {n}", 10)
             router.on_first_token(0.0, f"short {n}")
             router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
-        # The rule assumes 150 output tokens each for two requests: half as much again as the mean.
+        # The rule assumes 150 output tokens for each of two requests, which is 1.5 times the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         assert isinstance(ask(router, "two", 1701, now=3.0), Queued)

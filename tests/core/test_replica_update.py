@@ -1,4 +1,4 @@
-"""Updates between the router replicas of one pool, and their effects."""
+"""Tests of replication updates between the routers of one pool."""
 
 from dataclasses import replace
 
@@ -209,7 +209,7 @@ def test_changed_pool_settings_keep_the_updates_of_peers() -> None:
 
 
 def ask_share(router: PoolRouter, hot: float, *, began: int, count: int, router_s: float) -> None:
-    """Of ``count`` requests a share ``hot`` has one prefix, evenly spread over a tenth of a second each."""
+    """Send ``count`` requests, one each 0.1 s; a share ``hot`` has the same prefix."""
     told = 0
     for n in range(began, began + count):
         now = router_s + (n - began) * 0.1
@@ -227,7 +227,8 @@ def key_blocks(router: PoolRouter, now: float, id: str) -> int:
 
 
 def test_replicas_agree_on_key_lengths_between_thresholds() -> None:
-    # Split when hot, and not merged before it is cold: what has happened decides, not what can be counted now.
+    # A key is split when hot, and stays split until cold. The key's state therefore depends on its history, and not
+    # only on the current counts.
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)

@@ -94,7 +94,7 @@ def test_ring_key_shares_are_proportional_to_weights(algorithm: RingAlgorithm, t
 
 
 def test_both_rings_place_keys_independently() -> None:
-    # With independent rings a member's keys spread their other candidate over all others evenly.
+    # With independent rings, the second candidates of a member's keys are evenly distributed over all other members.
     ring = DualRing(members(8), Ring())
     others = Counter(ring.pair(key)[1] for key in MANY_KEYS if ring.pair(key)[0] == "m-0")
     assert len(others) == 7
@@ -109,7 +109,8 @@ def test_draining_and_zero_weight_members_get_no_ring_keys() -> None:
 
 
 def test_two_candidates_keep_maximum_load_near_the_mean() -> None:
-    # Paper section 2.3 eq. 4: max load <= m/n + log log n + O(1) with the less loaded of two; one choice is far worse.
+    # Paper section 2.3 eq. 4: with two choices, the maximum load is at most m/n + log log n + O(1); with one choice it
+    # is much larger.
     ring = DualRing(members(16), Ring())
     one, two = Counter[str](), Counter[str]()
     for key in MANY_KEYS[:16_000]:

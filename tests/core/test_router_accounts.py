@@ -1,4 +1,4 @@
-"""The router's accounts of open requests: any event order leaks nothing, and every end counts once."""
+"""Tests of the router's load of open requests: no event order leaks load, and every end counts once."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_failing_engine_does_not_attract_requests_by_prefix() -> None:
     for n in range(5):
         assert decide(router, str(n), text_of(3000, "x"), float(n)).receipt.matched_tokens == 0
         router.on_aborted(n + 0.1, str(n))
-    # A request prefilled before the client left did fill the cache.
+    # If the client disconnects after the prefill, the cache has the request's blocks.
     decide(router, "a", text_of(3000, "x"), 10.0)
     router.on_first_token(10.5, "a")
     router.on_aborted(11.0, "a")

@@ -1,4 +1,4 @@
-"""Decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
+"""Tests of the decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
 
 import os
 import subprocess
@@ -63,8 +63,8 @@ def test_destination_lists_chosen_member_then_other_pair_member() -> None:
 @given(requests=st.integers(1, MIN_SPLIT_REQUESTS - 1), others=st.lists(st.integers(0, 8000), min_size=32, max_size=32))
 @settings(max_examples=30)
 def test_decision_hit_rate_reaches_the_bound_of_two_candidates(requests: int, others: list[int]) -> None:
-    # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
-    # regardless of the load of others. (A prefix that turns hot changes its key, and misses once per new pair.)
+    # Paper section 2.3: m requests with one prefix have at least m - 2 cache hits, because only the first request at
+    # each of the two candidates misses. A prefix that becomes hot changes its key, and misses once per new pair.
     router, hits = PoolRouter(pool(policy="dualmap_paper")), 0
     for n in range(requests):
         hits += decide(router, str(n), text_of(512, "shared"), float(n)).receipt.matched_tokens == 512

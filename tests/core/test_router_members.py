@@ -1,4 +1,4 @@
-"""Changes of a pool: members that join, drain, restart or leave, and changed engine settings."""
+"""Tests of pool changes: members that join, drain, restart or leave, and changed engine settings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The rule for desired replicas: arrivals and backlog. test_scaling_attainment.py covers attainment."""
+"""Tests of desired replicas for arrivals and backlog. test_scaling_attainment.py tests attainment."""
 
 import tracemalloc
 from dataclasses import replace
@@ -18,7 +18,7 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         got = scaling.signals(300, status())
         assert got.arriving_uncached_tokens_per_second == pytest.approx(20_000, rel=0.01)
-        # 20 000 tokens/s that cost 3 % more for their attention, of 10 000 tokens/s each.
+        # 20 000 tokens/s, plus 3 % for the attention, at 10 000 tokens/s per instance.
         assert got.desired_replicas == pytest.approx(2 * 2 * 1.03, rel=0.01)
 
     def test_desired_replicas_double_at_half_the_speed(self) -> None:
@@ -32,11 +32,11 @@ class TestArrivals:
         assert desired(scaling, 300, status(beside_others=SPEED / 2)) == desired(scaling, 300, status())
 
     def test_scaling_signals_read_often_do_not_grow_memory(self) -> None:
-        """KEDA, Prometheus, the dashboard and the other routers all ask, as often as they like."""
+        """KEDA, Prometheus, the dashboard and other routers may read the signals at any rate."""
         often, seldom, before = Scaling(pool()), Scaling(pool()), Scaling(pool())
         for scaling in (often, seldom, before):
             steady(scaling, rate=10, since=0, until=300)
-        # Memory that the first call allocates once is not counted.
+        # The test excludes memory that the first calls allocate once.
         for n in range(2000):
             desired(before, 300 + n / 200, status(waiting=5))
         tracemalloc.start()
@@ -81,7 +81,7 @@ class TestArrivals:
         assert desired(scaling, 300 + WINDOW_S, status()) == pytest.approx(2 * before, rel=0.02)
 
     def test_random_traffic_variation_is_no_surge_at_any_router_count(self) -> None:
-        """Requests of very different size come at random, a quarter of them through each of four routers."""
+        """Requests of very different sizes arrive at random, a quarter of the requests at each of four routers."""
         draw, whole, shares = Random(7), Scaling(pool()), [Scaling(pool()) for _ in range(4)]
         now, alone, together = 0.0, [], []
         for sync_s in range(15, 1800, 15):
@@ -122,13 +122,13 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         before, held, asked = desired(scaling, 300, status()), 0, []
         for second in range(300, 390):
-            # Three times as many come for half a minute, of which instances take what they can do.
+            # The arrival rate triples for half a minute; requests above the instances' capacity queue.
             steady(scaling, rate=15, since=second, until=second + 1)
             held += 15 if second < 330 else -5 if held else 0
             asked.append(desired(scaling, second + 1, status(waiting=held)) / before)
         assert asked[14] > 1.7
         assert 2.0 < max(asked) < 3.0
-        # 10 a second have come for a minute, though 15 went.
+        # For a minute, 10 requests per second have arrived, but 15 per second were dispatched.
         assert asked[-1] == pytest.approx(1.0, rel=0.1)
 
     def test_outage_rejecting_every_request_keeps_desired_replicas(self) -> None:
@@ -171,7 +171,7 @@ class TestBacklog:
     def test_backlog_within_the_slo_adds_no_members(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
-        # 20 000 tokens/s of which each may wait for 5 s.
+        # 20 000 tokens/s, with a maximum wait of 5 s.
         assert desired(scaling, 300, status(pending=24_000)) == desired(scaling, 300, status())
 
     def test_backlog_beyond_the_slo_is_computed_in_a_window(self) -> None:

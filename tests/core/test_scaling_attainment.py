@@ -1,4 +1,4 @@
-"""The rule for desired replicas: members added for SLO misses, and their removal."""
+"""Tests of desired replicas for attainment: members are added for SLO misses, and removed later."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class TestAttainment:
         first_tokens: int = 10,
         others: Sequence[OtherRouter] = (),
     ) -> list[float]:
-        """The desired replicas every 15 s for ten minutes, with this share of first tokens in time."""
+        """Return the desired replicas every 15 s for ten minutes, with this share of first tokens within the SLO."""
         scaling = Scaling(pool())
         asked = []
         for second in range(600):
@@ -50,7 +50,7 @@ class TestAttainment:
 
     def test_missed_slo_attainment_at_desired_size_adds_members(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
-        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members were added.
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # No addition in the window after an addition.
         assert 5.5 < asked[-1] < 7
 
     def test_missed_slo_attainment_above_desired_size_adds_members(self) -> None:
@@ -61,17 +61,18 @@ class TestAttainment:
 
     def test_missed_slo_attainment_is_shared_between_routers(self) -> None:
         alone = self.asked(share_met=0.5, members=12)
-        # Its last share is more than half of its first, and the other router's report is unchanged.
+        # The last share of this router is more than half of its first share, because the other router's report is
+        # unchanged.
         other = said(6.0, count=550, slo_met=275)
         share = self.asked(share_met=0.5, members=12, rate=5, peers=1, others=(other,))
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)
 
     def test_router_with_all_traffic_adds_all_missing_members(self) -> None:
-        """Its peers have none: an Envoy keeps its connection to one router."""
+        """The other routers have no traffic, because an Envoy keeps its connection to one router."""
         assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
     def test_attainment_uses_first_tokens_of_all_routers(self) -> None:
-        """Twenty routers have four first tokens a minute each; that half of all are late is the pool's trouble."""
+        """Each of twenty routers has only four first tokens per minute, but half of the pool's are late."""
         scaling, missed = Scaling(pool()), [said(0.6, count=4, slo_met=2)] * 19
         for second in range(0, 300, 15):
             steady(scaling, rate=0.5, since=second, until=second + 15)

@@ -1,4 +1,4 @@
-"""The rule for desired replicas in a closed loop with an HPA and a simple queue."""
+"""Tests of desired replicas in a closed loop with an HPA and a simple queue."""
 
 import heapq
 from collections import deque
@@ -14,11 +14,11 @@ from dualmap.scaling.scaling import Scaling
 
 
 class Loop:
-    """Desired replicas -> HPA -> instances that start late -> first tokens -> desired replicas.
+    """A closed loop: desired replicas, HPA, instances with a cold start, first tokens, desired replicas.
 
-    The HPA as in Kubernetes: every 15 s, a tolerance of 0.1, the largest value of the last 300 s. The fleet is one
-    queue, first come, first served, which refuses who would wait for 30 s; each instance computes SPEED tokens a
-    second, or ``true_speed`` of it.
+    The HPA is like Kubernetes': it acts every 15 s with a tolerance of 0.1, on the largest value of the last 300 s. The
+    fleet is one queue in arrival order, which rejects a request after a wait of 30 s. Each instance computes SPEED
+    tokens per second, times ``true_speed``.
     """
 
     def __init__(self, *, instances: int, start_s: float = 120.0, true_speed: float = 1.0, seed: int = 1) -> None:
@@ -35,7 +35,7 @@ class Loop:
         self.late: list[float] = []
 
     def run(self, *, rate: float, seconds: float) -> None:
-        """Send Poisson arrivals for this time."""
+        """Send Poisson arrivals for this number of seconds."""
         end_s = self._now + seconds
         arrival_s = self._now + self._random.expovariate(rate)
         while self._now < end_s:
@@ -90,7 +90,7 @@ class TestClosedLoop:
     def test_steady_load_keeps_the_fleet_size_and_meets_the_slo(self, seed: int) -> None:
         loop = Loop(instances=8, seed=seed)
         loop.run(rate=20, seconds=1800)
-        # 40 000 tokens/s need 8.2 instances at half their speed; chance makes it one more.
+        # 40 000 tokens/s need 8.2 instances at half their speed; random variation adds one instance.
         assert set(loop.sizes) <= {8, 9}
         assert changes(loop.sizes) <= 2
         assert not loop.late
@@ -102,7 +102,7 @@ class TestClosedLoop:
         loop.run(rate=50, seconds=1200)
         after = loop.sizes[before:]
         assert after[3] >= 0.85 * 20.6
-        # Some more for what has piled up meanwhile, for as long as the HPA remembers it.
+        # The backlog temporarily adds some instances, for the HPA's stabilization window.
         assert max(after) <= 1.25 * 20.6
         assert changes(after[-40:]) == 0
 
@@ -119,8 +119,8 @@ class TestClosedLoop:
     def test_fleet_compensates_slow_members_without_oscillation(self) -> None:
         loop = Loop(instances=8, true_speed=0.3)
         loop.run(rate=20, seconds=2.5 * 3600)
-        # 40 000 tokens/s at 3000 each keep 13.3 instances busy; the arrivals ask for 8.2.
-        # Now and then an instance is removed, until the missed SLO shows that it was one too many.
+        # 40 000 tokens/s at 3000 tokens/s per instance need 13.3 instances, but the estimate from arrivals is 8.2. From
+        # time to time the rule removes an instance, and adds it again after SLO misses.
         later = loop.sizes[240:]
         assert min(later) >= 13
         assert max(later) <= 18

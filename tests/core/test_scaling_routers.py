@@ -1,4 +1,4 @@
-"""The rule for desired replicas with several routers: the members that they add together for SLO misses."""
+"""Tests of desired replicas with several routers: the total of the members that the routers add for SLO misses."""
 
 from collections.abc import Sequence
 
@@ -24,10 +24,12 @@ class Routers:
     def run(
         self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
     ) -> list[float]:
-        """Send each router its share of RATE, ``met`` of it within the SLO; return the desired sum every 5 s.
+        """Send each router its share of RATE; return the total desired replicas every 5 s.
 
-        The sums are taken every 5 s. Each router is read ``asked`` times before the others receive its value. Without
-        ``hear`` they know that they do not receive each other's values.
+        ``met`` is the share of first tokens within the SLO.
+
+        Each router is read ``asked`` times before the other routers receive its value. Without ``hear``, the routers
+        detect that they receive no values of each other.
         """
         sums = []
         for _ in range(seconds):
@@ -63,7 +65,7 @@ def test_several_routers_desire_as_many_members_as_one_router(shares: Sequence[f
     one = alone.run(300, shares=(1.0,), members=12, met=0.5)
     together = four.run(300, shares=shares, members=12, met=0.5, asked=3)
     assert max(one) > 12
-    # But for the first, of so few requests that four cannot share them evenly.
+    # The first value is excluded, because four routers cannot evenly share its few requests.
     assert together[1:] == pytest.approx(one[1:], rel=0.03)
 
 
@@ -81,7 +83,7 @@ def test_traffic_moved_between_routers_is_not_counted_twice() -> None:
 
 
 def test_router_with_large_demand_reduces_demand_of_the_other() -> None:
-    """Its prompts are long, and it desires most of the fleet: the other desires only the rest."""
+    """One router has long prompts and needs most of the instances, so the other router's demand is only the rest."""
     routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
     sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
     assert routers.wishes[1] > 0.1 * 8

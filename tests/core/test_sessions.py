@@ -1,4 +1,4 @@
-"""Sessions: their keys, bindings, EAR's move rule, and agreement between replicas."""
+"""Tests of sessions: their keys, bindings, EAR's move rule, and agreement between replicas."""
 
 from dataclasses import replace
 
@@ -180,7 +180,7 @@ class TestBinding:
 
 class TestMigration:
     def hot_host(self, *, enabled: bool = True, hot_ratio: float = 0.2) -> tuple[PoolRouter, str]:
-        """A session whose host has got 40 s of prefill from others, while the rest of the pool has nothing to do."""
+        """Return a session whose member has 40 s of prefill from other requests, while all other members are idle."""
         router = PoolRouter(migrating(enabled=enabled, hot_ratio=hot_ratio))
         host = decide(router, turn("1", text_of(2048, "chat"))).receipt.chosen
         router.on_first_token(2.0, "1")

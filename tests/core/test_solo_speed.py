@@ -1,4 +1,4 @@
-"""The speed of a member without interference, as learnt by one of several routers."""
+"""Tests of a member's estimated speed without interference, at one of several routers."""
 
 from itertools import count
 
@@ -24,7 +24,7 @@ def say(router: PoolRouter, now: float, load: SharedLoad | None, *, age_s: float
 
 
 class Prefills:
-    """Prefills of a router one after the other, each on an idle instance."""
+    """Runs a router's prefills one after the other, each on an idle instance."""
 
     def __init__(self) -> None:
         self.router = PoolRouter(POOL)
@@ -32,7 +32,11 @@ class Prefills:
         self._ids = count()
 
     def run(self, seconds: float, *, other_from_s: float | None = None, other: SharedLoad = BUSY) -> None:
-        """Have one take so long; another router's comes to be known of so long after it was sent, and ends before."""
+        """Run a prefill of this duration.
+
+        The router receives another router's load ``other_from_s`` after the request, and its end shortly before the
+        prefill's end.
+        """
         name = str(next(self._ids))
         decide(self.router, name, builders.text_of(TOKENS, name), self.now)
         if other_from_s is not None:
@@ -76,7 +80,7 @@ def test_solo_speed_ignores_prefills_that_have_ended() -> None:
 
 
 def test_solo_speed_ignores_queued_requests_of_other_routers() -> None:
-    """In overload all hold something all of the time."""
+    """In overload, every router always has queued requests."""
     prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
     for _ in range(30):
         prefills.run(0.4, other_from_s=0.1, other=holds)

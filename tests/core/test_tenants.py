@@ -1,4 +1,4 @@
-"""``cache_salt``: tenants share nothing."""
+"""Tests that tenants with different values of ``cache_salt`` share no cached blocks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The columns of a pool's members equal their definitions, on pools in many states."""
+"""Tests that the columns of a pool's members equal their definitions, for pools in many states."""
 
 import random
 from dataclasses import replace
@@ -37,7 +37,7 @@ def pool_of(policy: str, window_s: float) -> Pool:
 
 
 def chain_of(chance: random.Random) -> BlockChain:
-    """Prompts of up to 15 blocks, the first few shared with others; the last one may be partial."""
+    """Prompts of up to 15 blocks with shared first blocks; the last block may be partial."""
     group, shared, length = chance.randrange(3), chance.randrange(6), chance.randrange(16)
     own = chance.getrandbits(30)
     hashes = tuple((group + 1) * 10**6 + n if n < shared else (own << 20) + n for n in range(length))
@@ -85,7 +85,7 @@ def step(router: PoolRouter, chance: random.Random, now: float, number: int, liv
 
 
 def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
-    """Compare a view's values with the parts' values for each member."""
+    """Compare a view's values for each member with the values of the underlying objects."""
     fleet = router._fleet
     view = fleet.view(now, chain)
     everyone = fleet.everyone(view, fleet.ring(None))
@@ -130,7 +130,7 @@ def test_view_columns_equal_the_candidates(seed: int, window_s: float) -> None:
     for number in range(150):
         now += chance.choice([0.0, 0.01, 0.3])
         step(router, chance, now, number, live)
-        # Loads also change with time: heads run over, stall, or end unseen.
+        # Loads also change with time: first prefills exceed their estimate, stall, or end without a report.
         for later_s in (0.0, 0.05, 0.4, 1.5)[: chance.randrange(5)]:
             now += later_s
             check(router, now, chain_of(chance))

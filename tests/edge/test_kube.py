@@ -1,4 +1,4 @@
-"""The client for the Kubernetes API against a small aiohttp server with scripted responses."""
+"""Tests of the Kubernetes API client with a small aiohttp server and scripted responses."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ def answering(status: int, document: object, **headers: str) -> Handler:
 
 
 def streaming(*pieces: bytes, then: asyncio.Event | None = None, cut: bool = False) -> Handler:
-    """Answer with these pieces, each written by itself; stay silent until ``then``; ``cut``: break off."""
+    """Answer with these pieces in separate writes, then wait for ``then``; ``cut`` aborts the response."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})

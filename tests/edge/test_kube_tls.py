@@ -1,4 +1,4 @@
-"""The client for the Kubernetes API over TLS: cancelled connections."""
+"""Tests of the Kubernetes API client's cancelled connections over TLS."""
 
 import asyncio
 import base64
@@ -14,7 +14,7 @@ from certificates import Authority, write_pair
 from dualmap_edge.kube.client import KubeClient
 
 REQUESTS = 8
-# From the first turns of a loop to handshakes that are over, on a quiet machine and on a busy one.
+# The pauses range from the first iterations of an event loop to completed handshakes, on idle and on busy machines.
 PAUSES_S = [step * 0.002 for step in range(20)]
 
 
@@ -32,7 +32,7 @@ async def test_kube_client_cancelled_connect_leaves_no_connection(tmp_path: Path
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for pause_s in PAUSES_S:
-                # Each in a loop of its own, whose end is what leaves a connection behind.
+                # Each attempt runs in its own event loop, because a connection can leak at the loop's end.
                 await asyncio.to_thread(asyncio.run, give_up(kubeconfig, pause_s))
             gc.collect()
         assert [str(each.message) for each in said if each.category is ResourceWarning] == []
@@ -41,7 +41,7 @@ async def test_kube_client_cancelled_connect_leaves_no_connection(tmp_path: Path
 
 
 async def give_up(kubeconfig: Path, pause_s: float) -> None:
-    """Begin requests, end them after a pause, and close the client."""
+    """Begin requests, cancel the requests after a pause, and close the client."""
     client = await KubeClient.connect(kubeconfig)
     requests = [asyncio.create_task(client.request("GET", "/api/v1/pods")) for _ in range(REQUESTS)]
     await asyncio.sleep(pause_s)

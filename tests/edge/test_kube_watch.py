@@ -1,4 +1,4 @@
-"""The list-watch loop: the content of the store, and recovery from every kind of server failure."""
+"""Tests of the list-watch loop: the content of the store, and recovery from every kind of server failure."""
 
 import asyncio
 from collections import deque
@@ -40,7 +40,8 @@ Step = WatchEvent | KubeError | float | None
 
 @dataclass
 class Server:
-    """A ``ListerWatcher``: each list and each watch takes the next script; a float in a watch is time that passes.
+    """A ``ListerWatcher`` that uses the next script for each list and each watch; a float in a watch's script advances
+    the time.
 
     A watch without a script stays open.
     """
@@ -111,7 +112,7 @@ class Scene:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses of the loop, in seconds; none is slept through."""
+    """Records the loop's pauses in seconds instead of sleeping."""
     slept: list[float] = []
     sleep = asyncio.sleep
 
@@ -143,7 +144,7 @@ def make(pauses: list[float], policy: WatchPolicy) -> Scene:
 
 
 async def run(scene: Scene) -> None:
-    """Run the loop until every script is used up and a watch stays open."""
+    """Run the loop until it has used every script and a watch stays open."""
     running = asyncio.create_task(scene.reflector.run())
     try:
         async with asyncio.timeout(5):
@@ -321,7 +322,7 @@ async def test_log_has_a_line_per_new_failure_and_at_recovery(scene: Scene, capl
 
 
 class TestCollection:
-    """The loop over ``KubeClient`` and a server that speaks HTTP."""
+    """Test the loop with ``KubeClient`` and an HTTP server."""
 
     @pytest.fixture
     async def api(self, tmp_path: Any) -> AsyncIterator[KubeApi]:

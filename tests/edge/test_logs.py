@@ -31,7 +31,7 @@ def logging_as_it_was() -> Iterator[None]:
     before = root.handlers[:], root.level, ours.level
     yield
     root.handlers[:], root.level, ours.level = before
-    # Levels set directly leave logging's cache of enabled levels as it was.
+    # A call of setLevel also clears logging's cache of enabled levels.
     root.setLevel(before[1])
     ours.setLevel(before[2])
 
@@ -154,7 +154,7 @@ SECRET_HEADERS = {"authorization": f"Bearer {SECRET}", "x_session_id": f"{SECRET
 
 
 def everything_happens(picker: Picker | None = None) -> None:
-    """Have requests full of secrets take every way that a request can take."""
+    """Send requests with secrets through every path of a request."""
     bodies = [chat(SECRET, **SECRET_FIELDS), chat(SECRET * 10_000, **SECRET_FIELDS), chat(SECRET, model=SECRET)]
     bodies += [SECRET.encode(), b'{"model": "' + SECRET.encode()]
     talks = []
@@ -202,7 +202,7 @@ def test_debug_log_quotes_client_content_only_if_enabled(
         talk.send(request_headers(NO_WAIT, **SECRET_HEADERS), request_body(body))
     picker.stop_queueing(200.0)
     written = lines(capsys)
-    # The second was held, and is quoted all the same.
+    # The second request was queued, and its prompt is also in the log.
     at_once, later = [line for line in written if line["event"] == "Routed"]
     for line in (at_once, later):
         prompt = line["prompt"]

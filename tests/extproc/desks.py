@@ -1,4 +1,4 @@
-"""A picker with its observer and helpers to call it, for the tests of the picker."""
+"""A picker with its observer, and helpers to call the picker, for tests."""
 
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.picked import AnswerLater, Picked
@@ -8,7 +8,7 @@ from extproc.envoy_messages import Recorder, chat, pool
 
 
 class Desk:
-    """A picker, its observer, and helpers to call it."""
+    """A picker with its observer, and helpers to call the picker."""
 
     def __init__(self, *pools, limits: Limits | None = None) -> None:
         self.observer = Recorder()

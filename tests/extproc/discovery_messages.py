@@ -1,4 +1,4 @@
-"""Envoy's messages on a discovery stream and the content of the answers, shared by discovery's tests."""
+"""Envoy's messages on a discovery stream and the content of the answers, for the tests of discovery."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ def request(
 def answer_to(
     response: discovery_pb2.DiscoveryResponse, *names: str, error: str = ""
 ) -> discovery_pb2.DiscoveryRequest:
-    """An ACK, or with ``error`` a NACK."""
+    """Return an ACK, or with ``error`` a NACK."""
     version = "" if error else response.version_info
     return request(*names, of=response.type_url, nonce=response.nonce, version=version, error=error)
 
 
 def hosts(response: discovery_pb2.DiscoveryResponse) -> dict[str, list[str]]:
-    """The endpoints of each resource of a response."""
+    """Return the endpoints of each resource in a response."""
     found = {}
     for resource in response.resources:
         assert resource.type_url == response.type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap for tests: helpers to generate it, to read it, and to validate it with a real Envoy."""
+"""Helpers that generate Envoy's bootstrap, read it, and validate it with a real Envoy."""
 
 import json
 import subprocess
@@ -11,8 +11,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
+    # The command would import Envoy's types only at its call, after this block.
+    import dualmap_extproc.envoy.config.bootstrap  # noqa: F401
     from dualmap_extproc.app.envoy_config import envoy_config
 
 ENVOY = Path(sysconfig.get_path("scripts")) / "envoy"

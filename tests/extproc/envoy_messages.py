@@ -1,4 +1,4 @@
-"""Envoy's messages on an ext_proc stream and the meaning of the picker's answers, shared by the data path's tests."""
+"""Envoy's messages on an ext_proc stream and parsers of the picker's answers, for the tests of ext_proc."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ MODES = {"no-wait": NO_WAIT, "duplex": DUPLEX, "buffered": BUFFERED, "streamed":
 
 @contextmanager
 def logging_as_it_was() -> Iterator[None]:
-    """Undo what ``logs.configure`` does inside the block."""
+    """Restore the logging configuration after the block."""
     root, ours = logging.getLogger(), logging.getLogger("dualmap_extproc")
     handlers, root_level, our_level = root.handlers[:], root.level, ours.level
     try:
@@ -70,7 +70,7 @@ def pool(name="qwen", *, model="m", aliases=(), adapters=(), members=4, namespac
 
 
 def crowded_pool(name="qwen", *, members=1, **queue):
-    """Return a pool whose slow engines get one prefill at a time; more requests wait, as ``queue`` sets."""
+    """Return a pool of slow engines with one prefill at a time; other requests queue with the settings ``queue``."""
     made = pool(name, members=members, queue=Queue(**({"dispatch_window_s": 0.0, "max_wait_s": 600.0} | queue)))
     return replace(made, engine=Engine(prefill_tokens_per_second=100.0))
 
@@ -102,7 +102,7 @@ def with_subset(message: wire.ProcessingRequest, subset) -> wire.ProcessingReque
 
 
 def request_headers(config=None, *, method="POST", end=False, **headers: str) -> wire.ProcessingRequest:
-    """Underscores in header names stand for hyphens."""
+    """An underscore in a keyword is a hyphen in the header's name."""
     message = wire.ProcessingRequest(request_headers=wire.HttpHeaders(end_of_stream=end))
     if config is not None:
         message.protocol_config.CopyFrom(config)
@@ -116,7 +116,7 @@ def request_body(body: bytes, *, end=True) -> wire.ProcessingRequest:
 
 
 def request_bodies(chunks: Iterable[bytes], *, end=True) -> list[wire.ProcessingRequest]:
-    """Return body messages for the chunks; only the last one may end the stream."""
+    """Return body messages for the chunks; only the last message may end the stream."""
     chunks = list(chunks)
     return [request_body(chunk, end=end and i == len(chunks) - 1) for i, chunk in enumerate(chunks)]
 
@@ -156,7 +156,7 @@ def mutation_of(answer: wire.ProcessingResponse) -> wire.HeaderMutation:
 
 
 def headers_set(answer: wire.ProcessingResponse) -> dict[str, str]:
-    """Return the headers an answer sets; every one must replace what was there."""
+    """Return the headers that an answer sets; every header must replace an existing value."""
     options = mutation_of(answer).set_headers
     assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
     return {option.header.key: option.header.raw_value.decode() for option in options}
@@ -168,7 +168,7 @@ def metadata_of(answer: wire.ProcessingResponse) -> dict[str, dict[str, str]]:
 
 
 def destination(answer: wire.ProcessingResponse) -> str | None:
-    """Return the pick an answer carries, or None; header, metadata, cluster and route cache must go together."""
+    """Return the pick in an answer, or None; header, metadata, cluster and route cache must be consistent."""
     value = headers_set(answer).get(names.DESTINATION_HEADER)
     if value is not None:
         assert metadata_of(answer)[names.LB_NAMESPACE] == {names.DESTINATION_KEY: value}
@@ -202,11 +202,11 @@ class Recorder:
         self.events.append(observation)
 
     def names(self) -> list[str]:
-        """The events in order; a request that leaves its queue is also ``waited``."""
+        """Return the names of the events in order; a request that leaves the queue adds ``waited``."""
         return [name for event in self.events for name in _names(event)]
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """The observations of a type."""
+        """Return the observations of a type."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -234,9 +234,9 @@ _NAMES = {
 
 
 class Conversation:
-    """A stream and its messages. ``now`` advances by a second with every message.
+    """A stream and its messages. The time ``now`` advances by a second with every message.
 
-    ``delivered`` holds answers that came without a message: those of a queued request.
+    ``delivered`` has the answers without a message from Envoy: the answers to a queued request.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Conversation:
         self.stream.close(self.now, cancelled=cancelled)
 
     def again(self) -> None:
-        """Begin another stream at the same picker."""
+        """Begin another stream with the same picker."""
         self.stream = Stream(self.picker, self.limits, self.delivered.extend)
 
     @property

@@ -1,4 +1,4 @@
-"""Replicas that exchange updates through a store, for the tests of the exchange."""
+"""Replicas that exchange updates through a store, for the tests of replication."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -18,10 +18,9 @@ REPORT = Report(own=Share(desired_replicas=0.5, held=1), pool=Share(desired_repl
 
 
 class Replica:
-    """Stands for a picker and a pool's demand.
+    """A fake picker with a pool's demand.
 
-    Returns what a test puts in ``news`` and ``due``, and records what it receives.
-
+    Returns the test's values in ``news`` and ``due``, and records received updates.
     """
 
     def __init__(self, *pools: Pool) -> None:
@@ -69,7 +68,7 @@ class Replica:
 
     @property
     def requests(self) -> int:
-        """The number of requests it received."""
+        """Return the number of received requests."""
         return sum(update.hotness.requests for _, _, update, _ in self.heard)
 
     @property

@@ -1,4 +1,4 @@
-"""A router's gRPC ports and a real client, also for a router whose only engine is busy."""
+"""A router's gRPC ports with a real client, also with a busy engine, for tests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 @dataclass
 class Running:
-    """A router's gRPC side on free ports, and a client of it."""
+    """A router's gRPC servers on free ports, with a client."""
 
     picker: Picker
     observer: Recorder
@@ -86,7 +86,7 @@ async def answers(call, count: int) -> list[wire.ProcessingResponse]:
 
 @asynccontextmanager
 async def crowded(**queue) -> AsyncIterator[tuple[Running, grpc.aio.StreamStreamCall]]:
-    """A router whose only engine is busy, and the call that keeps it so."""
+    """A router with a single busy engine, and the call that keeps the engine busy."""
     async with running() as router:
         router.picker.set_pools(0.0, (crowded_pool(**queue),))
         call = router.stream()
@@ -97,7 +97,7 @@ async def crowded(**queue) -> AsyncIterator[tuple[Running, grpc.aio.StreamStream
 
 
 async def held(router: Running, config=NO_WAIT, *, already=0) -> grpc.aio.StreamStreamCall:
-    """Send a request; return its call once it is queued."""
+    """Send a request, wait until the router has queued it, and return its call."""
     call = router.stream()
     await call.write(request_headers(config))
     await call.write(request_body(chat()))

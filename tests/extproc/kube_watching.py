@@ -1,4 +1,4 @@
-"""A router's view of the tests' own Kubernetes API, shared by the tests of ``pools.kube``."""
+"""A router that watches the tests' Kubernetes API, for the tests of ``pools.kube``."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ QUICK = WatchPolicy(timeout_s=600.0, inactivity_s=601.0, first_pause_s=0.01, lon
 
 @pytest.fixture(name="api")
 async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[KubeApi]:
-    """The API that a test's router watches; the router's logs are captured at every level."""
+    """The API that a test's router watches; the fixture captures the router's logs at every level."""
     caplog.set_level(logging.INFO, "dualmap_extproc")
     caplog.set_level(logging.INFO, "dualmap_edge")
     async with kube_api(tmp_path) as api:
@@ -31,7 +31,7 @@ async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> A
 
 
 class Watched:
-    """The pools that a router with ``--kube`` serves."""
+    """The served pools of a router with ``--kube``."""
 
     def __init__(self, source: KubePools, registry: CollectorRegistry) -> None:
         self.source = source
@@ -97,7 +97,7 @@ async def watching(
 
 
 async def pods_are_watched(api: KubeApi) -> None:
-    """Return once the pods have been listed and their watch is open."""
+    """Wait until the router has listed the pods and opened the pods' watch."""
     await until(lambda: any("/pods?" in watch for watch in api.watches))
 
 

@@ -1,4 +1,4 @@
-"""Sends events to a router's metrics and parses the page into samples, for the tests of the metrics."""
+"""Sends events to a router's metrics and parses the metrics page, for the tests of the metrics."""
 
 from collections.abc import Callable, Sequence
 
@@ -91,7 +91,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
 
 
 class Counting:
-    """A router's metrics and demand, and helpers that send request events at the clock's time."""
+    """A router's metrics and demand, with helpers that send request events at the clock's time."""
 
     def __init__(self, *pools: Pool, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.metrics = Metrics(version="1.2.3", replica_id="router-0")
@@ -160,7 +160,7 @@ def families(made: Counting, *statuses: PoolSnapshot) -> list[Metric]:
 
 
 def samples(made: Counting, *statuses: PoolSnapshot) -> dict[str, float]:
-    """Every sample as ``name{label=value,...}`` with sorted labels."""
+    """Return every sample as ``name{label=value,...}`` with sorted labels."""
     found = {}
     for family in families(made, *statuses):
         for sample in family.samples:

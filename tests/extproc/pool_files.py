@@ -1,4 +1,4 @@
-"""Pool files for tests: their content, and helpers to write them."""
+"""Pool files for tests: content, and helpers that write the files."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def write(path: Path, *documents: object) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Written by rename, so that a watcher in another thread sees the old content or the new one."""
+    """Write a file by rename, so that a watcher in another thread reads either the old or the new content."""
     new = path.with_suffix(".new")
     new.write_text(text)
     return new.rename(path)

@@ -1,4 +1,4 @@
-"""Stores on a real Redis server, updates for them, and a check that a store does all that it should."""
+"""Stores on a real Redis server, example updates, and a check of all operations of a store."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ async def opened(url: str, password: str | None = None, ca_file: Path | None = N
 
 @contextlib.asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[str]:
-    """A server that is not Redis: it sends the same answer to everything."""
+    """A server that is not Redis and sends the same answer to every request."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ async def failure(store: RedisStore) -> Failure:
 
 
 async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
-    """Everything a store does, for several pools in one go."""
+    """Run all operations of a store for several pools."""
     held = await store.resolve([replace(CLAIM, pool=pool) for pool in pools])
     assert [each.host for holding in held for each in holding] == ["m-0"] * len(pools)
     await store.publish("teller", [replace(POST, pool=pool) for pool in pools])

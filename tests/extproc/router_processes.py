@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process of a test: helpers to start it, find its ports, and send a request through it."""
+"""``dualmap router`` as a process for tests: helpers that start the process, find its ports, and send a request."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def write_pool(path: Path, *args, **kwargs) -> Path:
 
 @dataclass
 class Router:
-    """A running ``dualmap router`` and where its ports are."""
+    """A running ``dualmap router`` and its ports."""
 
     process: asyncio.subprocess.Process
     grpc: str

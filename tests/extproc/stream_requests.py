@@ -1,4 +1,4 @@
-"""Shared by the tests of the stream machine's request half: every message mode, and the body as it is sent back."""
+"""Helpers for the tests of requests on a stream: every message mode, and the forwarded body."""
 
 import pytest
 

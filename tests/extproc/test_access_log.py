@@ -20,7 +20,7 @@ METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
 
 
 def entry(request_id: str = "r-1", *, status: int | None = 200, **tags: str) -> wire.HTTPAccessLogEntry:
-    """An entry as Envoy 1.40 writes it for a stream that went well."""
+    """Return Envoy 1.40's entry for a successful stream."""
     message = wire.HTTPAccessLogEntry()
     common = message.common_properties
     common.upstream_remote_address.socket_address.address = "10.0.0.1"
@@ -115,7 +115,7 @@ class TestReading:
         ],
     )
     def test_access_log_entry_flags_show_the_aborting_side(self, flags: list[str], ending: Ending) -> None:
-        """An instance that breaks off in mid-response has failed; where the client left as well, it has not."""
+        """An instance that aborts its response has failed, unless the client also disconnected."""
         message = entry()
         for flag in flags:
             setattr(message.common_properties.response_flags, flag, True)
@@ -226,7 +226,7 @@ Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 async def serving(
     on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
 ) -> AsyncIterator[Callable[[], Stream]]:
-    """A sink on its own port; yields a function that opens streams of raw bytes to it."""
+    """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -282,7 +282,7 @@ class TestServing:
         counts = Counts()
         async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
             stream = opened()
-            # The second has invalid UTF-8 in a string field.
+            # The second entry has invalid UTF-8 in a string field.
             for data in (b"\xff\xff\xff", batch(entry("r-bad")).replace(b"r-bad", b"r-\xff\xfe\xfd"), batch(entry())):
                 await stream.write(data)
             await stream.done_writing()

@@ -1,4 +1,6 @@
-"""Adoption of pools: Envoys get a version first, and the picker waits for them if requests are queued."""
+"""Tests of the adoption of pools: Envoys receive a version first, and the picker waits for Envoys if requests are
+queued.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +20,7 @@ from extproc.envoy_messages import chat, crowded_pool, pool
 
 
 class Adopted:
-    """The adoption of pools, and the times at which Envoys got them."""
+    """The adoption of pools, and the times at which Envoys received the pools."""
 
     def __init__(self, *pools: Pool) -> None:
         self.demand = Demand()
@@ -56,7 +58,7 @@ async def test_pool_update_with_queued_requests_waits_for_envoys(monkeypatch):
 
     adopted.adoption.adopt((replace(crowded_pool(members=1), ring_version=7),))
     assert adopted.members() == set()
-    # GET /pools shows the version by which requests are picked.
+    # GET /pools shows the version that the picker uses.
     assert adopted.versions() == [crowded_pool(members=0).ring_version]
 
     assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
@@ -70,7 +72,7 @@ async def test_pool_update_while_waiting_applies_newest_pools_on_time(monkeypatc
     adopted.hold()
 
     adopted.adoption.adopt((crowded_pool(members=1),))
-    # A further version does not delay the first one: frequent changes must not keep requests waiting.
+    # A later version does not delay the first version, so that frequent changes do not delay requests.
     monkeypatch.setattr(adoption, "NOTICE_S", 3600.0)
     adopted.adoption.adopt((crowded_pool(members=3), pool("other", model="o")))
 

@@ -1,4 +1,4 @@
-"""The dashboard's recent past: what each window counts, and its bounds."""
+"""Tests of the dashboard's history: the counts of each window, and the bounds."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_history_counts_hits_per_member_and_in_total() -> None:
 
 
 def test_history_measured_hit_rate_corrects_the_predicted_rate() -> None:
-    # Of 1000 tokens 600 were said to be cached; of 300 of those an engine has reported, and had half.
+    # The router predicted 600 cached tokens of 1000. Engines reported on 300 of these 600 tokens, and had cached half.
     past = EndpointPast(
         prompt_tokens=1000, predicted_cached_tokens=600, checked_cached_tokens=300, measured_cached_tokens=150
     )
@@ -130,7 +130,7 @@ def test_history_ttft_above_all_bounds_is_counted() -> None:
 
 
 class Recorded:
-    """Histories, and the fan-out that reports to them."""
+    """Histories, and the fan-out that sends observations to the histories."""
 
     def __init__(self) -> None:
         self.now = 0.0

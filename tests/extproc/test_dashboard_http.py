@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and what a snapshot leaves out."""
+"""Tests of the dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and snapshot contents."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ FILES = sorted(each.name for each in (files("dualmap_extproc.telemetry.dashboard
 
 
 class Router:
-    """A picker with its histories, and the dashboard's facts about it."""
+    """A picker with its histories, and the picker's data for the dashboard."""
 
     def __init__(self, *pools: Pool) -> None:
         self.metrics = Metrics(version="1", replica_id="router-0")
@@ -160,7 +160,7 @@ async def test_dashboard_rejects_writing_methods(path: str) -> None:
         assert response.status == 405
 
 
-async def test_dashboard_stream_continues_and_shows_events() -> None:
+async def test_dashboard_stream_sends_later_snapshots_with_new_decisions() -> None:
     router = Router(builders.pool(3))
     async with serving(router) as session, session.get("/events") as response:
         assert response.content_type == "text/event-stream"
@@ -182,7 +182,7 @@ async def test_dashboard_stream_stays_open_beyond_the_idle_timeout() -> None:
         await next_snapshot(response)
         url = session._base_url
         assert url is not None
-        # This stream began later, and is closed.
+        # The idle timeout closes this later connection, so it has also passed for the stream.
         idle, writer = await asyncio.open_connection(url.host, url.port)
         async with asyncio.timeout(30):
             assert await idle.read() == b""
@@ -315,7 +315,7 @@ async def test_dashboard_stop_ends_all_streams() -> None:
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
         await next_snapshot(response)
         await server.close()
-        # The stream ends properly; an aborted stream would raise.
+        # The stream ends properly; an aborted stream would raise an error.
         assert await response.content.read() == b""
 
 

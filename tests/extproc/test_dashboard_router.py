@@ -1,4 +1,4 @@
-"""The dashboard of a running router: it shows sources that do not answer."""
+"""Tests that the dashboard of a running router shows sources that do not answer."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_dashboard_reports_a_hung_redis(tmp_path: Path) -> None:
 
 
 async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:
-    """Wait for a snapshot whose problems contain some words and lack others."""
+    """Wait for a snapshot with problems that contain some texts and lack other texts."""
     async for line in events.content:
         if line.startswith(b"data: "):
             problems = json.loads(line.removeprefix(b"data: "))["pool"]["verdict"]["problems"]

@@ -1,4 +1,4 @@
-"""The dashboard's verdict: whether the pool keeps its SLO, and its problems."""
+"""Tests of the dashboard's verdict: whether the pool meets its SLO, and its problems."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ NOW = 1000.0
 
 
 def status(count: int = 4, **changes: dict[str, object]) -> PoolSnapshot:
-    """A pool at rest; ``m_1={"in_flight": 2}`` changes an instance."""
+    """Return a pool without load; ``m_1={"in_flight": 2}`` changes an instance."""
     plain = PoolRouter(builders.pool(count)).status()
     names = {name.replace("_", "-"): change for name, change in changes.items()}
     endpoints = tuple(changed(each, names.get(each.id, {})) for each in plain.endpoints)

@@ -26,7 +26,7 @@ from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, requ
 from waiting import until
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since; the service imports it.
+    # The service imports envoy_data_plane 2.2, which declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     import dualmap_extproc.envoy.config.discovered  # noqa: F401  # for its import alone
 
@@ -56,7 +56,7 @@ Call = grpc.aio.StreamStreamCall[discovery_pb2.DiscoveryRequest, discovery_pb2.D
 
 
 class Service:
-    """A discovery service on its own port, and Envoys as its clients."""
+    """A discovery service on its own port, with Envoys as clients."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -75,7 +75,7 @@ class Service:
 
     @asynccontextmanager
     async def envoy(self) -> AsyncIterator[Callable[[], Call]]:
-        # Every Envoy has a connection of its own, so this channel must not share one.
+        # Every Envoy has its own connection, so this channel must not share a connection.
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
             method = channel.stream_stream(
@@ -129,7 +129,7 @@ class TestEndpointDiscovery:
             assert service.counts.pushed == 6
 
     async def test_discovery_slow_envoy_gets_latest_and_delays_no_other(self, service: Service) -> None:
-        """Its flow-control window fills with responses that it does not take."""
+        """The slow Envoy's flow-control window fills with responses that it does not read."""
         big = pool(count=0)
         members = tuple(Member(id=f"m-{n}", address=f"10.1.{n // 250}.{n % 250}", port=8000) for n in range(2000))
         async with service.envoy() as slow, service.envoy() as quick:
@@ -141,7 +141,7 @@ class TestEndpointDiscovery:
                 last = 2000 - round_number
                 service.discovery.publish([replace(big, members=members[:last])])
                 assert len(hosts(await receive(call))[QWEN]) == last
-            # The slow Envoy skips versions in between, and ends with the last.
+            # The slow Envoy receives no intermediate versions, but the last version.
             seen: list[int] = []
             while not seen or seen[-1] != last:
                 seen.append(len(hosts(await receive(stuck))[QWEN]))
@@ -185,7 +185,7 @@ class TestEndpointDiscovery:
             await call.write(request(QWEN))
             response = await receive(call)
             await call.write(request(QWEN, nonce=response.nonce, version="before", error="malformed"))
-            # Its next response is the next change; the rejected one is not sent again.
+            # Envoy's next response is the next change; the service does not repeat the rejected response.
             await call.write(request(QWEN, nonce=response.nonce, version="before"))
             await until(lambda: service.counts.rejected == 1)
             service.discovery.publish([pool(count=2)])
@@ -222,7 +222,7 @@ class TestEndpointDiscovery:
 
 
 class TestAggregatedDiscovery:
-    """Clusters, endpoints and routes on one stream, requested by an Envoy without any pool."""
+    """Tests of clusters, endpoints and routes on one stream, for an Envoy without configured pools."""
 
     @pytest.fixture
     async def ads(self, service: Service) -> AsyncIterator[Call]:
@@ -281,7 +281,7 @@ class TestAggregatedDiscovery:
 
 
 def clusters(response: discovery_pb2.DiscoveryResponse) -> set[str]:
-    """The names of a response's clusters."""
+    """Return the names of the clusters in a response."""
     assert {each.type_url for each in response.resources} <= {CLUSTER_TYPE}
     assert response.type_url == CLUSTER_TYPE
     return {discovery_pb2.Cluster.FromString(each.value).name for each in response.resources}

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap: what each setting changes, and that the real Envoy accepts it."""
+"""Tests of Envoy's generated bootstrap: the effect of each setting, and validation by the real Envoy."""
 
 import itertools
 import warnings
@@ -14,7 +14,7 @@ from dualmap_extproc.pools.file import load_pool_files
 from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
@@ -131,7 +131,7 @@ def test_bootstrap_endpoints_come_from_eds_unless_static(tmp_path: Path) -> None
     assert "load_assignment" not in cluster
     source = cluster["eds_cluster_config"]["eds_config"]["api_config_source"]
     assert source["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
-    # By the cluster's own name.
+    # The option uses the cluster's own name.
     assert "service_name" not in cluster["eds_cluster_config"]
 
 
@@ -224,7 +224,7 @@ def test_usage_script_is_written_as_a_multi_line_string(tmp_path: Path) -> None:
 
 
 def test_filters_neither_buffer_nor_parse_responses(tmp_path: Path) -> None:
-    """The filters neither crash on a response nor buffer it to its end (docs/adr/0006)."""
+    """The filters must not crash on a response, and must not buffer a whole response (docs/adr/0006)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
     script = filters[1]["typed_config"]["default_source_code"]["inline_string"]

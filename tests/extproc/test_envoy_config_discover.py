@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap with --discover: routes and clusters come from the routers."""
+"""Tests of Envoy's generated bootstrap with --discover: Envoy receives routes and clusters from the routers."""
 
 import itertools
 import warnings
@@ -11,7 +11,7 @@ from dualmap_extproc.envoy.config.settings import Mode
 from extproc.envoy_configs import clusters, config, http_filter, manager, run, validate
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
     from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration

@@ -1,4 +1,4 @@
-"""Addresses, choices and settings that Envoy cannot use are rejected."""
+"""Tests of rejected addresses, choices and settings that Envoy cannot use."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""TLS in Envoy's generated bootstrap: its connections, its files, and that the real Envoy accepts them."""
+"""Tests of TLS in Envoy's generated bootstrap: connections, files, and validation by the real Envoy."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from extproc.envoy_configs import clusters, config, pool_file, run, validate
 
 
 def tls_files(directory: Path) -> dict[str, str]:
-    """Create the files that Envoy's TLS options name."""
+    """Create the files of Envoy's TLS options."""
     authority = Authority()
     folder = write_pair(directory / "certificates", authority.pair())
     (folder / "ca.crt").write_bytes(authority.pem)
@@ -56,7 +56,7 @@ def test_real_envoy_accepts_tls_files(tmp_path: Path, secrets: list[str], sds: b
 
 
 def test_tls_files_are_named_in_the_bootstrap(tmp_path: Path) -> None:
-    """Envoy reads such files once; nothing but their names stands in it, above all no key."""
+    """Envoy reads these files itself, so the bootstrap contains only their names, and no key."""
     options = {"--tls-cert": "/e/tls.crt", "--tls-key": "/e/tls.key", "--tls-ca": "/e/ca.crt"}
     found = clusters(config("--pool", pool_file(tmp_path), "--tls", "on", *flat(options)))
     for name in ("dualmap-routers", "dualmap-access-log-0"):

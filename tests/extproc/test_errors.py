@@ -1,4 +1,4 @@
-"""Error answers as clients see them."""
+"""Tests of the error responses to clients."""
 
 import json
 from math import inf

@@ -1,4 +1,4 @@
-"""The exchange between a router and the store recovers from every fault of the store or Redis."""
+"""Tests that a router's exchange with the store recovers from every fault of the store or Redis."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from waiting import until
 
 
 class AwayStore(MemoryStore):
-    """A store that can be unreachable."""
+    """A store that a test can make unreachable."""
 
     away = False
 
@@ -94,7 +94,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextlib.asynccontextmanager
 async def exchanging(name: str, server: RedisServer, url: str = "") -> AsyncIterator[Joined]:
-    """A replica that exchanges with a server all the time."""
+    """A replica that constantly exchanges updates through a server."""
     joined = Joined(name, RedisStore(target_of(RedisSettings(url=url or server.url, password=server.password))))
     task = asyncio.create_task(joined.exchange.run())
     try:
@@ -107,14 +107,14 @@ async def exchanging(name: str, server: RedisServer, url: str = "") -> AsyncIter
 
 
 async def reaches(one: Joined, other: Joined) -> None:
-    """Return when an update of one has reached the other."""
+    """Wait until each replica has received an update of the other replica."""
     before = other.replica.requests
     one.replica.tell_requests(1)
     await until(lambda: other.replica.requests > before)
 
 
 def said(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    """What the exchange of a replica logged."""
+    """Return the log messages of a replica's exchange."""
     return [record.message for record in caplog.records if getattr(record, "details", {}).get("store") == name]
 
 
@@ -123,12 +123,12 @@ BACK = "Shared state recovered"
 
 
 async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Joined) -> None:
-    """Return when each has logged it: one line for each loss, however many tries failed, and one for each return."""
+    """Wait until each replica has logged one line for each loss of the store, and one line for each return."""
     for replica in replicas:
         await until(lambda replica=replica: said(caplog, replica.name)[-1:] == [BACK])
         lines = said(caplog, replica.name)
         assert lines == [LOST, BACK] * (len(lines) // 2)
-        # On a busy machine there may be a loss more than the one that the test made.
+        # On a busy machine there may be an additional loss.
         assert len(lines) // 2 <= len(replica.observed.failures) - 2
 
 
@@ -150,7 +150,9 @@ def put_an_entry(admin: redis.Redis, streams: tuple[str, str], session: str) -> 
 
 
 class TestRedisFaults:
-    """Each ends with news going both ways again, and with one line for the loss and one for the return."""
+    """After each fault, updates flow in both directions, and the log has one line for the loss and one line for the
+    return.
+    """
 
     @pytest.fixture(autouse=True)
     def _logged(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +235,7 @@ class TestRedisFaults:
                 await until(lambda: [admin.type(stream) for stream in streams] == [b"stream"] * 2)
             other.replica.tell(wanted=(1,))
             await until(lambda: other.replica.hosts == ["m-0"])
-        # All of these faults are repaired on the way. Only a busy machine makes failures of other kinds.
+        # The exchange repairs all of these faults itself. Failures of other kinds occur only on a busy machine.
         assert set(one.observed.failures + other.observed.failures) <= {Failure.TIMEOUT, Failure.CONNECTION}
 
     async def test_exchange_counts_wrong_password_errors_and_recovers(self, tmp_path, caplog):

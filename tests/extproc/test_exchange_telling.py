@@ -1,4 +1,6 @@
-"""The exchange between a router and the store: what is sent and when, and what a joining replica reads."""
+"""Tests of a router's exchange with the store: the contents and times of updates, and the updates that a joining
+replica reads.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ NO_LOADS = replace(QUIET, loads={})
 
 
 class Refusing(MemoryStore):
-    """Sends what it has and receives nothing."""
+    """A replica that sends its updates and receives no updates."""
 
     refuses = True
 
@@ -29,7 +31,7 @@ class Refusing(MemoryStore):
 
 
 class TestExchangedUpdates:
-    """In memory and by a clock of the test's own."""
+    """The store is in memory and uses the test's clock."""
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -73,7 +75,7 @@ class TestExchangedUpdates:
         assert await other.exchange.exchange()
         assert await one.exchange.exchange()
         assert [(pool, peer, age_s) for pool, peer, _, age_s in other.replica.heard] == [(POOL.id, "one", 0.0)] * 2
-        # First what it said of its loads, and then its news, which is its word on both.
+        # First the update with the loads arrives, then the update with hotness and placements, which has no loads.
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None]
         assert other.replica.heard[0][2] == replace(QUIET, loads=LOADS)
         update = other.replica.heard[1][2]
@@ -92,7 +94,7 @@ class TestExchangedUpdates:
         heard = [(update.placements, update.loads, age_s) for _, _, update, age_s in other.replica.heard]
         assert heard[0] == ((), LOADS, 2.0)
         told = [(placements[0].hashes[0], loads, age_s) for placements, loads, age_s in heard[1:]]
-        # Oldest first; old news says nothing of loads.
+        # The oldest update is first; old updates contain no loads.
         assert told == [(3, None, 242.0), (4, None, 162.0), (5, None, 82.0), (6, None, 2.0)]
         late = Joined("late", one.store, clock)
         clock.now += PEER_TTL_S - 2.0
@@ -144,7 +146,7 @@ class TestExchangedUpdates:
             told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
             clock.now += 1 / 16
         assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]
-        # Updates are sent every time.
+        # Every exchange sends updates.
         await other.exchange.exchange()
         assert other.replica.requests == 64
 

@@ -156,7 +156,7 @@ class TestWithRedis:
 
     def test_explain_with_redis_uses_loads_of_other_routers(self, pool_file: str, server: RedisServer) -> None:
         alone = json.loads(self.explained(pool_file).stdout)
-        # So much load that a router would queue the request for a while; its member is shown all the same.
+        # With this load a router would queue the request; the explanation still shows the chosen member.
         busy = SharedLoad(pending_prefill_tokens=5000, backlog_s=60.0, in_flight=3)
         loads = {f"qwen-{number}": busy for number in range(3)}
         self.tell(server, ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))

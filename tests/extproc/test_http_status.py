@@ -23,7 +23,7 @@ from waiting import until
 
 
 class Held(Metrics):
-    """Metrics whose page is not ready until the test allows it."""
+    """Metrics with a page that blocks until the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(version="1", replica_id="router-0")

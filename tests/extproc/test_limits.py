@@ -1,4 +1,4 @@
-"""docs/limits.md states the limits of the code, and names an existing test for each."""
+"""Tests that docs/limits.md has the limits of the code, and an existing test for each limit."""
 
 import re
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""``dualmap router`` as a process with pools of a Kubernetes API: it waits for them, and can be stopped meanwhile."""
+"""Tests ``dualmap router`` as a process with pools of a Kubernetes API: the router waits for pools, and a signal can
+stop it.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,7 @@ async def on_kubernetes(api: KubeApi, *options: str) -> AsyncIterator[asyncio.su
 
 
 async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
-    """Return the next line on stderr that has these words."""
+    """Return the next line on stderr that contains this text."""
     assert process.stderr is not None
     async with asyncio.timeout(WAIT_S):
         while line := (await process.stderr.readline()).decode().rstrip():

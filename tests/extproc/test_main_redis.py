@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process with Redis: absent, late or hanging, and shared by two routers."""
+"""Tests ``dualmap router`` as a process: with an absent, late or hanging Redis, and with a shared Redis."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def test_router_starts_before_redis_and_hides_its_password(tmp_path):
     redis = RedisServer(tmp_path / "redis", password="hidden-word")
     password = tmp_path / "password"
     password.write_text("hidden-word\n")
-    # The URL's password is a different one, and is not used.
+    # The URL has a different password, which the router must not use.
     url = redis.url.replace("redis://", "redis://:hidden-too@")
     options = ("--redis", url, "--redis-password-file", str(password), "--log-format", "json", "--log-level", "debug")
     async with running(write_pool(tmp_path / "pool.yaml"), options=options) as served:
@@ -58,7 +58,7 @@ async def test_router_starts_before_redis_and_hides_its_password(tmp_path):
         "Shared state recovered",
     ]
     assert lines[0]["store"] == redis.url
-    # Its last update reports no load.
+    # The stopped router's last update reports no load.
     assert decode_update(last[b"n"]).loads == {}
 
 

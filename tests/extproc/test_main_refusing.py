@@ -1,4 +1,4 @@
-"""``dualmap router`` with invalid settings: its exit status, and an error that names what is accepted."""
+"""Tests ``dualmap router`` with invalid settings: the exit status, and the accepted values in the error message."""
 
 import asyncio
 import socket
@@ -65,7 +65,7 @@ def test_router_with_invalid_settings_exits_with_status_and_reason(tmp_path, con
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
 async def test_router_with_port_in_use_exits_and_names_the_option(tmp_path, monkeypatch, option):
-    # As at a user's: gRPC may say what it wants.
+    # The environment is like a user's, in which gRPC may also write to stderr.
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
+"""Tests ``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def test_discovery_stream_gets_file_change_and_delays_no_shutdown(tmp_path
         assert json.loads(await served.get("/pools/llm/qwen"))["ring_version"] == 5
 
         served.stop()
-        # Far below the drain timeout: discovery is no work to wait for.
+        # The limit is far below the drain timeout, because a drain does not wait for discovery streams.
         assert await served.exited() == 0
 
 
@@ -99,7 +99,7 @@ async def test_router_counts_invalid_pool_change_and_keeps_last_pools(tmp_path):
 
 
 async def test_router_applies_queue_deadlines_while_serving(tmp_path, monkeypatch):
-    """Else requests of which nothing is heard would stay in the books for ever."""
+    """The load of requests without a report must expire."""
     kept: asyncio.Queue[object] = asyncio.Queue()
 
     async def keep(picker: object) -> None:
@@ -130,7 +130,7 @@ async def test_router_drain_timeout_ends_an_open_stream(tmp_path):
         await call.read()
 
         served.stop()
-        # Below the default, which is 25 s.
+        # This value is below the default of 25 s.
         assert await asyncio.wait_for(served.exited(), 20.0) == 0
 
 

@@ -1,4 +1,4 @@
-"""The router's counters: what increments them, and when their series are removed."""
+"""Tests of the router's counters: the events that increment them, and the removal of their series."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,7 +117,7 @@ class TestCounting:
         assert samples(made) == before
 
     def test_metrics_endpoint_series_exist_before_the_first_request(self) -> None:
-        """So that a rate over the first request is not lost."""
+        """The series starts at 0, so that Prometheus' rate includes the first request."""
         got = samples(metrics())
         assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 0
         assert got[f"dualmap_completions_total{{endpoint=m-1,outcome=aborted,pool={POOL}}}"] == 0
@@ -140,7 +140,7 @@ class TestCounting:
         assert made.traffic(POOL).refused == 1
 
     def test_metrics_of_pool_without_queue_show_zero_queued(self) -> None:
-        """A gauge that is absent cannot be told from a router that is."""
+        """An absent gauge would look like an absent router."""
         assert (
             samples(metrics(), PoolRouter(builders.pool(2)).status())[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 0
         )

@@ -1,4 +1,4 @@
-"""The gauges of load and the signals for autoscalers at a scrape."""
+"""Tests of the load gauges and the autoscaling signals at a scrape."""
 
 from dataclasses import replace
 
@@ -42,15 +42,15 @@ class TestLoads:
 
 
 class TestSignals:
-    """What reaches the rule, whose own tests are tests/core/test_scaling.py."""
+    """Tests of the input of the rule for desired replicas; tests/core/test_scaling.py tests the rule."""
 
     def told(self) -> tuple[Counting, list[float]]:
-        """Metrics, and a list that holds their time."""
+        """Return metrics, and a list with the metrics' current time."""
         clock = [1000.0]
         return Counting(clock=lambda: clock[0]), clock
 
     def shown(self, made: Counting, name: str, *states: MemberState) -> float:
-        # Nothing is queued: requests queued before are arrivals, too.
+        # No request is queued, because earlier queued requests also count as arrivals.
         return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
 
     def test_scaling_signals_count_uncached_tokens_of_routed_prompts(self) -> None:

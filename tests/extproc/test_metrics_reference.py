@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the metrics that a router exports."""
+"""Tests that docs/metrics.md lists exactly the metrics that a router exports."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The fan-out of observations: subscribers get the types they ask for, and none can disturb the others."""
+"""Tests of the fan-out of observations: subscribers receive the types that they request, and a faulty subscriber does
+not affect others.
+"""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The end of a request at the picker: each ends once, and its usage is measured once."""
+"""Tests of a request's end at the picker: each request ends once, and the picker measures its usage once."""
 
 import pytest
 

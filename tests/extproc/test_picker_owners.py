@@ -1,4 +1,4 @@
-"""The picker finds a request's router by its id, and forgets the id when the request ends."""
+"""Tests that the picker finds a request's router by the request ID, and removes the ID when the request ends."""
 
 import pytest
 

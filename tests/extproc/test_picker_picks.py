@@ -1,10 +1,11 @@
-"""The picker's choices: destinations for bodies, pools for models, names of sessions, and rejections."""
+"""Tests of the picker's choices: destinations for bodies, pools for models, session names, and rejections."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from dualmap.pools.pool import Session
+from dualmap.pools.pool import Engine, Session
 from dualmap.router import PoolRouter
 from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
@@ -53,6 +54,16 @@ def test_pick_by_alias_shares_the_prefixes_of_the_model():
     desk.pick(chat(text))
 
     assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
+
+
+@pytest.mark.parametrize("engine", [Engine(), Engine(max_model_len=4096)])
+def test_pick_prompt_counts_at_most_max_model_len(engine):
+    desk = Desk(replace(pool(), engine=engine))
+
+    receipt = desk.pick(chat("x" * 1_000_000)).receipt
+
+    assert f"prompt={engine.max_model_len}," in receipt
+    assert sum(each.pending_prefill_tokens for each in desk.picker.statuses()[0].endpoints) == engine.max_model_len
 
 
 def test_pick_by_adapter_selects_its_pool_and_shares_no_prefix():
@@ -259,7 +270,7 @@ def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, whe
     [
         (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
         (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
-        # The parser accepts this, but it is too deep to be serialised again.
+        # The parser accepts this body, but its nesting is too deep for the serializer.
         (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
     ],
     ids=["unclosed", "parser", "spelling"],

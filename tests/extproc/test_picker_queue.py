@@ -1,4 +1,4 @@
-"""Queued requests at the picker: what resumes them, in which order, and how they are rejected."""
+"""Tests of queued requests at the picker: the events that release requests, the order, and rejections."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 
 SHORT = chat()
-# Two minutes of prefill for the engine of a crowded pool.
+# A prompt with two minutes of prefill on the slow engine.
 LONG = chat("long " * 10_000)
 
 
 class Queue(Desk):
-    """A desk whose only engine is busy; new requests wait."""
+    """A desk with a single busy engine, so that new requests queue."""
 
     def __init__(self, *pools, **queue) -> None:
         super().__init__(*(pools or (crowded_pool(**queue),)))
@@ -75,7 +75,7 @@ def test_picker_resumes_request_once_after_any_event_that_frees_room(event):
 
 
 def test_picker_resumes_queued_request_during_a_later_pick():
-    """Room that comes by time alone is first seen when somebody else asks."""
+    """If a dispatch window opens with time, the next pick dispatches the queued request."""
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold()
 
@@ -95,7 +95,7 @@ def test_picker_resumes_queued_requests_in_order():
 
 
 def test_picker_can_be_called_by_a_resumed_request():
-    """The next one in turn is given up from within the resumption of the one before: it is never resumed."""
+    """The release of a queued request aborts the next queued request, which must then not be released."""
     desk = Queue(dispatch_window_s=1.0)
     asked_again = []
     others: list[str] = []
@@ -119,7 +119,9 @@ def test_picker_can_be_called_by_a_resumed_request():
 
 
 def test_picker_answers_a_request_released_during_its_pick():
-    """Its arrival releases another request, whose stream ends as it is resumed and so makes room for this one."""
+    """The new request's arrival releases another request. The other request's stream ends at its release, so the new
+    request gets the member.
+    """
     desk = Queue(dispatch_window_s=1.0)
     ended: list[str] = []
 
@@ -261,7 +263,7 @@ def test_picker_replication_update_can_release_queued_requests():
     told = dict(teller.picker.take_update(11.0))
     assert told.keys() == {"llm/qwen", "llm/other"}
 
-    # Two minutes later the pending prefill should have ended; the next update shows it.
+    # The estimated end of the pending prefill is two minutes later; the next update has no pending prefill.
     desk.picker.on_update(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_update(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_bindings(10_000.0, "llm/other", ())

@@ -1,4 +1,4 @@
-"""The log lines of a reload of pools."""
+"""Tests of the log lines of a pool reload."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""A pool's demand over several routers: pickers, their exchanges and one store in memory, with a simulated clock."""
+"""Tests of a pool's demand at several routers: pickers, their exchanges and one store in memory, with a simulated
+clock.
+"""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ class Clock:
 
 
 class Shelf(MemoryStore):
-    """The store between the routers; ``down`` makes it unreachable, ``full`` makes all writes fail."""
+    """The routers' shared store; ``down`` makes the store unreachable, ``full`` makes all writes fail."""
 
     down = False
     full = False
@@ -94,7 +96,7 @@ class Router:
 
     @property
     def wish(self) -> float:
-        """Its own value, as in a scrape."""
+        """Return the router's own demand, as in a scrape."""
         (status,) = self.picker.statuses(None)
         return self.traffic.signals((status,))[self.pool.id].desired_replicas
 
@@ -114,7 +116,7 @@ def store(clock: Clock) -> Shelf:
 
 
 async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[Router, int] | None = None) -> None:
-    """Advance the time while the routers exchange updates; with ``load`` each gets this number of requests a second."""
+    """Advance the time while the routers exchange updates; each router receives ``load`` requests per second."""
     for _ in range(round(seconds / INTERVAL_S)):
         clock.now += INTERVAL_S
         for router, requests in (load or {}).items():
@@ -170,7 +172,7 @@ class TestDemandSum:
                 router.picker.first_token(clock(), request_id)
                 router.picker.finished(clock(), request_id, None)
             await pass_time(clock, 1.0, *routers)
-        # Twelve a minute through each: alone neither would say that four instances are too few.
+        # Each router has twelve requests per minute, too few for a router alone to add instances.
         assert all(router.desired > len(POOL.members) for router in routers)
 
     async def test_demand_is_reported_once_a_second(self, clock, store):
@@ -193,18 +195,23 @@ class TestDemandSum:
 
 
 class TestStoreUnavailable:
-    """Two routers miss the SLO with four instances; neither takes the other's part of the fleet upon itself."""
+    """Tests of two routers that miss the SLO with four instances. A router without the store must not add the other
+    router's demand to its own.
+    """
 
     async def late(
         self, clock: Clock, store: Shelf, names: str, *, away_s: float, trouble: str = "down", from_s: float = 120.0
     ) -> list[float]:
-        """Return the sum of their own desired replicas once a second; the store fails at ``from_s``, for ``away_s``."""
+        """Return the sum of the routers' own desired replicas every second; the store fails at ``from_s`` for
+        ``away_s``.
+        """
         routers = [Router(name, clock, store, POOL) for name in names]
         asked: list[tuple[float, Router, str]] = []
         wishes = []
         for second in range(200):
             setattr(store, trouble, from_s <= second < from_s + away_s)
-            # One of eight is late, just too many, so that little is added each minute.
+            # One of eight first tokens is late. This is slightly more than the SLO allows, so autoscaling adds only a
+            # few instances per minute.
             answered_s = clock() + (POOL.slo.ttft_s + 1.0 if second % 8 == 0 else 0.0)
             asked += [(answered_s, router, router.ask().request_id) for router in routers]
             for each in [each for each in asked if each[0] <= clock()]:
@@ -219,9 +226,12 @@ class TestStoreUnavailable:
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
     async def test_demand_does_not_grow_while_the_store_is_unavailable(self, clock, store, away_s, trouble):
+        calm = Clock()
+        undisturbed = await self.late(calm, Shelf(calm), "ab", away_s=0.0)
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
         assert 4.0 <= wishes[119] < 4.2
-        assert max(wishes[120:]) <= wishes[119] * 1.02
+        # The learnt speed still changes the wish a little.
+        assert max(wishes[120:]) <= max(undisturbed[120:]) * 1.02
 
     async def test_demand_of_new_router_adds_nothing_without_the_store(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
@@ -281,7 +291,9 @@ class TestUnknownDemand:
 
 
 class TestStoppedRouter:
-    """Two or three routers under load, of which one is killed; its requests go to the others or to its restart."""
+    """Tests of two or three routers under load after a kill of one router; its requests move to the other routers or to
+    its restart.
+    """
 
     async def test_demand_does_not_drop_if_one_of_three_routers_stops(self, clock, store):
         a, b, c = (Router(name, clock, store, POOL) for name in "abc")
@@ -353,7 +365,7 @@ class TestActivation:
             assert not router.active
 
     async def test_demand_request_without_prompt_activates_no_pool(self, clock):
-        """They are health checks and lists of models, which somebody asks for all day."""
+        """The requests are health checks and model lists, which clients send constantly."""
         router = Router("a", clock, None, EMPTY)
         router.picker.pick_bodiless(clock(), None)
         assert (router.changed, router.active) == ([], False)

@@ -1,4 +1,4 @@
-"""Reading pool files: accepted forms, and the errors of invalid files, YAML bombs included."""
+"""Tests of reading pool files: accepted forms, and the errors of invalid files, including YAML bombs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Watching pool files: stable changes are applied, errors are reported once, and nothing ends the watch."""
+"""Tests of watching pool files: the watcher applies stable changes, reports errors once, and never ends."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ from extproc.pool_files import document, write, write_text
 
 
 class Watched:
-    """A running watcher and what it reported, to be waited for."""
+    """A running watcher and its reports, for which a test can wait."""
 
     def __init__(self) -> None:
         self.applied: asyncio.Queue[tuple[Pool, ...]] = asyncio.Queue()
         self.refused: asyncio.Queue[PoolFileError] = asyncio.Queue()
 
     async def pools(self) -> dict[str, int]:
-        """The next pools applied, as members per pool."""
+        """Wait for the next applied pools; return the number of members per pool."""
         pools = await asyncio.wait_for(self.applied.get(), 20)
         return {pool.id: len(pool.members) for pool in pools}
 
@@ -71,7 +71,7 @@ class TestFileChanges:
             assert await watched.pools() == {"llm/bbbb": 2}
 
     async def test_watcher_applies_a_replaced_symbolic_link(self, tmp_path: Path) -> None:
-        """How a mounted ConfigMap changes."""
+        """The test changes the file like an update of a mounted ConfigMap."""
         for version, members in (("v1", 1), ("v2", 2)):
             (tmp_path / version).mkdir()
             write(tmp_path / version / "p.yaml", document(members=members))
@@ -92,7 +92,7 @@ class TestFileChanges:
             write_text(path, broken)
             refusal = await watched.refusal()
             assert refusal.file == path
-            # The other file's change still applies, beside the last good pools of the broken one.
+            # The watcher applies the other file's change, and keeps the last valid pools of the broken file.
             write(other, document("other", members=5))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 5}
             write(path, document(members=3))
@@ -109,7 +109,7 @@ class TestFileChanges:
             assert (await watched.refusal()).field == "file"
             write(other, document("other", members=2))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 2}
-            # Back as it was is no change; back with another member is.
+            # The original content is not a change; the original content with another member is a change.
             write(path, document(members=2))
             write(other, document("other", members=3))
             assert await watched.pools() == {"llm/qwen": 2, "llm/other": 3}
@@ -152,7 +152,7 @@ class TestFileChanges:
             return method
 
         async with watching(path) as watched:
-            # Used instead of a folder without permissions, since root may read any folder.
+            # These functions replace a folder without permissions, because root can read any folder.
             for name in ("stat", "open", "exists", "is_file"):
                 monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
             assert (await watched.refusal()).value == "Permission denied"
@@ -205,7 +205,7 @@ class TestRepeatedErrors:
     """A rejected file stays rejected until it is corrected, and each new reason is reported once."""
 
     def settle(self, watcher: PoolFileWatcher) -> list[str]:
-        """Check until nothing is new; return the reasons reported."""
+        """Check until there is no change; return the reported reasons."""
         return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
 
     def test_watcher_reports_each_new_reason_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +251,8 @@ class TestUnsettledChanges:
         watcher = PoolFileWatcher([path])
         watcher.load()
         text = yaml.safe_dump(document(members=9))
-        # The truncated text is a valid pool of fewer members: only its instability tells.
+        # The truncated text is a valid pool with fewer members, so only the following change shows that it is
+        # incomplete.
         path.write_text(text[: text.index("10.0.0.4")] + "10.0.0.4")
         look = watcher._look()
         assert (look.pools, look.unsettled) == (None, True)
@@ -295,7 +296,7 @@ class TestUnsettledChanges:
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
     def test_watcher_interval_equals_the_documented_interval(self) -> None:
-        """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
+        """A reload takes at most 2 s: a poll, a second check for stability, and up to a second for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 
     def test_watcher_does_not_read_a_pipe_again(self) -> None:

@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves for any state of the objects."""
+"""Tests of pools from a Kubernetes API: the served pools for each state of the objects."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ class TestRefusals:
     async def test_kube_invalid_pool_created_again_has_no_old_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
-            # As after a list, where the deletion was not seen.
+            # This is the state after a list that shows the deletion without a watch event.
             await api.put(pool_body("qwen", uid="another", spec={"slo": {"ttft": "soon"}}))
             await watched.until(lambda: not watched.pools)
 
@@ -115,7 +115,7 @@ class TestRefusals:
         await api.put(pool_body("b", created=1, model="shared"))
         await api.put(pool_body("c", created=0, model="other"))
         async with watching(api) as watched:
-            # The picker gives a name to the first that has it.
+            # The picker gives a model name to the first pool with this name.
             assert list(watched.pools) == ["llm/c", "llm/b", "llm/a"]
             (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
             assert (refusal["pool"], refusal["value"]) == ("llm/a", "'shared'")
@@ -262,13 +262,14 @@ class TestPods:
             await pods_are_watched(api)
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
-            # The operator follows, then admits it again: it has seen the pod serve, whether the router has or not.
+            # The operator also drains the member, then admits it again, because the operator has observed a serving
+            # pod. The router may not have this observation.
             await api.put(pool_body("qwen", version=2, members={"qwen-0": {"state": "Draining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             await api.put(pool_body("qwen", version=3, members={"qwen-0": {"state": "Joining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
             assert watched.states()["qwen-0"] == "Joining"
-            # After that its pod's state counts again.
+            # After this, the router uses the pod's state again.
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 

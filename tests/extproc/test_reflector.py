@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves during faults of the API server."""
+"""Tests of pools from a Kubernetes API: the served pools during faults of the API server."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ class TestApiServerFaults:
             await api.start()
             await asyncio.wait_for(watched.source.listed(), WAIT_S)
             assert list(watched.pools) == ["llm/qwen"]
-        # Logged when it is new, not at every attempt.
+        # The router logs a new error once, and not at every attempt.
         assert len(said(caplog, "Kubernetes list or watch failed")) == 1
         assert said(caplog, "Listing pools from the Kubernetes API")[0]["scope"] == "all namespaces"
 
@@ -69,7 +69,7 @@ class TestApiServerFaults:
             api.refuse_watches_with = 410
             api.cut_watches()
             await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="expired") >= 1)
-            # Only its absence shows the deletion.
+            # Only the pool's absence from the list shows the deletion.
             await api.delete(pool_body("qwen"))
             await api.forget()
             api.refuse_watches_with = None

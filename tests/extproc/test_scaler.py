@@ -1,4 +1,4 @@
-"""The KEDA scaler over gRPC, with the metadata of a ScaledObject."""
+"""Tests of the KEDA scaler over gRPC, with the metadata of a ScaledObject."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def reference(pool: str = "qwen", *, namespace: str = "llm", **metadata: str) ->
 
 @dataclass
 class Running:
-    """A router's scaler, on a free port, and a client of it."""
+    """A router's scaler on a free port, with a client."""
 
     channel: grpc.aio.Channel
     servers: GrpcServers
@@ -112,7 +112,7 @@ async def router() -> AsyncIterator[Running]:
 
 
 async def next_word(stream: Any) -> bool | None:
-    """Return a stream's next message; None where it ends."""
+    """Return a stream's next message, or None at its end."""
     async with asyncio.timeout(ANSWER_S):
         word = await stream.read()
     return None if word is grpc.aio.EOF else word.result
@@ -264,7 +264,7 @@ class TestStream:
         assert await next_word(quiet) is True
 
     async def test_scaler_stream_sends_nothing_while_demand_is_unknown(self):
-        """Older KEDAs than 2.20 take "inactive" for a reason to scale to zero."""
+        """KEDA before 2.20 scales to zero on "inactive"."""
         async with running(POOL, shares=True) as router:
             stream = router.stream(reference())
             await until(lambda: router.scaler.streams == 1)

@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: its health service, and how a drain ends open streams."""
+"""Tests of the gRPC server with a real client: its health service, and the end of open streams in a drain."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ from extproc.envoy_messages import (
 from extproc.grpc_routers import NOT_SERVING, SERVING, answers, crowded, held, running
 from waiting import until
 
-# The fixture, which pytest looks for by its name here.
+# This imports a fixture, which pytest finds by its name in this module.
 router = grpc_routers.router
 
 
@@ -75,7 +75,7 @@ async def test_drain_finishes_a_half_read_request(router):
 
 
 async def test_drain_notice_period_serves_new_streams_while_not_ready(router, monkeypatch):
-    """Clients that poll health must see the change before any call is rejected."""
+    """Clients that poll the health service must receive the change before the server rejects a call."""
     assert server.NOTICE_S >= 0.5
     monkeypatch.setattr(server, "NOTICE_S", 600.0)
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
@@ -84,7 +84,7 @@ async def test_drain_notice_period_serves_new_streams_while_not_ready(router, mo
     drain = asyncio.create_task(router.servers.drain(1200.0))
     assert (await watch.read()).status == NOT_SERVING
     for _ in range(20):
-        # On connections of their own: an open one might outlive the port.
+        # The calls use new connections, because an open connection may outlive the port.
         async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.grpc}") as channel:
             assert (
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -99,13 +99,13 @@ async def test_drain_notice_period_serves_new_streams_while_not_ready(router, mo
 
 
 async def refusal(port: int) -> None:
-    """Ask for health on new connections until one is refused."""
+    """Check the health on new connections until the port refuses a connection."""
     while True:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             except grpc.aio.AioRpcError as error:
-                # A call that arrives as the port closes is cancelled; later ones find no server.
+                # The server cancels a call that arrives during the closing of the port; later calls find no server.
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     return
 
@@ -130,7 +130,7 @@ async def test_drain_of_idle_router_ignores_open_health_watches(router):
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
 
-    # Far below the given timeout: the drain waits for the notice only.
+    # The limit is far below the timeout, because the drain waits only for the notice period.
     await asyncio.wait_for(router.servers.drain(600.0), 30.0)
 
 
@@ -147,7 +147,7 @@ async def test_drain_timeout_cuts_open_streams(router):
 
 
 async def test_drain_timeout_while_streams_end_does_not_crash(monkeypatch):
-    """Two overlapping stops of a grpc.aio server take the process down if the first one's grace runs out."""
+    """Two overlapping stops of a grpc.aio server crash the process if the first stop's grace period ends."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
         async with running() as router:
@@ -172,7 +172,7 @@ async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
 
 
 async def test_drain_end_sends_the_status_of_the_last_call(monkeypatch):
-    """Envoy treats a cancelled call as failed, and aborts the response it belongs to."""
+    """Envoy treats a cancelled call as failed and aborts the call's response."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
         assert set(await codes_of_calls_that_end_with_the_drain()) == {grpc.StatusCode.OK}

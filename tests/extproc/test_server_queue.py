@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: queued requests, and the task that keeps their deadlines."""
+"""Tests of the gRPC server with a real client: queued requests, and the task for their deadlines."""
 
 import asyncio
 
@@ -48,20 +48,20 @@ async def test_server_rejects_a_request_queued_too_long():
 
         assert refused_with(await answers(call, 1)) == 429
         assert router.held == 0
-        # As Envoy does after it has answered the client.
+        # Envoy also ends the stream after it has answered the client.
         call.cancel()
         task.cancel()
 
 
 async def test_server_dispatches_queued_request_at_its_dispatch_deadline():
-    """No event comes: the window opens with time, and the deadline timer releases the request."""
+    """Without an event, the dispatch window opens with time, and the deadline timer releases the request."""
     async with running() as router:
         router.picker.set_pools(0.0, (crowded_pool(),))
         task = asyncio.create_task(keep_deadlines(router.picker))
         busy = router.stream()
         await busy.write(request_headers(NO_WAIT))
-        # Not streamed, so that its prefill is not seen to end, and of three seconds, so that the next request meets it
-        # on a busy machine too.
+        # The request has no streaming, so the router does not observe the end of its prefill. The prefill takes three
+        # seconds, so that the next request arrives before its end, also on a busy machine.
         await busy.write(request_body(chat("some " * 240)))
         await answers(busy, 2)
         call = await held(router)
@@ -102,7 +102,7 @@ async def test_server_answers_body_of_queued_request_after_the_pick():
 
 
 class Clockwork:
-    """Stands for a picker with deadlines only; the first is far off."""
+    """A fake picker that has only deadlines; the first deadline is far in the future."""
 
     def __init__(self) -> None:
         self.deadline_s: float | None = asyncio.get_running_loop().time() + 3600.0

@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: streams from their headers to any kind of end, and its ports."""
+"""Tests of the gRPC server with a real client: streams from their headers to each kind of end, and the ports."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ from extproc.envoy_messages import (
 )
 from extproc.grpc_routers import answers, running
 
-# The fixture, which pytest looks for by its name here.
+# This imports a fixture, which pytest finds by its name in this module.
 router = grpc_routers.router
 
 
@@ -128,7 +128,7 @@ async def test_server_rejects_an_invalid_body_after_a_pause():
     async with running(limits=Limits(pause_s=0.2)) as router:
         call = router.stream()
         await call.write(request_headers(NO_WAIT))
-        # So that the headers' deadline passes when the body has moved it back.
+        # The pause lets the headers' deadline pass after the body has postponed it.
         await asyncio.sleep(0.05)
         await call.write(request_body(b"[1,", end=False))
         assert refused_with(await answers(call, 1)) == 400

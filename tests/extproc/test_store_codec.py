@@ -168,7 +168,7 @@ def test_report_with_excessive_demand_is_bounded() -> None:
 
 
 def test_report_sum_of_any_values_can_be_encoded() -> None:
-    """A share of all ones decodes; a router adds it to others' and tells the sum, which has to fit again."""
+    """A router adds the largest decodable shares of other routers and sends the sum, which must be encodable."""
     most = Share(pending_prefill_tokens=2**48, in_flight=2**32 - 1, held=2**32 - 1, first_tokens=2**32 - 1)
     peers = PeerShares()
     for peer in "ab":

@@ -1,4 +1,4 @@
-"""The interface of every store, tested in memory and with a real Redis server over TCP and a socket."""
+"""Tests of the interface of every store: in memory, and with a real Redis server over TCP and a socket."""
 
 import math
 import time
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "tcp", "socket"])
 async def join(request: pytest.FixtureRequest, server: RedisServer) -> AsyncIterator[Callable[[], Store]]:
-    """A function that gives one more replica its way to the same store."""
+    """A function that connects another replica to the same store."""
     memory = MemoryStore(time.monotonic)
     stores: list[Store] = []
     with server.admin as admin:
@@ -94,7 +94,7 @@ async def read(store: Store, peer: str, cursor: str | None = None, *, wanted: tu
 
 
 async def hear_all(store: Store, peer: str, cursor: str | None = None) -> tuple[list[Entry], str]:
-    """Page by page; also return the cursor behind it."""
+    """Read all pages; return the entries and the cursor after the last entry."""
     entries: list[Entry] = []
     while True:
         answer = await read(store, peer, cursor)
@@ -130,7 +130,7 @@ class TestUpdates:
         await publish(one, "one", NEWS)
         (entry,) = (await read(other, "other")).entries
         assert (entry.peer, entry.update) == ("one", NEWS)
-        # Redis counts whole milliseconds.
+        # Redis has a resolution of one millisecond.
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
 
     async def test_update_is_read_once_and_in_order(self, join):
@@ -283,7 +283,7 @@ class TestReports:
         assert answer.reports == ()
 
     async def test_report_expires_after_a_minute(self):
-        """Of the store in memory; test_store_redis has Redis's."""
+        """This is a test of the store in memory; test_store_redis.py has the test with Redis."""
         now = 1000.0
         store = MemoryStore(lambda: now)
         await report(store, "one", REPORT)
@@ -294,7 +294,7 @@ class TestReports:
 
 
 class TestHistory:
-    """Of the store in memory, whose clock can be the test's own; test_store_redis has Redis's."""
+    """This is a test of the store in memory, with the test's clock; test_store_redis.py has the test with Redis."""
 
     async def test_history_has_minutes_of_updates_and_seconds_of_loads(self):
         now = 1000.0

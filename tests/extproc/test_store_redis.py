@@ -1,4 +1,4 @@
-"""The Redis store beyond the interface: keys and their expiry, trimming, invalid entries, and ages."""
+"""Tests of the Redis store's implementation: keys and their expiry, trimming, invalid entries, and ages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from extproc.redis_stores import (
     works,
 )
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 
@@ -56,7 +56,7 @@ class TestKeys:
                     admin.xadd(stream, {"n": "old"}, id=f"{number}-0")
             async with opened(server.url) as store:
                 await store.publish("teller", [POST])
-            # Redis trims whole blocks of a hundred entries.
+            # Redis trims a stream in blocks of a hundred entries.
             assert max(admin.xlen(stream) for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM)) <= 101
 
     async def test_redis_stream_is_trimmed_by_length_after_clock_goes_back(self, server):
@@ -77,7 +77,7 @@ class TestKeys:
             assert admin.xlen(DEMAND_STREAM) <= 8292
 
     async def test_redis_stream_is_trimmed_by_size_in_bytes(self, server):
-        # As large as an entry of a busy router can be, and a bit more than 128 KiB.
+        # The size is the maximum for a busy router's entry, slightly more than 128 KiB.
         placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2**14)))
         large = Post(pool=POOL, keep_s=60.0, update=replace(NEWS, placements=(placement,)))
         async with opened(server.url) as store:
@@ -134,7 +134,7 @@ class TestInvalidData:
             answer = await read(store)
             with server.admin as admin:
                 admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551614")
-            # Whoever hears of it first, and whoever writes first.
+            # The result is the same for each order of reads and writes.
             for _ in range(3):
                 answer = await read(store, answer.cursor)
             await works(store)
@@ -224,7 +224,7 @@ class TestInvalidData:
 
 
 class TestAges:
-    """By the server's clock: entries are written with the times that they should have."""
+    """The test writes entries with explicit times of the server's clock."""
 
     async def test_joining_replica_reads_updates_by_age_at_the_server(self, server):
         async with opened(server.url) as store:

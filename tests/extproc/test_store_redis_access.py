@@ -1,4 +1,4 @@
-"""Access to the Redis store: passwords, the documented rights, TLS, and Redis Cluster."""
+"""Tests of access to the Redis store: passwords, the documented permissions, TLS, and Redis Cluster."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from extproc import redis_stores
 from extproc.redis_stores import POOL, POST, QUESTION, STREAM, answering, failure, opened, read, works, works_again
 from redis_server import RedisServer, redis_cluster, redis_server
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 
@@ -71,7 +71,7 @@ class TestCredentials:
 
 
 def documented_rights(password: str) -> list[list[str]]:
-    """The commands of the document that give a user its rights: the ones always needed, and a cluster's."""
+    """Return the documented commands for a user's permissions: the basic commands, and the commands for a cluster."""
     document = (Path(__file__).parents[2] / "docs/state.md").read_text().splitlines()
     return [line.replace("PASSWORD", password).split() for line in document if line.startswith("ACL SETUSER router ")]
 
@@ -88,7 +88,7 @@ async def needs_every_right(store: RedisStore, admin: redis.Redis) -> None:
 class TestTls:
     @pytest.fixture
     async def front(self, server: RedisServer, tmp_path: Path) -> AsyncIterator[tuple[int, Path]]:
-        """A port that speaks TLS in front of the server, and the file its certificate is checked against."""
+        """A TLS port in front of the server, and the file with the trusted certificate."""
         key, certificate = self_signed()
         (tmp_path / "tls.key").write_bytes(key)
         (tmp_path / "tls.crt").write_bytes(certificate)
@@ -130,7 +130,7 @@ class TestTls:
 
 class TestCluster:
     async def test_redis_cluster_serves_pools_on_several_nodes(self, tmp_path):
-        # llm/a and llm/d are on different nodes of the two.
+        # llm/a and llm/d are on different nodes of the cluster.
         pools = ("llm/a", "llm/b", "llm/c", "llm/d")
         with redis_cluster(tmp_path / "cluster") as nodes:
             for node in nodes:

@@ -1,4 +1,4 @@
-"""Failures of Redis: absent, another server, hanging, full, read-only."""
+"""Tests of failures of Redis: absent, another server, hanging, full, read-only."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from extproc.redis_stores import (
 from redis_server import RedisServer, redis_server
 from waiting import until
 
-# The fixtures, which pytest looks for by their names here.
+# This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
 

@@ -1,4 +1,4 @@
-"""Two routers' pickers and a real Redis: each router uses the other's state."""
+"""Tests of two routers' pickers with a real Redis: each router uses the other router's state."""
 
 import asyncio
 import contextlib
@@ -25,18 +25,18 @@ from redis_server import RedisServer, redis_server
 from waiting import until
 
 POOL = builders.pool()
-# Keys of one length, however often a test asks.
+# The key length is fixed, independently of the number of requests.
 FIXED = builders.pool(
     routing=Routing(
         prefix=Prefix(max_blocks=POOL.routing.prefix.initial_blocks), queue=Queue(dispatch_window_s=float("inf"))
     )
 )
-# A session goes to its host.
+# Sessions stay at their member.
 STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigration(enabled=True))))
 
 
 class Observer:
-    """Keeps the receipt of the last decision."""
+    """A subscriber that keeps the receipt of the last decision."""
 
     def __init__(self) -> None:
         self.receipt: Receipt | None = None
@@ -86,7 +86,7 @@ class Router:
         return self.observer.receipt
 
     def in_flight(self, text: str) -> int:
-        """How many requests the pair of a text has in flight, as a decision sees it."""
+        """Return the number of requests in flight at the pair of a text, as a decision uses it."""
         return sum(each.in_flight for each in self.explain(text).candidates)
 
     @property
@@ -181,7 +181,8 @@ async def test_joining_replica_looks_up_an_earlier_session(server):
     with server.admin as admin:
         admin.delete(updates_key(POOL.id))
         host = "m-7" if admin.get(key).endswith(b"m-6") else "m-6"
-        # As if it had moved twice: the first claim of the router that joins must not take it away.
+        # The version is as if the session had moved twice, so the joining router's first claim must not move the
+        # session.
         admin.set(key, f"1 2 0 5000 {host}", ex=60)
         async with routers(server, "late", pool=STICKY) as (late,):
             late.pick("turn two", session_id="s")
@@ -204,7 +205,7 @@ async def test_replicas_sum_loads_until_a_replica_leaves(server):
             one.pick(prompt)
             await until(lambda: other.in_flight(prompt) == 2)
         await until(lambda: other.in_flight(prompt) == 0)
-        # Other routers' requests are no part of this router's report.
+        # This router's report does not contain other routers' requests.
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
@@ -226,7 +227,7 @@ async def test_starting_replica_reports_at_least_the_previous_demand(server):
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
         with server.admin as admin:
-            # The first report may predate the requests; the next one and later ones contain them.
+            # The first report may be older than the requests; later reports contain the requests.
             await until(lambda: admin.xlen(reports_key(FIXED.id)) >= 3)
     async with routers(server, "after", pool=FIXED) as (after,):
         with pytest.raises(DemandUnknown):
@@ -249,7 +250,7 @@ async def test_replicas_have_unknown_demand_while_redis_is_unavailable(server):
 
 
 def _in_flight(router: Router) -> int | None:
-    """Return a router's count of requests in flight at all routers, None where it does not know."""
+    """Return a router's count of requests in flight at all routers, or None without a count."""
     try:
         return router.pool_demand.total(FIXED.id).in_flight
     except DemandUnknown:

@@ -51,7 +51,7 @@ def test_unsent_loads_are_sent_at_most_four_times_a_second() -> None:
     told: list[tuple[float, int]] = []
     for tick in range(48):
         now = tick / 16
-        # They change all the time in the first second, and no longer after that.
+        # The loads change constantly in the first second, and no longer after it.
         in_flight = min(tick, 17)
         unsent.add(now, replace(QUIET, loads={"m-0": SharedLoad(in_flight=in_flight)}))
         if (loads := unsent.loads(now)) is not None:

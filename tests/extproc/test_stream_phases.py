@@ -1,4 +1,4 @@
-"""The transition tables of a stream: each message in each phase has an outcome, and each phase is reached."""
+"""Tests of a stream's transition tables: each message in each phase has an outcome, and each phase is reachable."""
 
 from collections import defaultdict
 
@@ -27,7 +27,7 @@ KINDS = {field.name for field in wire.ProcessingRequest.DESCRIPTOR.oneofs_by_nam
 RESPONSE_KINDS = {kind for kind in KINDS if kind.startswith("response_")}
 NEW, READING, QUEUED, ANSWERED, ENDED = Phase
 
-# The phases that may follow each kind of message; None is a message of a kind that the router does not know.
+# The phases that may follow each kind of message; None is an unknown kind of message.
 NEXT = {
     NEW: {
         "request_headers": {READING, ANSWERED, ENDED},
@@ -70,7 +70,7 @@ NEXT = {
 
 
 def messages(config) -> list[wire.ProcessingRequest]:
-    """Return messages of every kind, in each variant that may lead to a phase of its own."""
+    """Return messages of every kind, in each variant that may lead to a different phase."""
     made = [
         request_headers(config),
         request_headers(config, end=True),
@@ -104,7 +104,7 @@ def stream_after(sent: list[wire.ProcessingRequest], fleet="idle") -> Stream:
 
 
 def explored(config, fleet: str) -> dict[tuple[Phase, str | None], set[Phase]]:
-    """Return the phases that follow each pair of phase and message, by a path for each phase and last message."""
+    """Return the next phase for each phase and message, found with one path per phase and last message."""
     follow: dict[tuple[Phase, str | None], set[Phase]] = defaultdict(set)
     known = set()
     paths: list[tuple[Phase, list[wire.ProcessingRequest]]] = [(NEW, [])]

@@ -1,4 +1,4 @@
-"""Any messages in any order: the stream never raises, and the picker keeps no request after its end."""
+"""Tests that a stream accepts any messages in any order, and that the picker keeps no ended request."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -88,7 +88,7 @@ def test_stream_of_any_messages_leaves_no_request_open(streams, members):
                 answer.SerializeToString()
         talk.close(cancelled=cancelled)
 
-    # Only the state passed to the access log may be left, and that expires.
+    # Only the state for the access log may remain, and this state expires.
     while (deadline_s := talk.picker.next_deadline()) is not None:
         talk.picker.on_deadline(deadline_s)
 

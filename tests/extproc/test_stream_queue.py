@@ -1,4 +1,4 @@
-"""Queued requests: the stream answers nothing until they are released, then all messages in order."""
+"""Tests of queued requests: the stream answers no message before the release, then all messages in order."""
 
 import json
 
@@ -32,12 +32,12 @@ from extproc.envoy_messages import (
 
 every_mode = pytest.mark.parametrize("config", MODES.values(), ids=MODES)
 SHORT = chat()
-# Two minutes of prefill for the engine of a crowded pool.
+# A prompt with two minutes of prefill on the slow engine.
 LONG = chat("long " * 10_000, stream=True)
 
 
 class Crowd:
-    """A pool of one busy engine, and a conversation whose request will be queued for it."""
+    """A pool with one busy engine, and a conversation with a request that will be queued."""
 
     def __init__(self, *, limits: Limits | None = None, **queue) -> None:
         self.first = Conversation(crowded_pool(**queue), limits=limits)
@@ -46,7 +46,7 @@ class Crowd:
         self.names = self.first.observer.names
 
     def hold(self, config, *, chunks=(SHORT,)) -> list:
-        """Send a request; return the answers at once."""
+        """Send a request; return the immediate answers."""
         answers = self.talk.send(request_headers(config), *request_bodies(chunks))
         assert self.talk.held == 1
         return answers
@@ -167,7 +167,7 @@ def test_stream_closed_during_queueing_removes_its_request(config, cancelled):
 
 @every_mode
 def test_response_before_request_leaves_no_queued_request(config):
-    """Envoy sends no such response; the end of the stream still takes the request out of the queue."""
+    """Envoy never sends such a response, but the end of the stream must remove the request from the queue."""
     crowd = Crowd()
     crowd.talk.send(response_headers(200))
     crowd.talk.send(request_body(SHORT))
@@ -181,7 +181,7 @@ def test_response_before_request_leaves_no_queued_request(config):
 
 @every_mode
 def test_response_during_queueing_removes_the_queued_request(config):
-    """As after a timeout in Envoy: its own response passes through the stream like any other."""
+    """After a timeout, Envoy's own response passes through the stream like other responses."""
     crowd = Crowd()
     crowd.hold(config)
 
@@ -259,7 +259,10 @@ steps = st.tuples(st.integers(0, 4), st.one_of(whole, whole, st.lists(messages, 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([0, 1, 3]), st.sampled_from([5.0, 1000.0]), st.booleans())
 def test_stream_of_any_steps_with_queueing_leaves_no_request_open(steps, max_held, max_wait_s, empty):
-    """Each request gets at most one pick, none after its stream is closed, and nothing of it stays in the picker."""
+    """Each request gets at most one pick, and no pick after its stream's end.
+
+    The picker keeps no state of the request.
+    """
     queue = {"max_held": max_held, "max_wait_s": max_wait_s, "hold_when_empty": True}
     talk = Conversation(crowded_pool(members=0 if empty else 2, **queue))
     streams = [Conversation(picker=talk.picker) for _ in range(5)]
@@ -277,7 +280,7 @@ def test_stream_of_any_steps_with_queueing_leaves_no_request_open(steps, max_hel
             told[index], begun[index], one.delivered[:] = [], 0, []
         else:
             kinds = kinds_of_requests(step)
-            # A body or trailers that come before any headers are a request as well.
+            # A body or trailers without earlier headers also count as a request.
             parts = [kind for kind in kinds if kind.startswith("request_")]
             headless = not begun[index] and parts[:1] not in ([], ["request_headers"])
             begun[index] += kinds.count("request_headers") + headless

@@ -1,4 +1,4 @@
-"""Requests on a stream, mode by mode: which messages are answered, and which answer carries the pick."""
+"""Tests of requests on a stream in each mode: the answered messages, and the answer with the pick."""
 
 import pytest
 
@@ -212,7 +212,7 @@ def test_request_with_body_mode_none_is_routed_to_any_member():
 
 
 def test_trailers_in_streamed_modes_disable_retries():
-    """Envoy 1.40 sends such a body twice where the route has a retry policy."""
+    """Envoy 1.40 sends such a body twice if the route has a retry policy."""
     for config in (DUPLEX, NO_WAIT):
         answers = Conversation().send(request_headers(config), request_body(chat(), end=False), request_trailers())
         assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
@@ -224,7 +224,7 @@ def test_trailers_in_streamed_modes_disable_retries():
 
 @pytest.mark.parametrize("config", [STREAMED, None])
 def test_waiting_trailers_with_several_pools_are_rejected(config):
-    """Trailers' answers set no request headers, and without one Envoy takes the first pool's cluster."""
+    """An answer to trailers cannot set request headers, and without this header Envoy uses the first pool's cluster."""
     several = Conversation(pool("a", model="a"), pool("b", model="m"))
     several.send(request_headers(config), request_body(chat(), end=False))
     one = Conversation()

@@ -1,4 +1,4 @@
-"""Requests that a stream rejects, and unusual ones that it routes: bodies, limits, encodings, empty pools."""
+"""Tests of rejected requests, and of unusual requests that are routed: bodies, limits, encodings, empty pools."""
 
 import json
 
@@ -226,7 +226,7 @@ def test_headers_above_the_limits_are_rejected(config, method, limits, headers, 
 
 @every_mode
 def test_headers_at_envoys_default_limits_are_accepted(config):
-    """Envoy takes 100 headers of 60 KiB together by default."""
+    """By default Envoy accepts 100 headers with a total of 60 KiB."""
     talk = Conversation()
     headers = {f"x_{n}": "v" * 600 for n in range(96)}
 

@@ -1,4 +1,4 @@
-"""Requests whose bodies stall or whose end Envoy does not report: when and how the stream decides."""
+"""Tests of requests with a stalled body or without a reported end: the time and result of the decision."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
     ],
 )
 def test_stalled_body_is_answered_before_the_envoy_timeout(length, half):
-    """Envoy waits for the pools' longest queue.maxWait and 15 s, starting again with each message."""
+    """Envoy's message timeout is the pools' longest queue.maxWait plus 15 s, and restarts with each message."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, content_length=length))
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_stalled_body_timeout_depends_on_the_longest_max_wait():
     [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'"text"', b"5", b"\x1f\x8b\x08", b'{"model": "m"}}', b"{}"],
 )
 def test_paused_body_with_invalid_start_is_rejected(body):
-    """Of an HTTP/2 request with trailers, Envoy reports no end before the headers are answered."""
+    """For an HTTP/2 request with trailers, Envoy reports the end only after the answer to the headers."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(body, end=False))
 

@@ -1,4 +1,4 @@
-"""The response half of a stream: the receipt, the first token, and the end of the request."""
+"""Tests of responses on a stream: the receipt, the first token, and the end of the request."""
 
 import pytest
 
@@ -29,7 +29,7 @@ PLAIN_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 
 
 def picked(config=NO_WAIT, *pools) -> Conversation:
-    """Return a conversation whose request has been routed."""
+    """Return a conversation with a routed request."""
     talk = Conversation(*pools)
     talk.send(request_headers(config), request_body(chat()))
     assert talk.in_flight == 1

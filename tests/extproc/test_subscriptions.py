@@ -22,7 +22,7 @@ def of(pools: Iterable[Pool]) -> Snapshot:
 
 
 def whole(*names: str, version: str = "1", routes: str = "routes") -> Snapshot:
-    """A snapshot with clusters and routes; ``version`` is the router's, whose clusters differ by it."""
+    """Return a snapshot with clusters and routes, which differ for each ``version``."""
     return Snapshot(
         assignments=assignments_of([pool(name.removeprefix("llm/"), 1) for name in names]),
         clusters={name: f"{name} {version}".encode() for name in names},
@@ -80,7 +80,7 @@ class TestEndpoints:
         assert first.version_info != second.version_info
         assert first.nonce != second.nonce
         assert conversation.respond(changed) is None
-        # A return to the earlier state is a change, too.
+        # A return to the earlier state is also a change.
         assert due(conversation, of([pool(count=2)])).version_info == first.version_info
 
     def test_eds_sends_no_response_if_the_resources_are_equal(self) -> None:
@@ -132,7 +132,7 @@ class TestEndpoints:
         due(conversation, changed)
         assert conversation.on_request(request(nonce=first.nonce, error="late")) is None
         assert conversation.respond(changed) is None
-        # If it were accepted, its empty list of names would end the conversation.
+        # An accepted empty list of names would end the subscription.
         assert conversation.respond(of([pool(count=3)])) is not None
 
     def test_eds_sends_no_endpoints_of_removed_or_unknown_pool(self) -> None:
@@ -162,10 +162,10 @@ class TestEndpoints:
 
 
 class TestAggregatedDiscovery:
-    """Clusters, endpoints and routes on one stream (ADS)."""
+    """Tests of clusters, endpoints and routes on one stream (ADS)."""
 
     def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
-        """An Envoy that has applied all of a snapshot."""
+        """Return the conversation of an Envoy that has applied a complete snapshot."""
         conversation = Conversation()
         conversation.on_request(request(of=CLUSTER_TYPE))
         ack(conversation, due(conversation, snapshot))
@@ -183,7 +183,7 @@ class TestAggregatedDiscovery:
         clusters = due(conversation, both)
         assert values(clusters, CLUSTER_TYPE) == {"llm/qwen 1", "llm/llama 1"}
         assert conversation.respond(both) is None, "Envoy has not taken up the clusters yet"
-        # It asks for a new cluster's endpoints before it answers, and answers when it uses the cluster.
+        # Envoy requests a new cluster's endpoints before it acknowledges the cluster.
         conversation.on_request(request(QWEN, LLAMA, nonce="1"))
         endpoints = due(conversation, both)
         assert hosts(endpoints).keys() == {LLAMA}
@@ -202,7 +202,7 @@ class TestAggregatedDiscovery:
         assert conversation.respond(whole()) is None, "it was said once"
 
     def test_ads_sends_endpoints_without_waiting_for_clusters(self) -> None:
-        """An Envoy that outlived its router has clusters, and must hear of members at once."""
+        """An Envoy that was connected to an earlier router already has clusters, and must receive members at once."""
         conversation = Conversation()
         for each in (request(of=CLUSTER_TYPE), request(QWEN), request(ROUTES, of=ROUTE_CONFIGURATION_TYPE)):
             conversation.on_request(each)
@@ -214,7 +214,9 @@ class TestAggregatedDiscovery:
         assert due(conversation, whole(QWEN)).type_url == CLUSTER_TYPE
 
     def test_ads_sends_endpoints_again_for_a_changed_cluster(self) -> None:
-        """Envoy uses it when it has them; it would do so without any after a timeout."""
+        """Envoy uses a changed cluster when it has the endpoints; otherwise it uses the cluster without endpoints after
+        a timeout.
+        """
         conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
         newer = whole(QWEN, LLAMA, version="2")
         assert due(conversation, newer).type_url == CLUSTER_TYPE

@@ -1,4 +1,4 @@
-"""Transport security: plain text, self-signed, changing and invalid folders, and client CAs."""
+"""Tests of transport security: plain text, self-signed certificates, changed and invalid folders, and client CAs."""
 
 import asyncio
 import hashlib
@@ -24,7 +24,7 @@ REFUSED = "Rejected certificate files, keeping the last valid certificates"
 
 
 class Serving:
-    """A gRPC server with health on each of two ports, as the router has."""
+    """A gRPC server with the health service on two ports, like the router."""
 
     def __init__(self, tls: str | Path, client_ca: Path | None = None) -> None:
         self._credentials = server_credentials(str(tls), client_ca)
@@ -46,7 +46,7 @@ class Serving:
 
 
 async def handshake(port: int) -> tuple[bytes, str | None]:
-    """Shake hands without verifying, as gateways do; return the certificate (DER) and the protocol agreed on."""
+    """Connect without verification, like gateways; return the certificate (DER) and the negotiated protocol."""
 
     def shake() -> tuple[bytes, str | None]:
         context = ssl.create_default_context()
@@ -71,7 +71,8 @@ def der(pair: tuple[bytes, bytes]) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pair[1].decode())
 
 
-# gRPC shares connections between channels to one address that look alike; a number makes each one look different.
+# gRPC shares a connection between channels with equal arguments. A number in the arguments gives each channel its own
+# connection.
 _numbers = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""Spans: what a collector receives for each decision, and that a router without export imports nothing for it."""
+"""Tests of spans: the collector's data for each decision, and no imports for tracing in a router without export."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ LONG = chat("long " * 10_000)
 
 
 class Desk:
-    """A traced picker whose spans go to a collector; ``spans`` sends them first, and ends it."""
+    """A picker that exports spans to a collector; ``spans`` exports the remaining spans and ends the export."""
 
     def __init__(self, collector: Collector, *pools) -> None:
         self._collector = collector
@@ -99,7 +99,7 @@ def test_span_of_a_decision_has_the_receipt_and_parent(collector):
         "dualmap.key_blocks": receipt.key.blocks,
         "dualmap.predicted_ttft_s": receipt.predicted_ttft_s,
     }
-    # It begins with the request's arrival, half a second before the decision, and ends with the decision.
+    # The span begins at the request's arrival, half a second before the decision, and ends with the decision.
     assert span.start_time_unix_nano < before < span.end_time_unix_nano
     assert span.end_time_unix_nano - span.start_time_unix_nano == 0.5e9
     assert span.status.code == Status.STATUS_CODE_UNSET
@@ -224,7 +224,7 @@ def test_export_to_dead_collector_logs_once_and_delays_no_request(collector, mon
 
 
 class Stuck(SpanExporter):
-    """Accepts spans when the test allows it; ``taken`` counts them."""
+    """An exporter that accepts spans when the test allows it; ``taken`` counts accepted spans."""
 
     def __init__(self) -> None:
         self.let = threading.Event()
@@ -263,7 +263,7 @@ def test_tracing_reads_the_clock_offset_at_start_and_per_export(monkeypatch):
     assert keeping.exported.wait(60.0)
     tell(tracing, 1)
     tracing.close()
-    # Both requests are decided at the monotonic clock's 0; the wall clock jumps in between.
+    # Both decisions are at 0 of the monotonic clock; the wall clock jumps between the decisions.
     assert keeping.ends_ns == [1000, 5000]
 
 
@@ -288,9 +288,9 @@ def test_export_with_full_queue_drops_spans_and_logs_once(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
-    # The spans being exported, and the waiting ones.
+    # These are the spans in export and the waiting spans.
     assert 8 <= stuck.taken <= 4 + 8
-    assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
+    assert [record.message for record in caplog.records] == [*said, "Span export queue has room again"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])

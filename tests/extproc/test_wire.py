@@ -1,4 +1,4 @@
-"""The project's small .proto files against the official types: every field has the same encoding."""
+"""Tests that every field in the project's small .proto files has the same encoding as in the official types."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from google.protobuf.struct_pb2 import Struct
 from dualmap_extproc.wire import access_log_pb2, base_pb2, discovery_pb2, ext_proc_pb2, external_scaler_pb2
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from envoy_data_plane.envoy.config.core import v3 as core
     from envoy_data_plane.envoy.config.endpoint import v3 as endpoint
@@ -37,7 +37,7 @@ PAIRS = [
 
 
 def scalar(field: FieldDescriptor) -> object:
-    """Return a value that is not the field's default and differs from its neighbours'."""
+    """Return a value that differs from the field's default and from the values of neighbouring fields."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
         return field.enum_type.values[-1].number
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
@@ -54,7 +54,7 @@ def scalar(field: FieldDescriptor) -> object:
 
 
 def fill(message: Message, choice: int) -> None:
-    """Set every field of ``message``; of each oneof the member that ``choice`` falls on."""
+    """Set every field of ``message``; in each oneof, set only the field that ``choice`` selects."""
     if isinstance(message, Struct):
         message.update({"text": "a", "number": 2.5, "list": ["b", {"c": None}], "yes": True})
         return
@@ -122,7 +122,7 @@ def test_wire_enums_have_the_official_numbers(ours, official):
 
 
 def test_wire_keda_messages_have_the_official_field_numbers():
-    """As KEDA 2.20 has them in pkg/scalers/externalscaler/externalscaler.proto, by the names in its JSON form."""
+    """The numbers are from KEDA 2.20's pkg/scalers/externalscaler/externalscaler.proto, by the fields' JSON names."""
     numbers = {
         "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},
         "IsActiveResponse": {"result": 1},
@@ -140,7 +140,7 @@ def test_wire_keda_messages_have_the_official_field_numbers():
 
 
 def test_wire_modules_are_generated_from_the_proto_files(tmp_path):
-    """``make proto`` was run after the last edit of a .proto file."""
+    """Checks that the generated files are up to date with the .proto files (``make proto``)."""
     package = tmp_path / "dualmap_extproc" / "wire"
     sources = sorted(PROTO.rglob("*.proto"))
     outputs = [f"-I{PROTO}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Links, anchors and commands in the documents exist."""
+"""Tests that links, anchors and commands in the documents exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_in_documents_resolve(document: Path) -> None:
-    # Code is left out: a regular expression can look like a link.
+    # The test ignores code, because a regular expression can look like a link.
     targets = re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]+`", "code", document.read_text()))
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
     assert not missing
@@ -28,7 +28,7 @@ def test_anchor_links_in_documents_resolve_to_headings(document: Path) -> None:
     for target, anchor in links:
         text = (document.parent / target).read_text() if target else document.read_text()
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        # The anchors that GitHub generates.
+        # Return the anchors that GitHub generates.
         anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if anchor not in anchors:
             missing.append(f"{target}#{anchor}")
@@ -55,7 +55,10 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
 
 
 def test_architecture_page_lists_only_existing_files() -> None:
-    """`core/router.py` stands for `core/dualmap/router.py`; a bare name is in the folder named before it."""
+    """`core/router.py` refers to `core/dualmap/router.py`.
+
+    A file name without a folder is in the folder that the text mentions before.
+    """
     packages = {
         "core": "dualmap",
         **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},

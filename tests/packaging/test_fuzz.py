@@ -1,4 +1,4 @@
-"""``make fuzz``: the corpus and a short run of each target pass, and a failing target is reported."""
+"""Tests of ``make fuzz``: the corpus and a short run of each target pass, and a failing target is reported."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "fuzz" / "targets").glob("[!_]*.py"))
-# A target that fails on an input with three exclamation marks, and adds one where it mutates an input.
+# A target that fails on an input with three exclamation marks, and that adds an exclamation mark in each mutation.
 PLANTED = '''
 """Planted."""
 
@@ -56,7 +56,7 @@ def test_fuzz_targets_accept_the_whole_corpus(fuzz, name: str) -> None:
 def test_fuzz_corpus_stays_below_its_size_limit(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
-    # The inputs that ``--minimise`` keeps, and room for those of earlier crashes.
+    # The number of inputs that ``--minimise`` keeps, plus some inputs of earlier crashes.
     assert max(map(len, corpora.values())) <= importlib.import_module("fuzz.minimise").INPUTS + 20
     assert sum(path.stat().st_size for inputs in corpora.values() for path in inputs) <= 300_000
 

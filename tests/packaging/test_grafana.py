@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard: Prometheus accepts its queries, and their metrics and labels exist."""
+"""Tests of the chart's Grafana dashboard: Prometheus accepts its queries, and their metrics and labels exist."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ EXPORTED = {
 RECORDED = json.loads((ROOT / "tests" / "chart" / "recorded" / "series.json").read_text())["series"]
 # Labels that Prometheus adds to every series it scrapes.
 SCRAPED = {"namespace", "pod"}
-# Each router exports only its own share of these.
+# Each router exports only its own share of these metrics.
 SHARES = (
     "dualmap_endpoint_pending_prefill_tokens",
     "dualmap_endpoint_in_flight_requests",

@@ -1,4 +1,4 @@
-"""The repository's import contracts report a violation that is planted in a copy of the sources."""
+"""Tests that the repository's import contracts report a violation in a copy of the sources."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-# The file of the planted line, the line, and the beginning of the name of the contract that forbids it.
+# The file, the added line, and the first words of the violated contract's name.
 PLANTED = [
     ("core/dualmap/keys/rings.py", "import time", "The core is pure"),
     ("core/dualmap/keys/hotness.py", "import random", "The core is pure"),
@@ -115,7 +115,7 @@ PLANTED = [
     ("operator/dualmap_operator/observe/mirror.py", "import yaml", "Below its run package the operator"),
     ("sim/dualmap_sim/workloads/pacing.py", "import time", "Simulations reach no server"),
 ]
-# Each module planted here imports only another module of the router, which reaches the library.
+# Each added line imports only another module of the router, which imports the library.
 PLANTED_INDIRECT = [
     (
         "extproc/dualmap_extproc/request/picker.py",
@@ -174,7 +174,7 @@ PLANTED_INDIRECT = [
     ),
     ("sim/dualmap_sim/engine.py", "import dualmap_sim.metrics", "Simulations reach no server"),
 ]
-# A module or folder of a package whose contract lists every layer, and is not one of them.
+# A new module or folder in a package with a contract that lists every layer.
 UNLISTED = [
     ("core/dualmap/planted.py", "dualmap.planted", "The core's folders"),
     ("core/dualmap/policies/planted.py", "dualmap.policies.planted", "Policies import downwards only"),
@@ -217,7 +217,7 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {
         "PYTHONPATH": ":".join(str(copy / name) for name in ("core", "edge", "operator", "extproc", "sim", "cli")),
         "PATH": str(BIN),
-        "COLUMNS": "1000",  # Nothing is folded.
+        "COLUMNS": "1000",  # The report has no shortened lines.
     }
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]], cwd=copy, env=env, capture_output=True, text=True, check=False
@@ -226,7 +226,7 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def violations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the import linter reports on a copy with every violation planted, by the contract's name."""
+    """The import linter's report on a copy with all violations, by the contract's name."""
     copy = copied(tmp_path_factory.mktemp("planted"))
     for path, _, _ in UNLISTED:
         (copy / path).parent.mkdir(exist_ok=True)
@@ -237,13 +237,13 @@ def violations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     result = run(copy, "lint-imports", "--no-cache")
     assert result.returncode != 0
     _, _, broken = result.stdout.partition("Broken contracts\n")
-    # A contract's name and a line of dashes stand before its violations.
+    # A contract's name and a line of dashes precede its violations.
     titles_and_texts = re.split(r"^(\S.*)\n-{4,}\n", broken, flags=re.MULTILINE)[1:]
     return dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True))
 
 
 def reported(violations: dict[str, str], contract: str) -> str:
-    """Return the violations of the one contract whose name begins with ``beginning``."""
+    """Return the violations of the only contract with a name that starts with ``beginning``."""
     (text,) = [text for title, text in violations.items() if title.startswith(contract)]
     return text
 

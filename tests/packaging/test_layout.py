@@ -1,4 +1,4 @@
-"""The repository's layout avoids known traps."""
+"""Tests of the repository's layout."""
 
 import operator
 import warnings
@@ -19,7 +19,7 @@ LONG_LINES = 600
 
 
 def warn_of_long_files(folder: Path) -> None:
-    """Warn of each module with more than ``LONG_LINES`` lines, except generated ones."""
+    """Warn about each module with more than ``LONG_LINES`` lines, except generated modules."""
     for path in sorted(folder.rglob("*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONG_LINES and not path.name.endswith("_pb2.py"):
@@ -39,7 +39,8 @@ def test_test_folders_contain_no_init_files() -> None:
     ]
 
 
-# Elsewhere a warning is an error (pyproject.toml); here pytest only shows it at the end of the run.
+# In other tests a warning is an error (pyproject.toml). For this test, pytest only shows the warning at the end of the
+# run.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_are_typed_and_long_files_cause_a_warning(package: str) -> None:

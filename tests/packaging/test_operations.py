@@ -1,4 +1,4 @@
-"""docs/operations.md names a test for every fault and has a row for every tested fault."""
+"""Tests that docs/operations.md has a test for every fault, and a row for every tested fault."""
 
 import ast
 import re

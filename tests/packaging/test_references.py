@@ -1,4 +1,4 @@
-"""Generated pages match their sources."""
+"""Tests that generated pages match their sources."""
 
 import importlib.util
 from pathlib import Path

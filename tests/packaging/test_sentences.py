@@ -1,4 +1,4 @@
-"""The script that draws sentences finds them in every kind of place."""
+"""Tests that the script for random sentences finds sentences in every kind of source."""
 
 import importlib.util
 import subprocess

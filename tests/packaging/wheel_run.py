@@ -1,4 +1,4 @@
-"""Build the wheel, install it into a new environment, and run the unit tests against the installed packages."""
+"""Builds the wheel, installs it into a new environment, and runs the unit tests against the installed packages."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ PACKAGES = {"dualmap", "dualmap_edge", "dualmap_operator", "dualmap_extproc", "d
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Print and run a command; exit with its status when it fails."""
+    """Print and run a command; if the command fails, exit with its status."""
     print("+", *command, flush=True)
     status = subprocess.run([str(part) for part in command], cwd=cwd, check=False).returncode
     if status:
@@ -36,7 +36,7 @@ def main() -> None:
         hashed = ("--require-hashes", "--constraint", ROOT / "constraints.txt")
         run(*install, *hashed, "--requirement", ROOT / "pyproject.toml", "--extra", "dev", cwd=here)
         run(*install, "--no-deps", wheel, cwd=here)
-        # In another folder, so that Python imports the installed packages and not the tree's.
+        # The tests run in another folder, so that Python imports the installed packages and not the repository's.
         tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
         tests.append(ROOT / "testing" / "tests" / "unit")
         run(

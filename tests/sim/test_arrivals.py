@@ -1,4 +1,6 @@
-"""Traces as router and engine see them: block hashes at each side's own length, and who follows whom."""
+"""Tests of traces at the router and the engine: block hashes for each block length, and the order of a session's
+requests.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""A pool that an HPA sizes, in virtual time: the controller and the fleet by hand, then the whole loop briefly."""
+"""Tests of a simulated pool with an HPA: the controller and the instances with constructed inputs, then short complete
+runs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,8 +63,7 @@ class TestHpa:
         assert follow(Hpa(hasty), [1] * 18, requested=10)[::4] == [8, 8, 6, 6, 4]
 
     def test_hpa_tolerance_includes_draining_pods(self) -> None:
-        # Nine pods are present, eight are requested: 8.2 is within a tenth of the present number, which Kubernetes then
-        # requests.
+        # Nine pods are present and eight are requested. 8.2 is within 10 % of nine, so Kubernetes then requests nine.
         assert Hpa(AT_ONCE).sync(0, 8.2, requested=8, present=9) == 9
 
 
@@ -141,7 +142,7 @@ class TestPacing:
 
 
 def ticks(requests: int) -> Trace:
-    """One request a second, each with a prompt of its own."""
+    """Return one request per second, each with its own prompt."""
     return Trace(
         name="ticks",
         block_tokens=512,
@@ -155,7 +156,7 @@ PER_S = 3.0
 
 
 def load(*phases: Phase) -> tuple[Arrival, ...]:
-    """The default workload at PER_S times each phase's rate."""
+    """Return the default workload at PER_S times each phase's rate."""
     trace = paced(default_workload(2000).at_rate(PER_S).without_sessions(), phases)
     return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)
 
@@ -182,7 +183,7 @@ ALL_S = 2400.0
 
 @pytest.fixture(name="step", scope="module")
 def _step() -> Run:
-    """Load that triples and then ends, on a pool that begins with the instances for the first load."""
+    """Return a run with load that triples and then ends; the pool begins with enough instances for the first load."""
     return scaled(load(*STEP), first=4, lasts_s=ALL_S)
 
 
@@ -192,7 +193,7 @@ def test_autoscaling_runs_with_equal_settings_are_equal(step: Run) -> None:
 
 
 def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
-    # With an HPA without a stabilization window, so that the fleet is the one for the load before.
+    # The HPA has no stabilization window, so that the pool's size fits the load before the step.
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
     (before,) = (sync.requested for sync in run.syncs if sync.at_s == STEP_S)

@@ -1,4 +1,4 @@
-"""The cluster in virtual time: by hand on small cases, and what must hold of every run."""
+"""Tests of the simulated cluster: small cases with calculated results, and invariants of every run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,13 +40,14 @@ def test_router_index_updates_with_reported_events() -> None:
 
 
 def test_queued_request_is_dispatched_after_first_token() -> None:
-    # The router takes the engine for ten times slower than it is, so only news of a first token opens the window.
+    # The router's estimate of the engine's speed is ten times too low, so only the report of a first token opens the
+    # window.
     slow = Engine(prefill_tokens_per_second=10.0)
     held = replace(small_pool(1, queue=Queue(dispatch_window_s=0.1)), engine=slow)
     first, second = Cluster(replace(config(held), feedback_delay_s=0.25)).run(one_block_prompts(0.0, 0.5))
     assert (first.held, second.held) == (False, True)
     assert second.dispatched_s == 1.75
-    # The engine had been idle since the first request's end at that very moment.
+    # The engine is idle at the dispatch, because the first request has ended at this moment.
     assert second.first_token_s == 1.75 + 1.5
 
 
@@ -68,7 +69,9 @@ def test_rejected_request_is_never_sent_to_an_engine() -> None:
 
 
 def test_routers_without_replication_ignore_load_of_other_routers() -> None:
-    """Two routers, two engines, the least loaded: blind to each other they both begin with the same engine."""
+    """Two routers with the policy least_loaded and two engines. Without replication, both routers choose the same
+    engine first.
+    """
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
     alone = Cluster(config(small_pool(2))).run(asked)
     blind = Cluster(config(small_pool(2), routers=2)).run(asked)
@@ -102,10 +105,12 @@ def test_replica_exchange_sends_only_the_selected_updates() -> None:
 
 @pytest.mark.parametrize(("replay_s", "blocks"), [(0.0, 10), (3.0, 40), (100.0, 110)])
 def test_joining_router_applies_stored_updates(replay_s: float, blocks: int) -> None:
-    """One request a second; the second router joins at 9.5 s, and its own and the other's later ones it hears of."""
+    """One request arrives each second, and the second router joins at 9.5 s. This router also receives later updates of
+    the first router.
+    """
     joining = replace(
         config(small_pool(2), exchange=ReplicationConfig(period_s=0.1, delay_s=0.0)),
-        # The third router never joins, but makes the cluster keep all updates for it.
+        # The third router joins after the end of the run, so that the cluster keeps all updates.
         replicas=(Replica(), Replica(at_s=9.5, replay_s=replay_s), Replica(at_s=1000.0, replay_s=1000.0)),
     )
     cluster = Cluster(joining)
@@ -132,7 +137,7 @@ def test_cluster_store_returns_session_bindings(monkeypatch: pytest.MonkeyPatch)
     records = Cluster(joining).run(in_session)
     assert records[10].router == 1
     (now, binding), *_ = told
-    # Asked at the router's tick after the request at 10 s; the session had been bound at the very beginning.
+    # The update is from the router's tick after the request at 10 s; the session's binding is from the first request.
     assert now == pytest.approx(10.05 + 0.02)
     assert (binding.session, binding.host, binding.version) == (7, joining.pool.members[0].id, 0)
     assert binding.moved_ago_s == pytest.approx(10.05)
@@ -173,7 +178,7 @@ def test_cluster_run_stops_at_first_token_if_callback_ends_the_run() -> None:
     cluster = Cluster(replace(config(small_pool(1)), gives_up=gives_up))
     records = cluster.run(one_block_prompts(0.0, 1.0, 1.1, 1.2, 100.0))
     assert cluster.gave_up
-    # The third had waited for the other two; the fourth had come, and nothing became of it any more.
+    # The third request waited for the first two. The fourth request arrived, but the run stopped before its end.
     assert seen == ["0", "1", "2"]
     assert [record.first_token_s for record in records] == [1.5, 3.0, 4.5, None]
 
@@ -195,7 +200,7 @@ def test_cluster_run_without_stop_rule_reports_rejections() -> None:
 def test_load_samples_count_in_flight_and_queued_prefill_tokens() -> None:
     held = small_pool(2, policy="round_robin", queue=Queue(dispatch_window_s=0.1))
     cluster = Cluster(replace(config(held), sample_s=1.0))
-    # 1.5 s each; the third waits in the router until the first is through.
+    # Each request takes 1.5 s; the third request is queued in the router until the first request's end.
     cluster.run(one_block_prompts(0.25, 0.3, 0.35))
     assert [tuple(each.pending_tokens.values()) for each in cluster.samples[:4]] == [
         (0, 0),

@@ -1,4 +1,4 @@
-"""What happens to members during a run: they fail and recover, join and leave, become slow; every request ends once."""
+"""Tests of members that fail, recover, join, leave or slow down during a run; every request ends once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_request_to_failed_engine_fails_after_delay_without_retry() -> None:
     records = Cluster(dead).run(asked)
     assert failed == list(records)
     assert [record.failed for record in records] == [True, True]
-    # The client goes on after its pause, whatever came of the request before.
+    # The client sends its next request after its pause, also after a failed request.
     assert records[1].arrival.at_s == 1.0 + 0.25 + 0.5
 
 
@@ -122,7 +122,7 @@ def test_speed_change_applies_from_the_next_prefill() -> None:
     slow = Speed(at_s=0.5, member="m-0", engine=slowed(ROUND, 2.0))
     records = Cluster(config(small_pool(1), events=(slow,))).run(one_block_prompts(0.0, 10.0))
     assert [record.ttft_s for record in records] == [1.5, 3.0]
-    # Decode steps too: one of a quarter of a second becomes half a second.
+    # Decode steps also become slower: a step takes half a second instead of a quarter.
     assert records[1].finished_s == 13.5
 
 
@@ -180,7 +180,7 @@ def test_each_request_ends_once_despite_any_cluster_events(happens: str, routers
     assert_each_ended_once(asked, records)
     assert any(record.failed for record in records) == (happens in ("fail", "all fail", "drain, then leave dead"))
     for router in cluster.routers:
-        # What was never reported is forgotten with time.
+        # The load of requests without a report expires.
         router.on_deadline(1000.0 + IN_FLIGHT_TTL_S)
     assert_books_empty(cluster)
 
@@ -194,7 +194,7 @@ def test_slow_member_gets_fewer_requests_under_dualmap() -> None:
 
 
 def test_scale_up_moves_only_keys_of_new_members() -> None:
-    """By ring 1 alone: of four members' keys, a fifth goes to the fifth, and nobody else's change hands."""
+    """With only ring 1, a fifth of the keys moves from four members to the fifth member, and no other key moves."""
     asked = busy_requests(600, rate=4.0)
     four, five = busy_config(1, policy="cache_affinity", members=4), busy_config(1, policy="cache_affinity", members=5)
     before = Cluster(four).run(asked)
@@ -209,7 +209,7 @@ def test_scale_up_moves_only_keys_of_new_members() -> None:
 
 def test_slo_attainment_changes_with_joining_and_leaving_members() -> None:
     asked = busy_requests(900, rate=7.5)
-    # Held for no longer than clients would have it, so that what was too much does not drag on.
+    # A short maximum wait ends the overload's requests, so that the backlog does not affect later phases.
     few = busy_config(1, Queue(max_wait_s=10.0), members=4)
     more = busy_config(1, Queue(max_wait_s=10.0), members=8).pool
 
@@ -230,7 +230,7 @@ PULLS = replace(ROUND, pull_tokens_per_s=500.0)
 
 
 def in_turn(engine: EngineConfig, *, kv_moves: bool, events: tuple[Event, ...] = ()) -> tuple[Record, ...]:
-    """Three turns with the same prompt, of one session, at two members in turn."""
+    """Return three turns of one session with the same prompt, alternating between two members."""
     asked = [replace(each, session=5) for each in one_block_prompts(0.0, 10.0, 20.0, same=True)]
     of = config(small_pool(2, policy="round_robin"), engine=engine, events=events)
     return Cluster(replace(of, kv_moves=kv_moves)).run(asked)
@@ -239,10 +239,10 @@ def in_turn(engine: EngineConfig, *, kv_moves: bool, events: tuple[Event, ...] =
 def test_moved_session_pulls_kv_cache_from_its_last_engine() -> None:
     first, second, third = in_turn(PULLS, kv_moves=True)
     assert (first.pulled_tokens, first.ttft_s) == (0, 1.5)
-    # Of 100 tokens 90 are pulled, at 500 a second, and 10 computed.
+    # The engine pulls 90 of the 100 tokens at 500 tokens/s and computes 10 tokens.
     assert (second.cached_tokens, second.pulled_tokens) == (0, 90)
     assert second.ttft_s == pytest.approx(0.5 + 0.1 + 90 / 500)
-    # Back at the first one everything is there.
+    # The first member still caches all blocks.
     assert (third.cached_tokens, third.pulled_tokens) == (90, 0)
 
 

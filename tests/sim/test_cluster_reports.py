@@ -1,4 +1,4 @@
-"""What routers hear late or never, closed loops, and the bytes of a run."""
+"""Tests of late and lost reports to routers, of closed loops, and of identical results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_lost_reports_match_the_configured_share_and_expire() -> None:
 
 @pytest.mark.parametrize("kv_tokens", [None, SEVEN_B.kv_memory_tokens])
 def test_lost_reports_suspend_no_member(kv_tokens: int | None) -> None:
-    """While only the TTL made up for a lost report, 10 and 14 % fewer were in time."""
+    """If only the TTL removes lost requests from the load, attainment is 10 and 14 percentage points lower."""
     asked, of = busy_requests(900, rate=10.0), busy_config(1, Queue())
     of = replace(of, pool=replace(of.pool, engine=replace(of.pool.engine, kv_tokens=kv_tokens)))
     runs = [Cluster(replace(of, report_loss=loss)).run(asked) for loss in (0.0, 0.05)]
@@ -58,7 +58,7 @@ def test_router_without_completion_expires_request_by_ttl() -> None:
     cluster = Cluster(replace(config(small_pool(1)), report_loss=1.0))
     records = cluster.run(one_block_prompts(0.0, 100.0, IN_FLIGHT_TTL_S + 50.0))
     assert [record.finished_s is not None for record in records] == [True] * 3
-    # The first is forgotten by the time the third comes.
+    # The first request has expired at the third request's arrival.
     assert in_flight(cluster) == 2
     cluster.routers[0].on_deadline(2 * IN_FLIGHT_TTL_S + 50.0)
     assert_books_empty(cluster)
@@ -88,7 +88,7 @@ def test_delayed_replication_serves_all_requests_at_lower_attainment() -> None:
 
 
 def closed(requests: int, *, rate: float) -> tuple[Arrival, ...]:
-    """The default workload with each turn 2 s after its session's last one has ended."""
+    """Return the default workload as a closed loop: each turn starts 2 s after its session's previous turn."""
     trace = default_workload(requests, seed=3).at_rate(rate)
     paused = tuple(replace(request, pause_s=2.0) for request in trace.requests)
     looped = replace(trace, requests=paused, closed_loop=True)
@@ -136,7 +136,7 @@ def test_turn_after_an_unknown_request_is_an_error() -> None:
 
 
 def test_closed_loop_run_lasts_longer_under_load() -> None:
-    """Sessions take longer the fewer engines there are, while an open loop's requests would come all the same."""
+    """With fewer engines, sessions take longer. In an open loop, the arrival times would not change."""
     asked = closed(300, rate=20.0)
     spans_s = [makespan_s(asked, members) for members in (8, 3, 2)]
     assert spans_s == sorted(spans_s)
@@ -144,7 +144,7 @@ def test_closed_loop_run_lasts_longer_under_load() -> None:
 
 
 def digest(records: Sequence[Record]) -> str:
-    """The digest of everything a run wrote down; floats by repr, so to the last bit."""
+    """Return the digest of all records of a run, with exact floats (repr)."""
     lines = [
         repr(
             (
@@ -172,7 +172,7 @@ def digest(records: Sequence[Record]) -> str:
     [("round_robin", "457ed46d5b9bdbee"), ("min_ttft", "c2db98258fdb67ce"), ("preble", "273132324365e357")],
 )
 def test_cluster_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: str) -> None:
-    """Pinned: another digest means that results published before are no longer those of this code. Say why."""
+    """A different digest means that this code no longer reproduces published results. Say why."""
     of = replace(
         busy_config(3, Queue(dispatch_window_s=0.5), policy=policy),
         events=(Fail(at_s=5.0, member="m-1"), Recover(at_s=8.0, member="m-1")),

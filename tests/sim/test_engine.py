@@ -1,4 +1,4 @@
-"""The engine model, step by step: queueing, memory, cache, decode and aborts, with times worked out by hand."""
+"""Tests of the engine model's steps: queueing, memory, cache, decode and aborts, with calculated times."""
 
 from dataclasses import replace
 

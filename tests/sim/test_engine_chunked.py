@@ -1,4 +1,4 @@
-"""Chunked prefill, step by step, with times worked out by hand; the properties test compares it with a naive engine."""
+"""Tests of chunked prefill with calculated times; test_engine_properties.py compares the model with a simple engine."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from dualmap_sim.engine import Engine, FirstToken
 from engines import ROUND, ask, finishes, first_tokens, run_out
 
 CHUNKED = replace(ROUND, chunk_tokens=40)
-"""A step takes half a second and a hundredth for each of at most 40 prompt tokens, a quarter without any."""
+"""A step takes 0.5 s plus 0.01 s for each of at most 40 prompt tokens, and 0.25 s without prompt tokens."""
 
 
 def test_chunked_prompt_has_the_overhead_in_each_chunk() -> None:
@@ -49,7 +49,8 @@ def test_step_with_remaining_tokens_starts_the_next_prompt() -> None:
     engine.submit(0.0, ask("c", prompt=50))
     engine.submit(0.0, ask("d", prompt=10))
 
-    # "a" was alone when its step began; then "b" with 30 tokens of "c", then the other 20 with "d".
+    # The first step has only "a". The second step has "b" and 30 tokens of "c". The third step has the other 20 tokens
+    # and "d".
     assert first_tokens(run_out(engine)) == pytest.approx({"a": 0.8, "b": 1.7, "c": 2.5, "d": 2.5})
 
 
@@ -60,7 +61,7 @@ def test_decodes_use_step_tokens_before_the_prompt() -> None:
 
     engine.submit(0.7, ask("b", prompt=50, output=2))
 
-    # 39 tokens beside the decode, then 11; the fixed half second covers the decode's quarter.
+    # The steps have 39 tokens beside the decode, then 11; the fixed 0.5 s of the prefill includes the decode's 0.25 s.
     assert first_tokens(engine.advance(2.21)) == {"b": pytest.approx(0.7 + 0.89 + 0.61)}
     assert engine.decode_steps == 2
     assert finishes(run_out(engine)) == {"b": pytest.approx(2.45), "a": pytest.approx(2.2 + 6 * 0.25)}
@@ -73,7 +74,7 @@ def test_mixed_step_costs_the_larger_fixed_and_all_variable_costs() -> None:
     engine.submit(0.0, ask("a", prompt=20, output=9))
     engine.submit(0.0, ask("b", prompt=10))
 
-    # The decode of "a" reads its 21 tokens; "b" came when the first step had begun.
+    # The decode of "a" reads 21 tokens; "b" arrived after the begin of the first step.
     assert first_tokens(run_out(engine))["b"] == pytest.approx(0.7 + 0.6 + 0.021 + 0.01 + 10 / 100)
 
 
@@ -172,7 +173,7 @@ def test_backlog_equals_the_steps_of_queued_requests() -> None:
     engine.submit(0.0, ask("a", prompt=100))
     engine.submit(0.0, ask("b", prompt=30))
 
-    # 0.9 for the step under way; 60 and 30 tokens are left: two full steps, and the third has room.
+    # The current step takes 0.9 s. 60 and 30 tokens remain: two full steps, and a third step with free tokens.
     backlog_s = engine.backlog_s(0.0)
     engine.submit(0.0, ask("c", prompt=10))
 

@@ -1,4 +1,6 @@
-"""What must hold on a whole workload: nothing is lost or made up, no cache beats the ideal, more is never worse."""
+"""Tests of the engine with complete workloads: tokens are conserved, no cache exceeds the ideal, and more resources
+never reduce results.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +40,9 @@ def asked(rate: float) -> tuple[Arrival, ...]:
 
 
 def play(config: EngineConfig, rate: float, *, aborted: Sequence[str] = ()) -> tuple[Engine, list[EngineEvent]]:
-    """Play the workload to one engine, aborting some a while after they came; check its memory whenever it stirs."""
+    """Run the workload on one engine, and abort some requests some time after their arrival; check the memory at every
+    event.
+    """
     engine, events = Engine(config), list[EngineEvent]()
     happenings = [(arrival.at_s, arrival.work, "") for arrival in asked(rate)]
     happenings += [
@@ -154,7 +158,9 @@ GAPS = st.lists(st.tuples(st.floats(0, 4), st.integers(1, 400), st.integers(1, 9
 def test_prefill_waits_equal_lindleys_recursion_and_grow_with_rate(
     asked: list[tuple[float, int, int]], faster: float
 ) -> None:
-    """Lindley: a request waits for what the one before it waited and took, less the time between them."""
+    """Lindley's equation: a request's wait is the previous request's wait plus service time, minus the time between the
+    arrivals.
+    """
     config = replace(ROUND, decode=None)
     times_s = list(accumulate(gap_s for gap_s, _, _ in asked))
     requests = [ask(str(n), prompt=prompt, blocks=range(blocks)) for n, (_, prompt, blocks) in enumerate(asked)]

@@ -1,4 +1,4 @@
-"""The engine model against a naive one that takes every decode step, and what must hold whatever arrives when."""
+"""Tests that the engine model equals a simple model with every decode step, and that invariants always hold."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ TIGHT = replace(GROWING, kv_memory_tokens=220, cache_tokens=80)
 CROOKED = PrefillCost(overhead_s=0.50137, tokens_per_s=97.131, attention=1.7e-3, load_tokens_per_s=1013.3)
 CHUNKED = replace(TIGHT, prefill=CROOKED, chunk_tokens=13)
 FEW = replace(CHUNKED, chunk_tokens=2)
-"""So few tokens to a step that decodes alone use them up."""
+"""A step has so few tokens that decodes use all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Arrival:
 
 @st.composite
 def arrivals(draw: st.DrawFn, *, aborts: bool) -> list[Arrival]:
-    """Up to 15 requests over a few seconds, their prompts paths in a small tree of blocks."""
+    """Up to 15 requests within a few seconds, with prompts from a small tree of blocks."""
     drawn = []
     now = 0.0
     for number in range(draw(st.integers(1, 15))):
@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn, *, aborts: bool) -> list[Arrival]:
 
 @dataclass(slots=True, kw_only=True)
 class Naive:
-    """A second, simple implementation of docs/engine-model.md: plain lists, every step, no shortcut."""
+    """A second, simple implementation of docs/engine-model.md, with lists and every single step."""
 
     config: EngineConfig
     first: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Naive:
 
 @dataclass(slots=True, kw_only=True)
 class NaiveChunked:
-    """``chunked.py``'s rules written down once more, every step taken."""
+    """A second implementation of the rules of ``chunked.py``, with every single step."""
 
     config: EngineConfig
     first: dict[str, float] = field(default_factory=dict)
@@ -112,7 +112,8 @@ class NaiveChunked:
                         self.first[name] = -1
                         whole = list(next(a for a in todo if a.request.request_id == name).request.blocks)
                         cache = ([b for b in cache if b not in whole] + whole[::-1])[-8:]
-            # Whoever finds it idle begins a step at once; those that come at the same moment are too late for it.
+            # A request at an idle engine begins a step at once; other requests that arrive at the same time wait for
+            # the next step.
             idle = not admitted and arrived[queue[0].request_id] >= now
             now = arrived[queue[0].request_id] if idle else now
             while queue and room > 0 and (idle or arrived[queue[0].request_id] < now):
@@ -188,7 +189,7 @@ CONFIGS = st.sampled_from([TIGHT, CHUNKED, FEW])
 def play(
     config: EngineConfig, todo: list[Arrival], *, polls: list[float]
 ) -> tuple[list[EngineEvent], set[str], Engine]:
-    """Play arrivals, aborts and polls in order of time; return events, the requests aborted, and the engine."""
+    """Run arrivals, aborts and polls in the order of time; return events, aborted requests, and the engine."""
     engine = Engine(config)
     happenings: list[tuple[float, int, Arrival | str | None]] = [(a.at_s, 0, a) for a in todo]
     happenings += [(a.at_s + a.abort_after_s, 1, a.request.request_id) for a in todo if a.abort_after_s is not None]

@@ -1,6 +1,6 @@
-"""The recorder of ``bench.engine`` against an engine that answers as vLLM does, and against ones that do not.
+"""Tests of the recorder in ``bench.engine`` with an engine that answers like vLLM, and with faulty engines.
 
-``e2e/test_real_vllm.py`` puts it to a real one.
+``e2e/test_real_vllm.py`` tests the recorder with a real vLLM.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def _bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 class FakeVllm:
-    """Answers at once, two tokens a chunk, and remembers what it was asked."""
+    """An engine that answers at once with two tokens per chunk, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict] = []

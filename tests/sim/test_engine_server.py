@@ -1,4 +1,4 @@
-"""``dualmap engine-sim`` as a process: its ready line, how it stops, and what it says to wrong usage."""
+"""Tests ``dualmap engine-sim`` as a process: its ready line, its end, and its error messages."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 @pytest.fixture
 async def run() -> AsyncIterator[Run]:
-    """Start ``dualmap engine-sim`` with arguments; whatever still runs after the test is killed."""
+    """Start ``dualmap engine-sim`` with arguments; kill the process after the test if it still runs."""
     started: list[Process] = []
 
     async def start(*arguments: str) -> Process:
@@ -47,7 +47,7 @@ async def address_of(process: Process) -> str:
 
 
 async def until_refused(address: str) -> None:
-    """Wait until nobody listens at an address."""
+    """Wait until no process listens at an address."""
     host, port = address.split(":")
     async with asyncio.timeout(30):
         while True:
@@ -56,7 +56,7 @@ async def until_refused(address: str) -> None:
             except OSError:
                 return
             writer.close()
-            with suppress(OSError):  # the listener may vanish under a connection it never accepted
+            with suppress(OSError):  # the port may close before the server accepts this connection
                 await writer.wait_closed()
             await asyncio.sleep(0.01)
 

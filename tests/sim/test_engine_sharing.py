@@ -1,4 +1,4 @@
-"""What an engine offers those who choose between engines: priorities, pulled KV, a shared cache, its true backlog."""
+"""Tests of the engine's features for policies and bounds: priorities, pulled KV, a shared cache, exact backlog."""
 
 from dataclasses import replace
 
@@ -111,7 +111,7 @@ def test_engine_backlog_is_current_prefill_plus_queue() -> None:
     engine.submit(1.0, ask("c", prompt=100, blocks=range(10)))
     assert engine.backlog_s(1.25) == 1.25 + 1.0 + 1.5
 
-    # Its blocks are there now: "c" (next in turn) is computing its last ten tokens.
+    # The prompt's blocks are cached now, and "c" computes its last ten tokens.
     assert engine.backlog_s(2.5) == pytest.approx(0.5 + 10 / 100 + 90 / 1000 + 1.0)
     engine.abort(2.5, "b")
     assert engine.backlog_s(2.5) == pytest.approx(0.5 + 10 / 100 + 90 / 1000)

@@ -1,4 +1,4 @@
-"""Experiments: what they replay, what they count, and that equal ones are equal."""
+"""Tests of experiments: the replayed requests, the counted requests, and equal results of equal experiments."""
 
 import pickle
 from dataclasses import replace
@@ -22,7 +22,7 @@ def first_tokens(outcome: Outcome) -> list[float | None]:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """What clusters were made of."""
+    """The configurations of the created clusters."""
     made: list[ClusterConfig] = []
 
     class Watched(experiment_module.Cluster):
@@ -67,7 +67,7 @@ def test_load_is_sampled_while_counted_requests_arrive() -> None:
     for sample in outcome.samples:
         one, other = sample.pending_tokens.values()
         if first_s <= sample.at_s <= last_s and one + other:
-            cvs.append(abs(one - other) / (one + other))  # Of two values, the deviation over the mean.
+            cvs.append(abs(one - other) / (one + other))  # The standard deviation divided by the mean.
     assert outcome.samples[-1].at_s > last_s
     assert outcome.summary.pending_cv == pytest.approx(sum(cvs) / len(cvs))
 
@@ -81,7 +81,7 @@ def test_experiment_cuts_prompts_and_scales_arrivals() -> None:
 
 @pytest.mark.parametrize("block_tokens", [None, 512])
 def test_experiment_requests_equal_the_trace_requests(block_tokens: int | None, configs: list[ClusterConfig]) -> None:
-    """Prompts are named once and then only moved in time; nothing may come of that."""
+    """Experiments reuse the hashed prompts with other arrival times, which must not change the requests."""
     run_experiment(replace(SMALL, requests_per_s=1.0, block_tokens=block_tokens))
     outcome = run_experiment(replace(SMALL, block_tokens=block_tokens))
     trace = load_trace(SMALL)
@@ -133,7 +133,9 @@ def test_experiment_pool_matches_its_settings(configs: list[ClusterConfig]) -> N
 
 
 def test_routers_receive_updates_of_other_routers_after_view_delay(configs: list[ClusterConfig]) -> None:
-    """Collected every period p and d on the way, news are d old when they come and d + p when the next ones do."""
+    """Updates leave once per period p and arrive after d. Their age is d at their arrival, and d + p before the next
+    update.
+    """
     run_experiment(replace(SMALL, routers=3, view_delay_s=0.4))
     run_experiment(SMALL)
     several, one = configs

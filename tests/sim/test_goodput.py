@@ -1,4 +1,4 @@
-"""The search for goodput: against queueing theory, against itself without its shortcuts, and by hand."""
+"""Tests of the goodput search: against queueing theory, against an exhaustive search, and with constructed cases."""
 
 import json
 import random
@@ -23,12 +23,14 @@ CONSTANT = EngineConfig(
     cache_tokens=0,
     input_tokens_max=1000,
 )
-"""Every request takes the same time, whatever it is."""
+"""An engine with the same service time for every request."""
 SMALL = Experiment(workload=Workload(requests=200), requests_per_s=1.0, instances=2, warmup=40, policy="round_robin")
 
 
 def share_waiting_at_most(wait_s: float, *, rate: float) -> float:
-    """M/D/1 (Crommelin 1932): the share of Poisson arrivals whose wait for a server of constant speed is that short."""
+    """Return the share of Poisson arrivals with at most this wait for a server of constant speed: M/D/1 (Crommelin
+    1932).
+    """
     if rate * SERVICE_S >= 1:
         return 0.0
     terms = (rate * (number * SERVICE_S - wait_s) for number in range(int(wait_s / SERVICE_S) + 1))
@@ -38,7 +40,7 @@ def share_waiting_at_most(wait_s: float, *, rate: float) -> float:
 
 
 def poisson_trace(path: Path, requests: int) -> Path:
-    """Requests that share nothing, at exponential intervals."""
+    """Return requests without shared blocks, at exponential intervals."""
     chance, at_ms, lines = random.Random(7), 0.0, []
     for number in range(requests):
         at_ms += chance.expovariate(1.0) * 1000
@@ -48,7 +50,7 @@ def poisson_trace(path: Path, requests: int) -> Path:
 
 
 def attained_by(share: Callable[[float], float]) -> Callable[..., Outcome]:
-    """An experiment's run whose attainment is a function of the rate."""
+    """Return a fake run of an experiment, with an attainment that depends only on the rate."""
     outcome = run_experiment(replace(SMALL, workload=Workload(requests=60)))
 
     def run(experiment: Experiment, *, stop_below: float) -> Outcome:

@@ -1,4 +1,4 @@
-"""The simulated engine over a real socket, as a client, a proxy or a scraper meets it."""
+"""Tests of the simulated engine over a real socket, with requests of clients, proxies and scrapers."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ Start = Callable[..., Awaitable[ClientSession]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start an engine and return a client of it; both are gone when the test is."""
+    """Start an engine and return its client; the fixture stops both after the test."""
     async with AsyncExitStack() as stack:
 
         async def started(
@@ -51,7 +51,7 @@ def events_of(stream: bytes) -> list[dict[str, object]]:
 
 
 async def metric(client: ClientSession, name: str) -> float:
-    """Return a metric's one sample, without labels that would tell several apart."""
+    """Return the only sample of a metric."""
     async with client.get("/metrics") as response:
         page = await response.text()
     (value,) = [
@@ -117,7 +117,7 @@ async def test_stream_sends_each_token_when_generated(start: Start) -> None:
     async with client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 20, "stream": True}) as response:
         _, *texts = events_of(await response.read())
 
-    assert len(texts) > 2  # Even without decode steps there is one for the first token and one for the end.
+    assert len(texts) > 2  # Even without decode steps, the first token and the end have one chunk each.
 
 
 async def test_repeated_prompt_is_cached_only_with_equal_cache_salt(start: Start) -> None:
@@ -329,7 +329,7 @@ async def test_draining_engine_rejects_work_and_fails_health(start: Start) -> No
         async with client.get("/health") as response:
             assert response.status == 200
         draining = asyncio.ensure_future(server.drain())
-        await asyncio.sleep(0)  # lets the drain begin; the client's second connection is open already
+        await asyncio.sleep(0)  # lets the drain begin; the client's second connection is already open
         async with client.get("/health") as response:
             assert response.status == 503
         async with client.post("/v1/chat/completions", json=CHAT) as response:

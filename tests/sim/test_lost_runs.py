@@ -1,4 +1,4 @@
-"""When a run counts as lost: by hand."""
+"""Tests of the rule that stops a run with too many missed SLOs, with constructed cases."""
 
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Reason
@@ -11,7 +11,7 @@ SLO_S = 2.0
 
 
 def arrived(count: int) -> list[Arrival]:
-    """One request each second, from 0 on."""
+    """Return one request per second, from 0 s."""
     chain = BlockChain(hashes=(), block_tokens=1, tokens=1)
     return [
         Arrival(

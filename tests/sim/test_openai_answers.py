@@ -1,4 +1,4 @@
-"""Response bodies and SSE chunks, against the fields vLLM 0.32 was recorded to send."""
+"""Tests that response bodies and SSE chunks have the fields of vLLM 0.32's recorded responses."""
 
 import json
 
@@ -40,7 +40,7 @@ def whole_stream(reply: Answer) -> bytes:
 
 
 def skeleton(value: object) -> object:
-    """Keep an object's fields and their order, drop its values."""
+    """Return an object's fields in their order, without the values."""
     if isinstance(value, dict):
         return [(key, skeleton(item)) for key, item in value.items()]
     if isinstance(value, list):
@@ -50,7 +50,7 @@ def skeleton(value: object) -> object:
 
 def test_streamed_chat_response_has_vllm_fields() -> None:
     recorded = events(shared_file("fixtures/vllm/stream_include_usage.http").read_bytes())
-    del recorded[-1]["system_fingerprint"]  # names vLLM's own build
+    del recorded[-1]["system_fingerprint"]  # this field identifies the vLLM build
 
     assert skeleton(events(whole_stream(answer()))) == skeleton(recorded)
 

@@ -1,4 +1,4 @@
-"""Request bodies: what is read from them, and the refusal that names the field when nothing can be."""
+"""Tests of request bodies: the parsed fields, and the rejected field in the error message."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The oracles by hand on small cases: which instance serves which request, when, in which order, from which cache."""
+"""Tests of the oracles in small calculated cases: each request's instance, time, order and cached tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,10 @@ def asked(
     blocks: Sequence[int] = (),
     follows: str | None = None,
 ) -> Arrival:
-    """A prompt of 100 tokens takes a ROUND engine 1.5 s, each further token of output 0.25 s."""
+    """Return a request with a prompt of 100 tokens.
+
+    On a ROUND engine, the prefill takes 1.5 s, and each further output token takes 0.25 s.
+    """
     work = ask(name, prompt=prompt, output=output, blocks=blocks)
     return Arrival(at_s=at_s, chain=NO_BLOCKS, session=None, work=work, follows=follows, pause_s=1.0)
 
@@ -91,7 +94,7 @@ def test_single_queue_first_request_without_memory_blocks_queue() -> None:
         "limit", asked("fills", 0.0, output=801), asked("head", 5.0, output=100), asked("behind", 6.0, prompt=50)
     )
 
-    # 1.5 s of prefill and 800 steps of a quarter of a second, until 99 tokens are no longer all that is left.
+    # 1.5 s of prefill and 800 steps of 0.25 s, until more than 99 tokens of memory are free.
     assert records["head"].dispatched_s == records["fills"].finished_s == 201.5
     assert records["behind"].dispatched_s == records["head"].first_token_s == 203.0
 
@@ -102,7 +105,7 @@ def test_single_queue_rejects_request_that_never_fits() -> None:
 
 
 def test_limit_oracle_shares_an_unbounded_cache() -> None:
-    # Blocks of six other prompts are more than the 40 blocks of a ROUND engine's cache.
+    # The blocks of six other prompts exceed the 40 blocks of a ROUND engine's cache.
     others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 7)]
     fills = asked("fills instance 0", 2.0, prompt=200, output=1000 - 200)
     records = run("limit", one_prompt("cold", 0.0), fills, *others, one_prompt("warm", 100.0), instances=2)
@@ -114,7 +117,7 @@ def test_limit_oracle_shares_an_unbounded_cache() -> None:
 
 @pytest.mark.parametrize(("oracle", "cached_tokens"), [("limit", [0, 0, 0, 90]), ("limit_ideal", [0, 90, 90, 90])])
 def test_running_prefill_counts_as_cached_only_in_limit_ideal(oracle: str, cached_tokens: list[int]) -> None:
-    # The third has to wait for a decode step to end, and finds what was there when it was handed over.
+    # The third prompt waits for the end of a decode step, and uses the blocks that were cached at its dispatch.
     decodes = asked("decodes", 0.0, output=100)
     alike = [one_prompt("a", 5.0), one_prompt("b", 5.1), one_prompt("c", 5.2), one_prompt("d", 50.0)]
     records = run(oracle, decodes, *alike, instances=3)
@@ -124,7 +127,7 @@ def test_running_prefill_counts_as_cached_only_in_limit_ideal(oracle: str, cache
 
 @pytest.mark.parametrize(("instances", "cached_tokens"), [(1, 0), (2, 90)])
 def test_pooled_cache_has_the_capacity_of_all_engines(instances: int, cached_tokens: int) -> None:
-    # Five other prompts of ten blocks: more than one cache of forty, less than two.
+    # Five other prompts of ten blocks exceed one cache of 40 blocks, but not two caches.
     others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 6)]
     records = run("limit_pooled", one_prompt("cold", 0.0), *others, one_prompt("again", 100.0), instances=instances)
 
@@ -147,7 +150,8 @@ def test_limit_deadline_keeps_arrival_order_within_slo() -> None:
 
 
 def test_limit_deadline_bounds_overtaking_of_late_requests() -> None:
-    # One engine, one request a second, each of one second and there before the last has ended: only one is ever late.
+    # One engine serves one request per second. Each request takes one second and arrives before the previous end, so
+    # only one request is late.
     steady = [asked(f"{n}", max(0.0, n - 0.1), prompt=50, output=1) for n in range(2 * PASSED_OVER_MAX)]
     late = asked("late", 0.5, prompt=400, output=1)
     records = run("limit_deadline", steady[0], late, *steady[1:], slo_ttft_s=4.0, engine=PREFILL_ONLY)
@@ -162,9 +166,9 @@ def test_full_scan_prefers_cached_engine_if_faster() -> None:
         arrivals = (asked("elsewhere", 0.0, output=1), one_prompt("cold", 0.0), *busy, one_prompt("again", at_s))
         return run("full_scan_oracle", *arrivals, instances=2)["again"]
 
-    # Cached where the second request went: 0.5 + 0.1 + 0.09 s instead of 1.5 s.
+    # The second request's member has the prefix: 0.5 + 0.1 + 0.09 s instead of 1.5 s.
     assert (second(20.0, backlog=0).endpoint, second(20.0, backlog=0).cached_tokens) == ("instance-1", 90)
-    # Behind 1.1 s of backlog on either instance it is still sooner there; behind 1.1 s there alone it is not.
+    # With 1.1 s of backlog on both instances, instance-1 is still faster; with 1.1 s only on instance-1, it is not.
     assert second(10.0, backlog=2).endpoint == "instance-1"
     assert second(10.0, backlog=3).first_token_s == 10.0 + 1.1 + 0.69
 
@@ -215,14 +219,15 @@ def test_load_samples_show_pending_tokens_of_each_engine() -> None:
     arrivals = [one_prompt("a", 0.0), asked("b", 0.0), asked("c", 0.0, prompt=20, output=9), one_prompt("d", 1.6)]
     replayed = run_oracle("full_scan_oracle", engine=ROUND, instances=2, arrivals=arrivals, sample_s=1.75)
 
-    # At 1.6 s "c" is prefilled behind "a" where "d" finds its blocks: it lacks ten tokens of its hundred.
+    # At 1.6 s, "c" waits for its prefill behind "a". "d" has its blocks in the cache, and misses only ten of its
+    # hundred tokens.
     assert replayed.samples[1] == LoadSample(at_s=1.75, pending_tokens={"instance-0": 20 + 10, "instance-1": 0})
-    # The first sample is taken at 0 s between the first arrival and the others.
+    # The first sample at 0 s is between the first arrival and the other arrivals.
     assert [sum(sample.pending_tokens.values()) for sample in replayed.samples] == [100, 30, 0]
 
 
 class _Forgets:
-    """A discipline that loses its requests."""
+    """A queueing discipline that loses its requests."""
 
     instances: tuple[Instance, ...] = ()
 

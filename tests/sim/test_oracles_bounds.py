@@ -1,4 +1,4 @@
-"""What must hold of the oracles on whole workloads: theory, conservation, and that they bound what routers do."""
+"""Tests of the oracles with complete workloads: queueing theory, conservation, and bounds for all routers."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,9 +22,10 @@ from engines import ROUND, ask
 SMALL = Experiment(workload=Workload(requests=600), requests_per_s=11.0, warmup=100, sample_s=None)
 ROUTERS = ("dualmap", "min_ttft", "preble", "least_loaded")
 KNEE = (10.0, 11.0, 11.5)
-"""Rates at which eight 7B engines just serve the default workload in time.
+"""Request rates slightly below the capacity of eight 7B engines with the default workload.
 
-Far beyond them a shared queue is no bound: there all are equally late, where elsewhere some are still in time.
+At much higher rates a shared queue is not a bound, because all its requests are late. With separate queues, some
+requests still meet the SLO.
 """
 
 
@@ -40,7 +41,7 @@ def seconds(time_s: float | None) -> float:
 
 
 def poisson_arrivals(number: int, *, requests_per_s: float) -> list[Arrival]:
-    """Prompts that share nothing, one second each on a ROUND engine."""
+    """Return prompts without shared blocks, which take one second each on a ROUND engine."""
     rng, now = Random(5), 0.0
     nothing = BlockChain(hashes=(), block_tokens=10, tokens=0)
     arrivals = []
@@ -52,7 +53,7 @@ def poisson_arrivals(number: int, *, requests_per_s: float) -> list[Arrival]:
 
 @pytest.mark.parametrize("instances", [1, 2, 5])
 def test_single_queue_equals_fifo_with_k_servers(instances: int) -> None:
-    """M/D/k by the recursion over who is free first (Kiefer and Wolfowitz)."""
+    """Return the waits in M/D/k, by the recursion of Kiefer and Wolfowitz over the first free server."""
     arrivals = poisson_arrivals(2000, requests_per_s=0.9 * instances)
     run = run_oracle("limit", engine=replace(ROUND, decode=None), instances=instances, arrivals=arrivals)
 
@@ -73,7 +74,7 @@ def test_single_queue_mean_wait_matches_theory() -> None:
 
 
 def test_limit_oracle_with_one_engine_equals_that_engine() -> None:
-    """A queue before the engine or in it is the same: the oracle adds no time of its own, not even a decode step."""
+    """The oracle's queue adds no time, so a queue before the engine equals a queue in the engine."""
     boundless = replace(PRESETS["7b"], cache_tokens=10**9)
     alone = replace(
         SMALL,
@@ -138,7 +139,7 @@ def test_load_only_and_full_scan_stay_below_the_limit_oracle(policy: str, reques
 
 
 def test_limit_oracle_is_no_bound_with_many_common_prefixes() -> None:
-    """A prefix that several instances compute at once costs more than waiting where it is computed already."""
+    """Several instances that compute the same prefix cost more than a wait for the first instance."""
     assert outcome("preble", 11.5).summary.hit_rate > outcome("limit", 11.5).summary.hit_rate
 
 

@@ -1,4 +1,4 @@
-"""Runs in parallel processes: order, progress, failure, and that nothing is left behind."""
+"""Tests of runs in parallel processes: order, progress, failure, and no remaining processes."""
 
 import gc
 import multiprocessing
@@ -86,7 +86,7 @@ def test_parallel_workers_stop_if_the_caller_raises() -> None:
 
 
 def test_parallel_worker_stopped_at_start_ends_with_failed_run() -> None:
-    """The second worker is held between its fork and its first line until the parent has sent it SIGTERM."""
+    """The second worker waits between its fork and its first line until the parent has sent SIGTERM."""
     script = """
 import os, signal, sys, time
 from dualmap_sim import parallel
@@ -108,7 +108,7 @@ except parallel.WorkerError:
 
 
 def test_parallel_workers_end_after_the_parent_is_killed(tmp_path: Path) -> None:
-    """They end with the item they are at."""
+    """The workers end after their current item."""
     script = f"""
 import os, signal
 from dualmap_sim import parallel
@@ -119,7 +119,7 @@ def killed(number, result):
     os.kill(os.getpid(), signal.SIGKILL)
 parallel.run_parallel(work, range(100), processes=3, on_done=killed)
 """
-    # Every worker keeps the pipe open for writing: reading it to its end takes until the last one is gone.
+    # Every worker has the pipe open for writing, so a reader reaches its end when the last worker has ended.
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -1,4 +1,4 @@
-"""The engine's prefix cache: chains, recency, and that only leaves are ever evicted."""
+"""Tests of the engine's prefix cache: chains, recency, and eviction of only leaves."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ def test_cache_match_is_contiguous_from_the_first_block() -> None:
 
     assert cache.match([1, 2, 3, 4]) == 3
     assert cache.match([1, 2, 9, 3]) == 2
-    assert cache.match([2, 3]) == 2  # chained hashes: [2, 3] can only be asked for by a caller that made them up
+    assert cache.match([2, 3]) == 2  # with chained hashes, [2, 3] cannot be a real prompt
     assert cache.match([9, 2, 3]) == 0
 
 
@@ -70,7 +70,7 @@ def test_unbounded_cache_evicts_no_block() -> None:
     assert cache.match(range(10)) == 10
 
 
-# Paths in a ternary tree, as chains of block hashes: a block's name is the path to it.
+# Paths in a ternary tree as chains of block hashes; a block's hash is its path.
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 
 

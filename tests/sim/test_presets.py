@@ -1,4 +1,4 @@
-"""The cost formulas of docs/engine-model.md against numbers worked out by hand."""
+"""Tests of the cost formulas of docs/engine-model.md with calculated numbers."""
 
 from dataclasses import FrozenInstanceError
 

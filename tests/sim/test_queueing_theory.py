@@ -1,7 +1,7 @@
-"""The engine model against queueing theory: where there is a formula, the simulation meets it within its own error.
+"""Tests of the engine model against formulas of queueing theory.
 
-Each figure is the mean over independent seeds. What is asserted is that the formula lies within four standard errors
-of it, and first that these errors are small enough for the assertion to mean something. The seeds are fixed.
+Each figure is the mean over independent seeds. The tests first assert that the standard error is small. Then they
+assert that the formula's value is within four standard errors of the mean. The seeds are fixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ SERVER = EngineConfig(
     cache_tokens=0,
     input_tokens_max=10**9,
 )
-"""A plain server: a prompt of n tokens takes n / 10 000 seconds."""
+"""A simple server: a prompt of n tokens takes n / 10 000 seconds."""
 
 
 def work(number: int, service_s: float, *, priority: int = 0) -> EngineRequest:
@@ -36,7 +36,7 @@ def work(number: int, service_s: float, *, priority: int = 0) -> EngineRequest:
 
 
 def started_s(config: EngineConfig, asked: Sequence[tuple[float, EngineRequest]]) -> dict[str, float]:
-    """Play requests to one engine; return how long each waited for its prefill to begin."""
+    """Run requests on one engine; return each request's wait until the begin of its prefill."""
     engine = Engine(config)
     for at_s, request in asked:
         engine.submit(at_s, request)
@@ -45,7 +45,9 @@ def started_s(config: EngineConfig, asked: Sequence[tuple[float, EngineRequest]]
 
 
 def assert_meets(theory: float, measure: Callable[[int], float], *, seeds: int, error: float) -> None:
-    """Assert that the mean over seeds is the theory's, given that its relative standard error is at most ``error``."""
+    """Assert that the mean over seeds equals the theory's value, and that its relative standard error is at most
+    ``error``.
+    """
     measured = [measure(seed) for seed in range(seeds)]
     standard_error = stdev(measured) / sqrt(seeds)
     assert standard_error <= error * theory, f"the error {standard_error} hides any difference from {theory}"
@@ -121,7 +123,7 @@ def erlang_c_wait_s(servers: int, load: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [2, 4])
 def test_engines_with_a_single_queue_have_the_wait_of_erlang_c(servers: int) -> None:
-    """M/M/k: the oracle ``limit``, where caching plays no part because no prompt has a whole block."""
+    """Tests the oracle ``limit`` as M/M/k, without caching because no prompt has a complete block."""
     load, requests = 0.7, 8_000
 
     def mean_wait_s(seed: int) -> float:
@@ -166,7 +168,7 @@ def test_equal_batch_decode_time_is_an_arithmetic_series() -> None:
 
 
 def longest_without_a_prefill_s(config: EngineConfig, rate: float) -> tuple[float, float]:
-    """Return the longest time in which none of those that waited got a first token, and the share spent prefilling."""
+    """Return the longest time without a first token while requests waited, and the share of time spent on prefills."""
     rng, engine, now = Random(7), Engine(config), 0.0
     prompt_s = config.prefill.seconds(new_tokens=4000, cached_tokens=0)
     longest_s, since_s, requests = 0.0, 0.0, 300
@@ -186,7 +188,9 @@ def longest_without_a_prefill_s(config: EngineConfig, rate: float) -> tuple[floa
 
 
 def test_memory_used_by_decodes_delays_prefills() -> None:
-    """The paper's decode bottleneck (A.7): for over its 3 s no prefill ends though some wait; more memory ends it."""
+    """Tests the paper's decode bottleneck (A.7): no prefill ends for more than 3 s while requests wait; more memory
+    prevents this.
+    """
     engine = PRESETS["7b"]
 
     starved_s, busy = longest_without_a_prefill_s(engine, rate=0.9)

@@ -1,7 +1,7 @@
-"""The engine model beside recordings of a real vLLM: fitted to half the rounds, it predicts the other half.
+"""Tests the engine model against recordings of a real vLLM: a fit to half of the rounds predicts the other half.
 
-The bounds are the errors of docs/engine-model.md with some room; nothing here depends on time or chance.
-``e2e/test_real_vllm.py`` makes such a recording anew. ``bench`` is in the source tree only, hence the imports by name.
+The bounds are the errors of docs/engine-model.md plus a margin. The tests are deterministic. ``e2e/test_real_vllm.py``
+creates a new recording. The tests import ``bench`` by name, because it is only in the source tree.
 """
 
 import importlib
@@ -30,10 +30,11 @@ MODEL = EngineConfig(
 )
 Bench = Callable[[str], ModuleType]
 WHOLE, STEPS = 0, 1
-"""The model's two modes: whole prefills, and steps of as many tokens as the engine's."""
+"""The model's two modes: unchunked prefills, and steps with the engine's number of tokens."""
 
 BOUNDS = {
-    # Recording: scenario: median error of TTFT of a model of such steps, as fitted and at the group's own rate.
+    # Maps a recording and a scenario to the median error of the model's TTFT: with the fitted rate, and with the
+    # group's own rate.
     "vllm_chunked": {
         "alone cold": (0.12, None),
         "alone warm": (0.13, 0.11),
@@ -86,7 +87,7 @@ def recording(bench: Bench, *groups: Any):
 
 
 def alone(bench: Bench) -> Iterator[Any]:
-    """Yield requests whose TTFT is the model's."""
+    """Yield requests with the model's TTFT."""
     for text, (new, cached) in enumerate([(256, 0), (1024, 0), (4000, 0), (1024, 1024), (32, 3968), (500, 2048)]):
         ttft_s = MODEL.prefill.seconds(new_tokens=new, cached_tokens=cached)
         asked = seen(bench, (text, new + cached), cached=cached, token_s=(ttft_s,))
@@ -94,7 +95,7 @@ def alone(bench: Bench) -> Iterator[Any]:
 
 
 def decoding(bench: Bench) -> Iterator[Any]:
-    """Yield batches whose steps take what the model's do."""
+    """Yield batches with the model's step times."""
     assert MODEL.decode is not None
     for prompt in (64, 2000):
         for batch in (1, 4, 16):
@@ -134,9 +135,9 @@ def test_fit_rejects_too_few_requests(bench: Bench) -> None:
 
 def test_replay_sends_the_recorded_requests_at_the_recorded_times(bench: Bench) -> None:
     first = seen(bench, (1, 320), sent_s=1.0, token_s=(1.5, 1.6))
-    # Shares 256 tokens with it, which the cache holds by then, and waits for it.
+    # The second request shares 256 cached tokens with the first request, and waits for the first request's end.
     second = seen(bench, (1, 256), (2, 2000), cached=256, sent_s=1.1, token_s=(2.0,))
-    # Shares all but the end of its third block.
+    # The third request shares all tokens except the end of its third block.
     third = seen(bench, (1, 90), (3, 38), cached=64, sent_s=2.1, token_s=(3.0,), wave=1)
 
     one, two, three = bench("replay").replay(MODEL, group(bench, "queue", first, second, third))
@@ -207,7 +208,7 @@ def test_cut_prompt_is_a_prefix_and_groups_share_no_prefix(bench: Bench) -> None
 
 @pytest.fixture(name="fits", scope="module")
 def _fits() -> Callable[[str], tuple[Any, Any]]:
-    """Return both fits of a recording, made once."""
+    """Return both fits of a recording, computed once."""
 
     @cache
     def fits(name: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The figures of a run, by hand."""
+"""Tests of a run's figures with calculated values."""
 
 from math import isnan
 
@@ -13,7 +13,7 @@ from dualmap_sim.summary import percentile, summarise
 def record(
     number: int, *, ttft_s: float | None = None, e2e_s: float | None = None, failed: bool = False, refused: bool = False
 ) -> Record:
-    """A request of 100 tokens that arrived at the second of its number."""
+    """Return a request of 100 tokens with its number as the arrival time in seconds."""
     arrival = one_block_prompts(*map(float, range(number + 1)))[number]
     return Record(
         arrival=arrival,

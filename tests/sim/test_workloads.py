@@ -1,4 +1,4 @@
-"""Traces and what is made of them: transformations, statistics, prompts, and the default workload."""
+"""Tests of traces: transformations, statistics, prompts, and the default workload."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ class TestTrace:
 
 
 class TestClosedLoop:
-    """Three sessions; the second pauses, the third asks for nothing more."""
+    """Three sessions; the second session pauses, and the third session has only one request."""
 
     def closed(self) -> Trace:
         return Trace(
@@ -202,7 +202,9 @@ class TestDefaultWorkload:
 
     @pytest.mark.parametrize("seed", range(3))
     def test_generated_statistics_are_close_to_the_papers_traces(self, seed):
-        """A.2.1: inputs of 8.6 k and 12 k tokens, 59 % and 40 % reusable; short answers keep the demo quick."""
+        """Paper section A.2.1: inputs of 8.6 k and 12 k tokens, 59 % and 40 % reusable. The answers are short, so that
+        the demo is fast.
+        """
         facts = measure(default_workload(1500, seed=seed))
 
         assert 6_500 < facts.input_tokens_mean < 8_800
@@ -233,7 +235,7 @@ class TestDefaultWorkload:
         assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(workload.requests))
 
     def test_workload_has_few_hot_shared_prefixes(self):
-        """The skew that makes following the prefix alone overload an engine."""
+        """With this skew, routing only by prefix overloads an engine."""
         firsts = Counter(one.blocks[0] for one in default_workload(1500).requests)
         shares = [count / 1500 for _, count in firsts.most_common()]
 

@@ -1,4 +1,4 @@
-"""The agentic closed loop: the skew and the reuse that EAR reports, seed by seed, and the shape of its sessions."""
+"""Tests of the agentic closed loop: EAR's skew and reuse for each seed, and the shape of the sessions."""
 
 import hashlib
 from functools import cache

@@ -1,4 +1,4 @@
-"""Workloads by name and by file, windows of them, and the sessions of a trace that names none."""
+"""Tests of workloads by name and by file, of their windows, and of sessions in a trace without session names."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Five requests: a conversation of three turns, with another of one, and a fork of the first."""
+    """Five requests: a conversation of three turns, a conversation of one turn, and a fork of the first one."""
     prompts = [(1, 2), (1, 9), (1, 2, 3), (1, 2, 4), (1, 2, 3, 5)]
     path = tmp_path / "recorded.jsonl"
     path.write_text(

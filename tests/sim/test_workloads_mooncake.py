@@ -1,4 +1,4 @@
-"""Mooncake's JSONL: what is read, and what is refused in which words."""
+"""Tests of Mooncake's JSONL: the fields that are read, and the error messages."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is measured of a trace beside its means: sharing by blocks, skew of sessions, arrivals; and draws as asked."""
+"""Tests of a trace's statistics (shared blocks, skew of sessions, arrivals), and of random draws."""
 
 import math
 from random import Random

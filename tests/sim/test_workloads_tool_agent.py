@@ -1,4 +1,4 @@
-"""The rebuilt Tool&Agent trace: what the paper says of it, seed by seed, and what a router sees of it."""
+"""Tests of the reconstructed Tool&Agent trace: the paper's statistics for each seed, and the keys at a router."""
 
 import hashlib
 from collections import Counter
@@ -77,7 +77,10 @@ def test_tool_agent_turn_extends_the_last_prompt_of_its_session():
 
 
 def test_key_of_hot_tool_agent_prefixes_grows_to_13_and_6_blocks():
-    """A.1.1, figure 6: 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests; 16 engines, 14.9 % being < 2/8."""
+    """Paper section A.1.1, figure 6: keys of 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests.
+
+    The test uses 16 engines, because 14.9 % is below the split share 2/8 of eight engines.
+    """
     tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=120.0)
     keys = Counter(
         tree.key_blocks(one.at_s, one.chain.hashes, split_share=2 / 16, merge_share=1 / 16)

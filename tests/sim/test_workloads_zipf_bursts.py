@@ -1,4 +1,4 @@
-"""Zipf bursts: the shares that were asked for, and cold prefixes that turn hot one after the other."""
+"""Tests of Zipf bursts: the requested shares, and cold prefixes that become hot one after the other."""
 
 import hashlib
 from collections import Counter

@@ -4,9 +4,13 @@ The model for a prefill of ``n`` new tokens after ``h`` cached tokens is ``(n + 
 ``r`` is the speed of linear work in tokens per second, and ``a`` is the attention cost, which grows with the context.
 ``1/r`` and ``a/2r`` are fitted to observed first-token times by least squares with exponential forgetting. The fit is
 regularised towards a prior and bounded, so that a burst of outliers cannot make a member look idle or unusable.
+``dualmap.fleet.samples`` limits what each prefill can change. A prefill with a wrong token count can be retracted.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from dualmap.fleet.samples import Agreement, RecentPrefills
 
 # The prior of the attention cost ``a``; models of 7B to 14B parameters have 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
@@ -23,6 +27,8 @@ _SAMPLE_CLIP = 3.0
 # The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
 # number, the prefills have the same weight as the prior.
 _SOLO_SAMPLES = 4.0
+# In the least-squares fit, a longer prefill weighs no more than one of this many tokens.
+_HEAVIEST_TOKENS = 20_000.0
 # Shorter prefills do not show a member's speed, because scheduling and network take most of their time.
 _SHORTEST_SAMPLE_TOKENS = 64
 
@@ -44,6 +50,15 @@ class Speed:
         return 1.0 / self.linear_s
 
 
+class _Term(NamedTuple):
+    """A prefill's contribution to the normal equations, and its number among the model's prefills."""
+
+    n: float
+    q: float
+    target_s: float
+    number: int
+
+
 class PrefillModel:
     """The prefill speed of one member, learnt from the times of its first tokens."""
 
@@ -54,20 +69,40 @@ class PrefillModel:
         # Sums of the normal equations for the features n (new tokens) and q (attention work), with seconds as the
         # target.
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
+        self._number = 0
         self.speed = self._prior
 
-    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> None:
-        """Learn from one prefill that took ``service_s`` seconds at the member."""
+    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> _Term | None:
+        """Learn from one prefill that took ``service_s`` seconds at the member.
+
+        Return the value that ``retract`` needs; None if nothing was learnt.
+        """
         if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
-            return
+            return None
         expected_s = self.speed.compute_s(new_tokens, cached_tokens)
         target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
-        n, q = float(new_tokens), _attention(new_tokens, cached_tokens)
-        self._nn = self._nn * _FORGET + n * n
-        self._nq = self._nq * _FORGET + n * q
-        self._qq = self._qq * _FORGET + q * q
-        self._nt = self._nt * _FORGET + n * target_s
-        self._qt = self._qt * _FORGET + q * target_s
+        scale = min(1.0, _HEAVIEST_TOKENS / new_tokens)
+        self._number += 1
+        term = _Term(
+            n=scale * new_tokens,
+            q=scale * _attention(new_tokens, cached_tokens),
+            target_s=scale * target_s,
+            number=self._number,
+        )
+        self._add(term, kept=_FORGET, weight=1.0)
+        return term
+
+    def retract(self, term: _Term) -> None:
+        """Take back what was learnt from a prefill."""
+        self._add(term, kept=1.0, weight=-(_FORGET ** (self._number - term.number)))
+
+    def _add(self, term: _Term, *, kept: float, weight: float) -> None:
+        n, q, target_s, _ = term
+        self._nn = self._nn * kept + weight * n * n
+        self._nq = self._nq * kept + weight * n * q
+        self._qq = self._qq * kept + weight * q * q
+        self._nt = self._nt * kept + weight * n * target_s
+        self._qt = self._qt * kept + weight * q * target_s
         self.speed = self._solve()
 
     def _solve(self) -> Speed:
@@ -104,10 +139,26 @@ class PrefillModel:
         return Speed(linear_s, linear_s * ratio)
 
 
-class LearntSpeed:
-    """One member's prefill speed for this router's requests, and its speed without other replicas' prefills."""
+class Lesson(NamedTuple):
+    """What a member's speed learnt from one prefill, so that it can be taken back."""
 
-    def __init__(self, prior_tokens_per_second: float) -> None:
+    learnt_by: "LearntSpeed"
+    client: int
+    slowness: float
+    term: _Term
+    solo_term: _Term | None
+
+
+class LearntSpeed:
+    """One member's prefill speed: as requests experience it, and as it would be without other replicas' prefills.
+
+    ``agreement`` is shared by the members of a pool.
+    """
+
+    def __init__(self, prior_tokens_per_second: float, agreement: Agreement) -> None:
+        self._prior = PrefillModel(prior_tokens_per_second).speed
+        self._agreement = agreement
+        self._recent = RecentPrefills(agreement)
         self._model = PrefillModel(prior_tokens_per_second)
         # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports.
         self._solo_model = PrefillModel(prior_tokens_per_second)
@@ -127,13 +178,43 @@ class LearntSpeed:
         known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
         return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
 
-    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float, solo: bool) -> None:
-        """Learn from a prefill that took ``service_s``; ``solo`` is true if no other replica's prefill delayed it."""
-        self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+    def observe(
+        self, now: float, *, client: int, new_tokens: int, cached_tokens: int, service_s: float, solo: bool
+    ) -> Lesson | None:
+        """Learn from a client's prefill that took ``service_s``.
+
+        ``solo`` is true if no other replica's prefill delayed it. Return the value that ``retract`` needs; None if
+        nothing was learnt.
+        """
+        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+            return None
+        prior_s = self._prior.compute_s(new_tokens, cached_tokens)
+        slowness = service_s / prior_s
+        accepted = self._recent.accept(now, client, slowness)
+        if accepted is None:
+            return None
+        service_s = prior_s * accepted
+        term = self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+        solo_term = None
         self._solo_samples *= _FORGET
         if solo:
             self._solo_samples += 1.0
-            self._solo_model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+            solo_term = self._solo_model.observe(
+                new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+            )
+        self.current = self._model.speed
+        return None if term is None else Lesson(self, client, slowness, term, solo_term)
+
+    def forget(self) -> None:
+        """Take no further part in the agreement: the member left the pool."""
+        self._agreement.forget(self._recent)
+
+    def retract(self, lesson: Lesson) -> None:
+        """Take back what was learnt from a prefill."""
+        self._recent.withdraw(lesson.client, lesson.slowness)
+        self._model.retract(lesson.term)
+        if lesson.solo_term is not None:
+            self._solo_model.retract(lesson.solo_term)
         self.current = self._model.speed
 
 

@@ -147,6 +147,7 @@ class Fleet:
             heard_s=now,
             streamed=request.streamed,
             session=request.session,
+            client=request.client,
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
@@ -189,9 +190,16 @@ class Fleet:
         request = self._ledger.finish(now, request_id)
         if request is not None:
             self._succeeded(now, request.member)
+            if usage is not None:
+                self.measured(request_id, usage)
             if usage is not None and usage.completion_tokens is not None:
                 self._output_tokens += _OUTPUT_WEIGHT * (usage.completion_tokens - self._output_tokens)
         return request
+
+    def measured(self, request_id: str, usage: Usage) -> None:
+        """Compare an ended request's prompt tokens as the engine counted them with those that were estimated."""
+        if usage.prompt_tokens is not None:
+            self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""

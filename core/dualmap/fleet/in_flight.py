@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from dualmap.fleet.estimate import Lesson
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Completion, Usage
 
@@ -24,6 +25,7 @@ class InFlightRequest:
     ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
     ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
     decoding. ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
+    ``lesson`` is what the prefill changed in the member's learnt speed; None if nothing.
     """
 
     request_id: str
@@ -41,6 +43,8 @@ class InFlightRequest:
     silent_since_s: float = 0.0
     alone: bool = True
     session: int | None = None
+    client: int = 0
+    lesson: Lesson | None = None
 
     @property
     def new_tokens(self) -> int:

@@ -11,8 +11,12 @@ from math import inf
 from dualmap.fleet.dispatch_times import DispatchTimes
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.load import MemberLoad
+from dualmap.fleet.samples import Agreement
 
 IN_FLIGHT_TTL_S = 600.0
+TAUGHT_MAX = 4096
+# A prefill teaches no speed if its prompt has more or fewer tokens than estimated by more than this factor.
+_ESTIMATE_ERROR = 2.0
 
 
 class _Loads(dict[str, MemberLoad]):
@@ -32,20 +36,22 @@ class Ledger:
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         self._prior_tokens_per_second = prior_tokens_per_second
+        self._agreement = Agreement()
         # The loads with an outdated summary.
         self._outdated: dict[MemberLoad, None] = {}
         # The time at which the first of all other summaries becomes invalid.
         self._update_s = inf
         self.dispatch_times = DispatchTimes()
         self.loads = _Loads(
-            lambda: MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
+            lambda: MemberLoad(
+                self._prior_tokens_per_second, self._agreement, self._outdated, self.dispatch_times.changed
+            )
         )
         """The load of every member by id; a lookup of an unknown member adds an empty load."""
         # The request with the oldest report is first, so that ``expire`` reads expired requests only.
         self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
-
-    def _new_load(self) -> MemberLoad:
-        return MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
+        # The last requests that ended and taught a speed, since the engine's token counts may come later.
+        self._taught: OrderedDict[str, InFlightRequest] = OrderedDict()
 
     def update(self, now: float, decode_stall_s: float) -> None:
         """Update every outdated summary."""
@@ -65,8 +71,9 @@ class Ledger:
         """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""
         if tokens_per_second != self._prior_tokens_per_second:
             self._prior_tokens_per_second = tokens_per_second
+            self._agreement = Agreement()
             for load in self.loads.values():
-                load.set_prior(tokens_per_second)
+                load.set_prior(tokens_per_second, self._agreement)
 
     def request(self, request_id: str) -> InFlightRequest | None:
         """Return a request in flight, or None if it is unknown or has ended."""
@@ -91,7 +98,21 @@ class Ledger:
         request = self._in_flight.pop(request_id, None)
         if request is not None:
             self.loads[request.member].leave(now, request)
+            if request.lesson is not None:
+                self._taught[request_id] = request
+                if len(self._taught) > TAUGHT_MAX:
+                    self._taught.popitem(last=False)
         return request
+
+    def on_prompt_tokens(self, request_id: str, prompt_tokens: int) -> None:
+        """Take back what an ended request taught if the engine counted far other prompt tokens than were estimated."""
+        request = self._taught.pop(request_id, None)
+        if request is None or request.lesson is None:
+            return
+        if not 1 / _ESTIMATE_ERROR <= prompt_tokens / request.chain.tokens <= _ESTIMATE_ERROR:
+            load = self.loads.get(request.member)
+            if load is not None:
+                load.retract(request.lesson)
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
@@ -132,4 +153,6 @@ class Ledger:
     def retain(self, members: set[str]) -> None:
         """Remove the loads of members that have left the pool and have no request in flight."""
         for member in [name for name, load in self.loads.items() if name not in members and not load.in_flight]:
-            self._outdated.pop(self.loads.pop(member), None)
+            load = self.loads.pop(member)
+            self._outdated.pop(load, None)
+            load.speed.forget()

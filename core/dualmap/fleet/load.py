@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
-from dualmap.fleet.estimate import LearntSpeed
+from dualmap.fleet.estimate import LearntSpeed, Lesson
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
+from dualmap.fleet.samples import Agreement
 from dualmap.fleet.suspension import Suspension
 from dualmap.queue.request_queue import MemberQueue
 from dualmap.replicas.peers import NO_LOAD
@@ -75,19 +76,21 @@ class ReplicasLoad:
 class MemberLoad:
     """The load of one member.
 
-    All loads of a pool share ``outdated`` and ``redispatch``. A changed load adds itself to ``outdated``. A changed
-    load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep the order of the changes.
+    All loads of a pool share ``agreement``, ``outdated`` and ``redispatch``. A changed load adds itself to
+    ``outdated``. A changed load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep
+    the order of the changes.
     """
 
     def __init__(
         self,
         prior_tokens_per_second: float,
+        agreement: Agreement,
         outdated: "dict[MemberLoad, None]",
         redispatch: "dict[MemberLoad, None]",
     ) -> None:
         self.prefills = PrefillAccount()
         self.kv = KvAccount()
-        self.speed = LearntSpeed(prior_tokens_per_second)
+        self.speed = LearntSpeed(prior_tokens_per_second, agreement)
         self.suspension = Suspension()
         self.queue = MemberQueue(self._changed)
         self.others = ReplicasLoad()
@@ -109,9 +112,9 @@ class MemberLoad:
         """The number of requests in flight without silent requests."""
         return len(self.prefills.pending) + len(self.kv.decoding)
 
-    def set_prior(self, tokens_per_second: float) -> None:
+    def set_prior(self, tokens_per_second: float, agreement: Agreement) -> None:
         """Set another prior of the prefill speed and reset the learnt speed."""
-        self.speed = LearntSpeed(tokens_per_second)
+        self.speed = LearntSpeed(tokens_per_second, agreement)
         self._changed()
 
     def others_changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
@@ -149,12 +152,20 @@ class MemberLoad:
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
         # A prefill that may have waited for another replica's prefill is also not a sample of the speed.
         if in_order and request.streamed and request.alone and not others_s:
-            self.speed.observe(
+            request.lesson = self.speed.observe(
+                now,
+                client=request.client,
                 new_tokens=request.new_tokens,
                 cached_tokens=request.matched_tokens,
                 service_s=busy_s,
                 solo=self.others.busy_s < now - busy_s,
             )
+        self._changed()
+
+    def retract(self, lesson: Lesson) -> None:
+        """Take back what was learnt from a prefill."""
+        # A pool with another prior may have replaced the speed that learnt it.
+        lesson.learnt_by.retract(lesson)
         self._changed()
 
     def heard(self, now: float, request: InFlightRequest) -> None:

@@ -15,6 +15,7 @@ from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.pool import (
     Engine,
+    Fairness,
     KvEvents,
     Member,
     MemberState,
@@ -23,6 +24,7 @@ from dualmap.pools.pool import (
     Prefix,
     Queue,
     Rebalance,
+    ReceiptFields,
     Ring,
     RingAlgorithm,
     Routing,
@@ -43,6 +45,7 @@ _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
+_HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
 
 def read_pools(document: object) -> tuple[Pool, ...]:
@@ -234,6 +237,9 @@ def _read_pool(root: _Fields) -> Pool:
 def _read_model(fields: _Fields) -> Model:
     model = Model(name=fields.text("name"), aliases=fields.texts("aliases"), adapters=fields.texts("adapters"))
     fields.refuse_others()
+    for position, alias in enumerate(model.aliases):
+        if alias in model.aliases[:position]:
+            raise PoolError(f"{fields.at('aliases')}[{position}]", alias, "a name that is given once")
     taken = {model.name, *model.aliases}
     for position, adapter in enumerate(model.adapters):
         if adapter in taken:
@@ -254,6 +260,7 @@ def _read_engine(fields: _Fields) -> Engine:
         prefill_tokens_per_second=fields.number("prefillTokensPerSecond", 7000.0, 100, 1_000_000),
         cache_tokens=fields.integer("cacheTokens", 1_000_000, 0, 10**10),
         kv_tokens=fields.integer("kvTokens", 0, 0, 10**10) or None,
+        max_model_len=fields.integer("maxModelLen", 0, 0, 10**8) or Engine().max_model_len,
         kv_events=KvEvents(
             enabled=events.flag("enabled", default=False),
             port=events.integer("port", 5557, 1, 65_535),
@@ -276,9 +283,17 @@ def _read_slo(fields: _Fields) -> Slo:
 
 def _read_routing(fields: _Fields) -> Routing:
     ring, spill, rebalance = fields.sub("ring"), fields.sub("spill"), fields.sub("rebalance")
+    fairness = fields.sub("fairness")
     routing = Routing(
         policy=fields.choice("policy", "dualmap", POLICIES),
         receipt_header=fields.flag("receiptHeader", default=True),
+        receipt_fields=ReceiptFields(
+            fields.choice("receiptFields", ReceiptFields.FULL, [each.value for each in ReceiptFields])
+        ),
+        max_body_bytes=fields.integer("maxBodyBytes", 16 * 1024 * 1024, 1024, 2**30),
+        fairness=Fairness(
+            header=fairness.matching("header", _HEADER_NAME_OR_NONE, "a lower-case header name, or an empty text", "")
+        ),
         ring=Ring(
             algorithm=RingAlgorithm(ring.choice("algorithm", "Rendezvous", [each.value for each in RingAlgorithm])),
             virtual_nodes=ring.integer("virtualNodes", 128, 1, 1024),
@@ -297,7 +312,7 @@ def _read_routing(fields: _Fields) -> Routing:
         queue=_read_queue(fields.sub("queue")),
         session=_read_session(fields.sub("session")),
     )
-    for each in (ring, spill, rebalance, fields):
+    for each in (ring, spill, rebalance, fairness, fields):
         each.refuse_others()
     return routing
 

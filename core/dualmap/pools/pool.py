@@ -87,6 +87,7 @@ class Engine:
 
     ``cache_tokens`` is the amount of KV that a member keeps for reuse. ``kv_tokens`` is the amount of KV that a
     member's requests in flight can use in total; None means unknown and no limit.
+    ``max_model_len`` is the number of tokens up to which the router counts a prompt.
     """
 
     type: str = "vLLM"
@@ -94,6 +95,7 @@ class Engine:
     prefill_tokens_per_second: float = 7000.0
     cache_tokens: int = 1_000_000
     kv_tokens: int | None = None
+    max_model_len: int = 131_072
     kv_events: KvEvents = KvEvents()
 
 
@@ -177,11 +179,31 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fairness:
+    """How the clients of a pool are told apart: by the request header ``header``; empty for none."""
+
+    header: str = ""
+
+
+class ReceiptFields(StrEnum):
+    """The fields of x-dualmap-decision. ``CHOSEN`` leaves out what other clients' prompts influence."""
+
+    FULL = "Full"
+    CHOSEN = "Chosen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """All settings that decide the member of a request. ``receipt_header`` enables the header x-dualmap-decision."""
+    """All settings that decide the member of a request.
+
+    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body.
+    """
 
     policy: str = "dualmap"
     receipt_header: bool = True
+    receipt_fields: ReceiptFields = ReceiptFields.FULL
+    max_body_bytes: int = 16 * 1024 * 1024
+    fairness: Fairness = Fairness()
     ring: Ring = Ring()
     prefix: Prefix = Prefix()
     spill: Spill = Spill()

@@ -41,9 +41,14 @@ def chain_root(*, model: str, lora: str = "", cache_salt: str = "") -> int:
     return xxh3_64_intdigest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 
 
-def chain_blocks(text: bytes, *, root: int, block_tokens: int) -> BlockChain:
-    """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks."""
+def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:
+    """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
+
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts.
+    """
     size = block_tokens * BYTES_PER_TOKEN
+    if max_tokens is not None:
+        text = text[: max_tokens * BYTES_PER_TOKEN]
     view = memoryview(text)
     link = root
     hashes = []

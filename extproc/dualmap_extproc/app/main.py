@@ -116,7 +116,8 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option(
     "--kube",
     is_flag=True,
-    help="Watch InferencePools in Kubernetes. env KUBECONFIG selects the cluster; the default is the pod's cluster.",
+    help="Watch InferencePools in Kubernetes. The environment variable KUBECONFIG selects the cluster. The default is "
+    "the pod's cluster.",
 )
 @click.option("--namespace", type=_Namespace(), help="With --kube: watch only this namespace.")
 @click.option("--all-namespaces", is_flag=True, help="With --kube: watch all namespaces (the default).")
@@ -192,7 +193,7 @@ def router(
     With --kube for all namespaces, the router reads the ConfigMap dualmap-models, which reserves model names for
     namespaces. The environment variable POD_NAMESPACE (default: dualmap-system) is the namespace of this ConfigMap.
 
-    After SIGTERM, the router reports that it is not ready, completes open requests, and exits with status 0.
+    After SIGTERM, a ready router reports that it is not ready, completes open requests, and exits with status 0.
     """
     # This variable must be set before gRPC is imported. By default, gRPC writes a line to standard error for every
     # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting

@@ -155,7 +155,7 @@ class PoolFileWatcher:
                 "Rejected pool file, keeping the last valid version",
                 file=str(error.file),
                 field=error.field,
-                value=_clipped(error.value),
+                value=str(error.value) if isinstance(error, UnreadablePoolFileError) else _clipped(error.value),
                 accepted=error.accepted,
             )
             on_refused(error)

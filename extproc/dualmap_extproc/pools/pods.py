@@ -18,8 +18,8 @@ class PoolPods:
     """The pods of one pool, by name. A pod's name is the member's id."""
 
     def __init__(self) -> None:
-        # The value is None for a deleted pod. A member without a known pod is absent from this dictionary, because the
-        # member may not run in a pod.
+        # The value is None for a deleted pod, whose member is then treated as Draining. If the router has never seen a
+        # pod of a member's name, the member has no entry and keeps its published state: perhaps it is not a pod.
         self._pods: dict[str, PodFacts | None] = {}
         # The members for which the pool object has a newer state than the pod.
         self._overruled: set[str] = set()
@@ -72,7 +72,7 @@ class PoolPods:
 
 
 def _is_said_anew(before: Member | None, now: Member) -> bool:
-    """Return whether the operator added a member, or changed its endpoint or incarnation.
+    """Return whether the operator added or reactivated a member, or changed its endpoint or incarnation.
 
     After such a change, the operator has observed that the pod serves.
     """

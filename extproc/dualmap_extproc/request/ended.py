@@ -23,9 +23,9 @@ class EndedRequests:
     def measure(self, request_id: str, usage: Usage | None) -> tuple[str, Completion] | None:
         """Return a request's pool and its completion with the cached tokens of ``usage``, and forget the request.
 
-        Return None if the request is unknown or ``usage`` has no cached tokens.
+        Return None if the request or its usage is unknown. The cached tokens are None if ``usage`` has none.
         """
         pool, completion = self._ended.pop(request_id, ("", None))
-        if completion is None or usage is None or usage.cached_tokens is None:
+        if completion is None or usage is None:
             return None
         return pool, replace(completion, measured_cached_tokens=usage.cached_tokens)

@@ -166,7 +166,12 @@ class Picker:
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
-            chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),
+            chain=chain_blocks(
+                prompt.text,
+                root=root,
+                block_tokens=pool.routing.prefix.block_tokens,
+                max_tokens=pool.engine.max_model_len,
+            ),
             arrived_s=arrived_s,
             subset=subset,
             streamed=prompt.streamed,
@@ -257,7 +262,10 @@ class Picker:
                 self.rejected(now, entry.request_id)
             case Ending.ABORTED | Ending.FAILED:
                 end = self.failed if entry.ending is Ending.FAILED else self.aborted
+                router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
+                if router is not None and entry.usage is not None:
+                    router.on_usage(entry.request_id, entry.usage)
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
@@ -417,5 +425,11 @@ class Picker:
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Report the engine's measurement for a request that ended before its usage was known."""
         measured = self._ended.measure(request_id, usage)
-        if measured is not None:
-            self._report(Measured(now=now, pool=measured[0], completion=measured[1]))
+        if usage is None or measured is None:
+            return
+        pool, completion = measured
+        router = self._served.router(pool)
+        if router is not None:
+            router.on_usage(request_id, usage)
+        if completion.measured_cached_tokens is not None:
+            self._report(Measured(now=now, pool=pool, completion=completion))

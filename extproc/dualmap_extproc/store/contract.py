@@ -30,7 +30,7 @@ PAGE_ENTRIES: Final = 16
 
 
 class Failure(StrEnum):
-    """Why a call of the store failed."""
+    """Why a call to the store failed."""
 
     CONNECTION = "connection"
     TIMEOUT = "timeout"

@@ -202,7 +202,7 @@ class _Exports(SpanExporter):
         self._failing = failing
         if self._behind and self._came - self._taken < self._queue_spans // 2:
             self._behind = False
-            _log.info("Span export queue drained", collector=self._shown)
+            _log.info("Span export queue has room again", collector=self._shown)
         return result
 
     def shutdown(self) -> None:

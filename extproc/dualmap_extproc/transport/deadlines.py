@@ -10,7 +10,7 @@ _POLL_S: Final = 1.0
 # The poll interval while requests are queued. Every event may then change deadlines, and a check of all members'
 # deadlines may take 0.1 ms.
 _QUEUED_POLL_S: Final = 0.02
-# The shortest sleep. One call of the picker handles all deadlines within this time.
+# The shortest sleep. One call of the picker handles deadlines that are less than this time apart.
 _PAUSE_S: Final = 0.005
 
 

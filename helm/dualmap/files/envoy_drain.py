@@ -15,7 +15,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# Clients and load balancers may send to a terminating pod for this long.
+# The time in which clients and load balancers may still send requests to a terminating pod.
 LEAST_S = 5.0
 INTERVAL_S = 0.5
 # Envoy flushes its access log ten times a second. A router without a completion counts the request for minutes.
@@ -56,7 +56,7 @@ def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
         except (OSError, http.client.HTTPException) as error:
             print(f"Envoy at {admin} does not answer: {error}", file=sys.stderr, flush=True)
             missed += 1
-            # Envoy is gone: there is nothing left to wait for.
+            # Envoy has exited, so no request is open.
             if missed == GONE_AFTER:
                 return True
         time.sleep(INTERVAL_S)
@@ -79,7 +79,7 @@ def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
             """Do not log requests."""
 
     server = ThreadingHTTPServer(("", port), Handler)
-    # Answers in progress are finished before the process ends.
+    # The server completes open answers before the process ends.
     server.daemon_threads = False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--timeout", required=True, type=float, metavar="SECONDS", help="longest wait")
     parser.add_argument("--least", default=LEAST_S, type=float, metavar="SECONDS", help="shortest wait")
     options = parser.parse_args()
-    # Before any thread starts, so that no thread receives the signal.
+    # Block the signal before any thread starts, so that no thread receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     drained = threading.Event()
     server = serve(options.port, drained)

@@ -1,5 +1,5 @@
-"""What the emulated components share as clients of the API server: a client, its retries, and following a collection.
+"""The API server's client for the emulated components: requests, retries, and a list-watch loop.
 
-May import: aiohttp, and in ``follow`` the product's list-watch loop (``dualmap_edge.kube``); nothing of the
-other rooms.
+May import: aiohttp, and in ``follow`` the product's list-watch loop (``dualmap_edge.kube``); no other package of the
+emulated cluster.
 """

@@ -1,6 +1,6 @@
 """A small Kubernetes API client for the emulated components and the tests: JSON objects, no generated models.
 
-It reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Callers retry.
+The client reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Callers retry.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from typing import Any, Final, Self
 import aiohttp
 
 _GONE: Final = 410
-# A watch sends one event per line, and an object may have some megabytes.
+# A watch sends one event per line, and a line with a large object has some megabytes.
 _LONGEST_LINE: Final = 1 << 24
-# An interrupted TLS connection closes within this time, if its event loop keeps running.
+# Time for the TLS shutdown of an interrupted connection.
 _INTERRUPTED_CLOSES_WITHIN_S: Final = 0.2
 
 
 class ApiError(Exception):
-    """A request failed. ``status`` is the HTTP status, 0 without a response."""
+    """A request failed. ``status`` is the HTTP status, or 0 if no response arrived."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -32,7 +32,7 @@ class ApiError(Exception):
 
     @property
     def expired(self) -> bool:
-        """Whether the server no longer has the version at which the watch began. The client must list again."""
+        """Whether the API server no longer has the watch's start version. The client must list again."""
         return self.status == _GONE
 
 
@@ -45,20 +45,19 @@ class WatchEvent:
 
     @property
     def version(self) -> str:
-        """The version from which another watch continues."""
+        """The resource version from which another watch can continue."""
         version: str = self.object["metadata"]["resourceVersion"]
         return version
 
 
 class ApiClient:
-    """A client of one API server as one user. It belongs to the event loop that created it, which must also close
-    it."""
+    """A client of one API server as one user. The event loop that creates the client must also close it."""
 
     def __init__(self, server: str, *, tls: ssl.SSLContext | None = None, token: str | None = None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._server = server
         self._interrupted = False
-        # Each watch holds a connection, so their number has no limit.
+        # Each watch uses a connection, so the number of connections has no limit.
         connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_LONGEST_LINE)
 
@@ -103,8 +102,8 @@ class ApiClient:
     ) -> AsyncGenerator[WatchEvent, None]:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``; raises ApiError.
 
-        The server ends the watch after ``timeout_s``; a watch that is silent for ``inactivity_s`` is broken. Returns
-        when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
+        The server ends the watch after ``timeout_s``, and the generator then returns. A watch without data for
+        ``inactivity_s`` counts as broken. To end the watch earlier, close the generator (``contextlib.aclosing``).
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         self._interrupted = True
@@ -126,7 +125,7 @@ class ApiClient:
 
 
 def _tls(cluster: Mapping[str, str], user: Mapping[str, str]) -> ssl.SSLContext | None:
-    """Return the TLS settings of a kubeconfig: its authority, and the user's certificate if there is one."""
+    """Return the TLS settings of a kubeconfig: the certificate authority, and the user's certificate if present."""
     if "certificate-authority-data" not in cluster:
         return None
     context = ssl.create_default_context(cadata=_decoded(cluster["certificate-authority-data"]).decode())
@@ -145,7 +144,7 @@ def _decoded(data: str) -> bytes:
 
 
 def _document(status: int, text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a response; raises ApiError for an error status and for any other content."""
+    """Return the JSON object of a response; raises ApiError for an error status or if the body is not a JSON object."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -159,7 +158,7 @@ def _document(status: int, text: bytes) -> dict[str, Any]:
 
 
 def _event(line: bytes) -> WatchEvent:
-    """Return the event of one line; raises ApiError for an event of type ERROR."""
+    """Return the watch event in one line; raises ApiError for an event of type ERROR."""
     document = _document(0, line)
     if document["type"] == "ERROR":
         status = document["object"]

@@ -1,7 +1,7 @@
-"""Follows a collection with the product's list-watch loop, which the operator and the router also use.
+"""Keeps a local copy of an API server collection, with the list-watch loop of the operator and the router.
 
-The kubelet follows its pods and the ConfigMaps and Secrets of their volumes. ``services`` follows Services and
-endpoints.
+The kubelet follows its pods, and the ConfigMaps and Secrets that the pods' volumes use. ``services`` follows Services
+and endpoints.
 """
 
 import contextlib
@@ -25,40 +25,43 @@ class Store(Protocol):
     """Receives the objects of a collection."""
 
     def replace(self, objects: Sequence[Object]) -> None:
-        """Take the result of a list: everything that exists now."""
+        """Process the result of a list: all existing objects."""
 
     def put(self, item: Object) -> None:
-        """Take an object that was added or modified."""
+        """Process an added or modified object."""
 
     def remove(self, item: Object) -> None:
-        """Take the last version of a deleted object."""
+        """Process the last version of a deleted object."""
 
 
 class Mirror:
-    """A store that keeps the objects by ``namespace/name`` and passes all of them to ``changed`` after each change."""
+    """A store of objects by ``namespace/name``; after each change it passes all objects to ``changed``."""
 
     def __init__(self, changed: Callable[[Mapping[str, Object]], None]) -> None:
         self._objects: dict[str, Object] = {}
         self._changed = changed
 
     def replace(self, objects: Sequence[Object]) -> None:
-        """Keep exactly these objects."""
+        """Replace all stored objects."""
         self._objects = {_key(each): each for each in objects}
         self._changed(dict(self._objects))
 
     def put(self, item: Object) -> None:
-        """Keep this version of an object."""
+        """Store this version of an object."""
         self._objects[_key(item)] = item
         self._changed(dict(self._objects))
 
     def remove(self, item: Object) -> None:
-        """Drop an object."""
+        """Remove an object."""
         self._objects.pop(_key(item), None)
         self._changed(dict(self._objects))
 
 
 class _Collection:
-    """The objects at ``path``, read with the emulated cluster's client; raises KubeError, as the loop expects."""
+    """Lists and watches the objects at ``path`` with the emulated cluster's client.
+
+    Raises KubeError, which the list-watch loop expects.
+    """
 
     def __init__(self, client: ApiClient, path: str, query: Sequence[tuple[str, str]]) -> None:
         self._client = client
@@ -82,9 +85,9 @@ class _Collection:
 
 
 async def follow(client: ApiClient, path: str, store: Store, *, query: Sequence[tuple[str, str]] = ()) -> NoReturn:
-    """Keep ``store`` equal to the collection on the API server until cancelled; wait while the server is down.
+    """Keep ``store`` equal to the collection on the API server until cancelled; retry while the server is down.
 
-    The loop is the product's (``dualmap_edge.kube.watch``). Raises ApiError for a permanent error.
+    Raises ApiError for a permanent error. ``dualmap_edge.kube.watch`` has the list-watch loop.
     """
 
     def failed(error: KubeError) -> None:

@@ -1,4 +1,4 @@
-"""API server errors: which are temporary, and for how long a request is repeated; content types of patches."""
+"""Retries of API server requests: the temporary errors, and the time limit; also the content types of patches."""
 
 import time
 from collections.abc import Callable
@@ -12,21 +12,21 @@ NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 RETRY_S: Final = 0.3
 _TOO_MANY_REQUESTS: Final = 429
-# Longer than rights and namespaces take to become effective on a busy machine. An invalid request is rejected for
-# longer.
+# On a busy machine, a new role binding or namespace becomes effective in less time. The API server rejects an invalid
+# request for longer.
 _REJECTED_FOR_S: Final = 60.0
 
 
 def is_temporary(error: ApiError) -> bool:
-    """Whether the request may succeed later: the server was down or busy, or another client wrote the object."""
+    """Whether a retry may succeed: the server was down or busy, or another client wrote the object."""
     return error.status in {0, CONFLICT, _TOO_MANY_REQUESTS} or error.status >= 500
 
 
 class Retries:
     """Repeats one request while the server is down, and for a minute while the server rejects it.
 
-    Some rejections are temporary: a namespace that is being deleted, a role that was bound just now. The minute counts
-    rejections only; an outage between two rejections restarts it.
+    Some rejections are temporary: a namespace that is being deleted, a role that was bound just now. An outage between
+    two rejections restarts the minute.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class Retries:
         self._logged: set[str] = set()
 
     def check(self, error: ApiError) -> None:
-        """Return if the request should be sent again; raise the error otherwise."""
+        """Return if the caller should repeat the request; raise the error otherwise."""
         if is_temporary(error):
             self._rejected_since_s = None
             return
@@ -47,7 +47,7 @@ class Retries:
             raise error
 
     def should_log(self, error: ApiError) -> bool:
-        """Whether this is a rejection whose text has not been logged for this request yet."""
+        """Whether the error is a rejection with a text that is not logged for this request yet."""
         text = str(error)
         if is_temporary(error) or text in self._logged:
             return False

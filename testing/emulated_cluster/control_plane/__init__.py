@@ -1,4 +1,4 @@
-"""etcd, API server, controller manager and scheduler: built from Go modules, started and stopped as processes.
+"""etcd, API server, controller manager and scheduler: builds them from Go modules and runs them as processes.
 
 May import: `api`.
 """

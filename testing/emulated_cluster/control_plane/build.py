@@ -1,9 +1,9 @@
 """Builds the programs of the control plane from Go modules, once per machine.
 
-They are ordinary Go programs: the modules under go/ set the versions, the Go module proxy provides the sources. The
-results of each module are stored outside the tree, in a folder named by a digest of all inputs. A change of one module
-therefore does not rebuild the others. One more folder has links to all results; `cluster.py` starts the programs from
-there. `make e2e` runs it first. To build by hand, run this file with Python.
+The modules under go/ set the programs' versions, and the Go module proxy provides the sources. The results of each
+module are stored outside the repository, in a folder with a digest of the module's inputs in its name. A change of one
+module therefore does not rebuild the others. Another folder has links to all results; `cluster.py` starts the programs
+from this folder. `make e2e` runs this build first. To build without `make`, run this file with Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KUBERNETES_VERSION = "v1.36.4"
 ETCD_VERSION = "v3.6.13"
 KEDA_VERSION = "v2.20.1"
 HELM_VERSION = "v4.3.1"
-# The kind InferencePool of another project, which must not disturb ours.
+# The Gateway API Inference Extension's CRD InferencePool, which must not conflict with DualMap's.
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
 KEDA_CRDS = (
     "eventing.keda.sh_cloudeventsources.yaml",
@@ -41,7 +41,7 @@ _SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
 _VERSION_PACKAGE = "k8s.io/component-base/version"
-# kubectl cannot parse the server's version without these flags, and kopf and helm depend on it.
+# kubectl cannot parse the server's version without these flags. kopf and helm also depend on the version.
 _KUBERNETES_LINK_FLAGS = " ".join(
     (
         "-s -w",
@@ -54,12 +54,12 @@ _KUBERNETES_LINK_FLAGS = " ".join(
 
 
 class BuildError(Exception):
-    """The programs cannot be built. The message has the reason and what to install."""
+    """The build failed. The message has the reason and the packages to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One binary: its name, its Go main package and its linker flags."""
+    """One binary: its file name, Go main package and linker flags."""
 
     name: str
     package: str
@@ -68,7 +68,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A wrapper module under go/ and the programs built from it."""
+    """A Go module under go/ and the programs that are built from the module."""
 
     name: str
     programs: tuple[Program, ...]
@@ -80,14 +80,14 @@ class Module:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that are built from it."""
+        """The file names of the module's programs."""
         return tuple(program.name for program in self.programs)
 
     @property
     def digest(self) -> str:
-        """A digest of everything that determines the result, except the Go version.
+        """A digest of all build inputs, except the Go version.
 
-        The tests depend on the version of Kubernetes. A new compiler does not justify a build of many minutes.
+        A new Go version alone does not justify a build of many minutes: the tests depend on the version of Kubernetes.
         """
         digest = hashlib.sha256(platform.machine().encode())
         digest.update((self.source / "go.mod").read_bytes())
@@ -100,7 +100,7 @@ class Module:
 class Definitions:
     """Custom resource definitions from a Go module's config/crd/bases.
 
-    They are fetched beforehand: the tests' network namespace has no network.
+    The build downloads the definitions, because the tests' network namespace has no internet access.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Definitions:
 
     @property
     def digest(self) -> str:
-        """A digest of the module's version and the names of its files."""
+        """A digest of the module's version and the definitions' file names."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -160,7 +160,7 @@ def missing() -> list[str]:
 
 
 def build() -> Path:
-    """Build and fetch what is missing and return the folder of the binaries.
+    """Build and download all missing files; return the folder of the binaries.
 
     Raises `BuildError` if Go is missing or too old, or if a build fails.
     """
@@ -206,7 +206,7 @@ def _folder(part: Module | Definitions) -> Path:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder and rename it afterwards: a folder with the final name is always complete."""
+    """Yield a temporary folder and rename it at the end, so a folder with the final name is always complete."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -217,14 +217,15 @@ def _whole(folder: Path) -> Iterator[Path]:
 def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
     for file in files:
         link = target / file
-        # The names of both folders depend on their content, so an existing link is correct. Another run may use it.
+        # An existing link is correct, because the names of both folders depend on their content. Another test run may
+        # use the link.
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(folder / file)
 
 
 def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
-    """Download the Go module of the definitions and copy them."""
+    """Download the Go module of the definitions and copy the definitions to ``folder``."""
     found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
     if found.returncode != 0:
         raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
@@ -263,7 +264,7 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 
 def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
-    """Run `go build` and print regularly how many packages it has compiled."""
+    """Run `go build` and regularly print the number of compiled packages."""
     command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
     _say(f"{program.name} ...")
     started_s = said_s = time.monotonic()

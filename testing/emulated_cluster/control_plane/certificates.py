@@ -1,7 +1,7 @@
 """The certificates of a control plane: one authority, and the certificates that it signs for servers and users.
 
-`cluster.py` hands the files to the API server and writes users' certificates into kubeconfigs. In Kubernetes a
-client certificate is a user: its common name is the user's name, its organizations are the groups.
+`cluster.py` passes the files to the API server and writes users' certificates into kubeconfigs. Kubernetes reads the
+user's name from a client certificate's common name, and the groups from the organizations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _VALID_FOR = datetime.timedelta(days=30)
-# Clocks of machines differ slightly, and a certificate that is not yet valid is rejected.
+# The validity begins in the past, because the clocks of machines differ slightly.
 _VALID_SINCE = datetime.timedelta(hours=1)
 
 
@@ -38,7 +38,7 @@ class KeyPair:
 
 
 class Authority:
-    """A certificate authority that lives as long as the tests do."""
+    """A certificate authority for one test session."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -65,7 +65,7 @@ class Authority:
         return self._sign(_name(name, groups), (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
 
     def peer(self, name: str, hosts: Sequence[str]) -> KeyPair:
-        """Sign one certificate for both ends of a connection between parts of one program."""
+        """Sign one certificate for both the client and the server of a connection between components of one program."""
         return self._sign(_name(name, ()), (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH), hosts)
 
     def _sign(self, subject: x509.Name, usages: Sequence[x509.ObjectIdentifier], hosts: Sequence[str]) -> KeyPair:

@@ -25,17 +25,17 @@ from emulated_cluster.control_plane import kubeconfigs
 from emulated_cluster.control_plane.certificates import Authority, write_signing_keys
 from emulated_cluster.control_plane.programs import Program
 
-# The address that the API server advertises: it does not accept loopback. Pods use the other /24 blocks of
+# The advertised address of the API server, which must not be a loopback address. Pods use the other /24 blocks of
 # 10.244.0.0/16.
 ADVERTISED = "10.244.255.1"
-# The address for pods: the Service `kubernetes` has no endpoints.
+# Pods connect to this address, because the Service `kubernetes` has no endpoints.
 API_SERVER = (ADVERTISED, 6443)
 _ETCD = "http://127.0.0.1:2379"
 _SERVER = "https://127.0.0.1:6443"
 _SCHEDULER = "https://127.0.0.1:10259"
 _PODS = ipaddress.ip_network("10.244.0.0/16")
 _SERVICES = "10.0.0.0/24"
-# An idle machine needs 8 s, a busy one much more.
+# The start takes 8 s on an idle machine and much longer on a busy machine.
 _READY_TIMEOUT_S = 90.0
 # On SIGTERM the API server waits up to a minute for open watches.
 _STOP_GRACE_S = 1.0
@@ -57,9 +57,11 @@ class KubectlError(AssertionError):
 
 
 class Cluster:
-    """The control plane. A context: entering starts it, leaving stops it. The logs stay in `directory`/logs.
+    """The control plane as a context manager, which starts and stops the programs. Leaving the context keeps the logs
+    in `directory`/logs.
 
-    All methods block, so they work in tests of any event loop. Only the start and `restart_apiserver` take long.
+    All methods are synchronous, so tests can use the methods with any event loop. Only the start and
+    `restart_apiserver` take long.
     """
 
     def __init__(self, binaries: Path, directory: Path) -> None:
@@ -90,7 +92,7 @@ class Cluster:
         self._stop()
 
     def kubeconfig(self, user: str = "admin", groups: Sequence[str] = ("system:masters",)) -> Path:
-        """Write a kubeconfig for a user with a client certificate and return its path.
+        """Write a kubeconfig for a user with a client certificate, and return the file's path.
 
         A user without groups has no rights until a role is bound to it.
         """
@@ -100,7 +102,7 @@ class Cluster:
         )
 
     def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
-        """Write a kubeconfig with a token of an existing service account, and return its path."""
+        """Write a kubeconfig with a token of an existing service account, and return the file's path."""
         token = self.kubectl("create", "token", name, "--namespace", namespace, "--duration", "24h").strip()
         path = self._kubeconfigs / f"{next(self._numbers)}-{namespace}-{name}.json"
         return kubeconfigs.write_for_token(
@@ -134,7 +136,7 @@ class Cluster:
     def remove_namespace(self, name: str) -> None:
         """Delete a namespace and its pods; does not wait."""
         self.kubectl("delete", "namespace", name, "--wait=false", check=False)
-        # One request for all pods: kubectl would delete a thousand pods one by one, which takes minutes.
+        # One request deletes all pods. kubectl deletes a thousand pods one by one, which takes minutes.
         self.kubectl("delete", "--raw", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1", check=False)
 
     def address_block(self) -> ipaddress.IPv4Network:
@@ -145,11 +147,10 @@ class Cluster:
         return block
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return the audit log so far: user (`user.username`), action (`verb`, `objectRef`) and response code of each
-        request.
+        """Return the audit log: user (`user.username`), action (`verb`, `objectRef`) and response code of each request.
 
-        The server writes the entry of a request just after the response (`stage` ResponseComplete), so wait for an
-        entry. A watch also has an entry for its start (ResponseStarted).
+        The server writes a request's entry (`stage` ResponseComplete) just after the response, so callers must wait for
+        the entry. The log also has an entry for each watch's start (ResponseStarted).
         """
         with (self.logs / "audit.jsonl").open("rb") as log:
             log.seek(self._audit_read)
@@ -175,8 +176,9 @@ class Cluster:
 
     @contextmanager
     def node_lifecycle(self) -> Iterator[None]:
-        """Let the node-lifecycle controller mark nodes as lost after 5 s without a heartbeat. Outside this context it
-        is off."""
+        """Run the node-lifecycle controller, which marks nodes as lost after 5 s without a heartbeat. The controller is
+        off outside this context.
+        """
         self._restart_controller_manager(*_NODE_LIFECYCLE_ON)
         try:
             yield
@@ -220,7 +222,7 @@ class Cluster:
         controllers = self._programs["kube-controller-manager"]
         controllers.stop(grace_s=_STOP_GRACE_S)
         controllers.start(*flags)
-        # The controllers run once the service account controller has created this account.
+        # The controllers run when the service account controller has created this account.
         self.namespace()
 
     def _wait_for_service_account(self, namespace: str) -> None:
@@ -234,7 +236,7 @@ class Cluster:
         controllers.wait_until(made, f"the service account of {namespace}", timeout_s=_READY_TIMEOUT_S)
 
     def _answers(self, url: str) -> bool:
-        """Return whether a URL answers with 200."""
+        """Return whether a GET of the URL succeeds with status 200."""
         context = ssl.create_default_context(cadata=self._authority.certificate.decode())
         try:
             with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S, context=context):
@@ -288,7 +290,7 @@ class Cluster:
             f"--proxy-client-key-file={here / 'front-proxy.key'}",
             f"--audit-policy-file={here / 'audit-policy.json'}",
             f"--audit-log-path={self.logs / 'audit.jsonl'}",
-            # In megabytes: the log stays one file, however long the tests run.
+            # Megabytes before a log rotation, so that long test runs also write a single file.
             "--audit-log-maxsize=4096",
         )
 
@@ -301,7 +303,7 @@ class Cluster:
             "--bind-address=127.0.0.1",
             f"--tls-cert-file={self._directory / 'server.crt'}",
             f"--tls-private-key-file={self._directory / 'server.key'}",
-            # At the default of 20 requests per second, creating a thousand pods takes minutes.
+            # With the default of 20 requests per second, the creation of a thousand pods takes minutes.
             "--kube-api-qps=500",
             "--kube-api-burst=1000",
         )

@@ -19,7 +19,7 @@ def write_for_certificate(path: Path, *, server: str, authority: bytes, user: Ke
 
 
 def write_for_token(path: Path, *, server: str, authority: bytes, token: str, namespace: str) -> Path:
-    """Write the kubeconfig of a service account; its namespace is the default of commands."""
+    """Write the kubeconfig of a service account, with the account's namespace as the default namespace."""
     return _write(path, server=server, authority=authority, credentials={"token": token}, namespace=namespace)
 
 
@@ -33,7 +33,7 @@ def _write(path: Path, *, server: str, authority: bytes, credentials: dict[str, 
         "current-context": "e2e",
     }
     path.touch(mode=0o600)
-    # JSON is YAML, and every client reads it.
+    # All clients accept JSON, because JSON is a subset of YAML.
     path.write_text(json.dumps(document, indent=1))
     return path
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs a command in its own network namespace, so that several runs at once do not conflict. There, a program can
-# bind and reach every 10.244.x.y (pods) and 10.0.0.y (Services), but no other address of the machine. The namespace
-# forwards packets between pods that have their own namespaces.
+# Runs a command in a separate network namespace, so that concurrent test runs do not conflict. In the namespace, a
+# program can bind and reach every 10.244.x.y (pods) and 10.0.0.y (Services), but no other address of the machine. The
+# namespace forwards packets between pods that have their own namespaces.
 # Usage: testing/emulated_cluster/control_plane/netns.sh COMMAND [ARGUMENT...]
 set -eu
 
@@ -13,7 +13,8 @@ for needed in unshare:util-linux ip:iproute2; do
 done
 
 # Root may create a network namespace directly. Other users, and root in most containers, first need a user namespace.
-# Pods of the tests run as various users, so a second process maps all users into it: the shell itself no longer can.
+# Pods of the tests run as various users, so the user namespace needs all users. A process outside the namespace
+# writes this mapping, because the shell in the namespace has no permission.
 as_it_is='exec unshare --net "$@"'
 with_all_users='
     own=$(readlink /proc/self/ns/user)
@@ -41,7 +42,7 @@ if test -z "$way"; then
     exit 1
 fi
 
-# No proxy is reachable in the namespace, and Go programs would send requests for pods to it.
+# Go programs would send requests for pods to an HTTP proxy, but the namespace has no route to the proxy.
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 exec sh -c "$way" sh sh -c 'ip link set lo up &&
     ip route add local 10.244.0.0/16 dev lo && ip route add local 10.0.0.0/24 dev lo &&

@@ -15,11 +15,11 @@ _LOG_SHOWN_CHARS = 4000
 
 
 class ProgramError(AssertionError):
-    """A program ended or was not ready in time. The message has the end of its log."""
+    """A program ended or was not ready in time. The message has the last lines of the program's log."""
 
 
 class Program:
-    """One program. A restart appends to the same log file."""
+    """One program. A restarted program appends to the same log file."""
 
     def __init__(self, argv: Sequence[str | Path], *, log: Path) -> None:
         self._argv = [str(part) for part in argv]
@@ -33,7 +33,7 @@ class Program:
         return self._process.pid
 
     def start(self, *extra: str) -> None:
-        """Start it, with `extra` flags after its own; does not wait until it is ready."""
+        """Start the program, with the flags `extra` after the usual flags; do not wait until the program is ready."""
         assert self._process is None, f"{self._argv[0]} is running"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -41,7 +41,7 @@ class Program:
             )
 
     def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-        """Return once `ready` returns True; raise `ProgramError` if the program ends first or after `timeout_s`."""
+        """Return when `ready` returns True; raise `ProgramError` if the program ends first or after `timeout_s`."""
 
         def alive_and_ready() -> bool:
             if self._process is None or self._process.poll() is not None:
@@ -54,7 +54,7 @@ class Program:
             raise ProgramError(f"{self._argv[0]}: {late}:\n{self._end_of_log()}") from late
 
     def stop(self, *, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`; do nothing if it does not run."""
+        """Send SIGTERM, and SIGKILL after `grace_s`; do nothing if the program does not run."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -70,7 +70,7 @@ class Program:
 
 
 def wait_until(check: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-    """Return once `check` returns True; raise `TimeoutError` that names `what` after `timeout_s`."""
+    """Return when `check` returns True; after `timeout_s`, raise `TimeoutError` with `what` in the message."""
     deadline = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() > deadline:

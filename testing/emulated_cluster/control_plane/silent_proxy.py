@@ -1,4 +1,4 @@
-"""A TCP proxy in front of the API server. It can stop forwarding, like a network that drops packets."""
+"""A TCP proxy in front of the API server, which can stop forwarding like a network that drops packets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,11 @@ _API_SERVER_PORT: Final = 6443
 
 
 class SilentProxy:
-    """The proxy. ``kubeconfig`` writes a file that uses it; ``freeze`` stops forwarding without closing connections."""
+    """The proxy. A running proxy.
+
+    ``kubeconfig`` writes a kubeconfig file with the proxy's address. ``freeze`` stops forwarding without closing
+    connections.
+    """
 
     def __init__(self) -> None:
         self.port = 0
@@ -31,7 +35,7 @@ class SilentProxy:
                 try:
                     from_server, to_server = await asyncio.open_connection("127.0.0.1", _API_SERVER_PORT)
                 except OSError:
-                    # The API server is down: the client's connection ends, too.
+                    # If the API server is down, the proxy also closes the client's connection.
                     writer.close()
                     return
                 writers.extend((writer, to_server))
@@ -46,7 +50,7 @@ class SilentProxy:
             yield self
 
     def kubeconfig(self, path: Path, original: Path) -> Path:
-        """Write a copy of a kubeconfig that uses the proxy and return its path."""
+        """Write a copy of a kubeconfig with the proxy's address, and return the copy's path."""
         path.write_text(original.read_text().replace(f":{_API_SERVER_PORT}", f":{self.port}"))
         return path
 

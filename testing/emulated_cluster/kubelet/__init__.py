@@ -1,4 +1,4 @@
 """A node whose pods are local processes: registers, runs pods, reports their status.
 
-May import: its own packages, `api` and `control_plane`.
+May import: the packages in this folder, `api` and `control_plane`.
 """

@@ -1,6 +1,6 @@
 """The event loop of a kubelet: follows the node's pods, runs a worker for each, and keeps the node ready.
 
-``process_kubelet.py`` runs it in a thread. Processes survive a restart of the API server.
+``process_kubelet.py`` runs it in a thread. The pods' processes survive a restart of the API server.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """Runs one node, and is the store of its pods. It belongs to one event loop."""
+    """Runs one node and stores the node's pods; belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,8 +31,10 @@ class NodeAgent:
         networks: Sequence[IPv4Network],
         settings: NodeSettings,
     ) -> None:
-        """The node gets the first address of ``networks``, and each pod another one. No other node may use these
-        networks."""
+        """Use the first address of ``networks`` for the node and the other addresses for its pods.
+
+        No other node may use these networks.
+        """
         own, *others = [str(address) for network in networks for address in network.hosts()]
         self._client = client
         self._room = len(others)
@@ -42,7 +44,7 @@ class NodeAgent:
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
         self._workers: dict[str, PodWorker] = {}
         self._talking: set[asyncio.Task[None]] = set()
-        # Unexpected errors. Leaving the kubelet's context raises the first one.
+        # Unexpected errors. Leaving the kubelet's context raises the first error.
         self.failures: list[BaseException] = []
 
     @property
@@ -58,7 +60,7 @@ class NodeAgent:
         self._talk(follow(self._client, _PODS, self, query=query))
 
     async def freeze(self) -> None:
-        """Stop all communication, like a node cut off from its API server; processes continue."""
+        """Stop all communication with the API server, as after a network failure; the pods' processes continue."""
         talking = tuple(self._talking)
         for task in talking:
             task.cancel()
@@ -70,11 +72,11 @@ class NodeAgent:
         await asyncio.gather(*(worker.abandon() for worker in self.workers))
 
     async def remove_node(self) -> None:
-        """Delete the node, so that nothing is scheduled to it."""
+        """Delete the node, so that the scheduler assigns no more pods to the node."""
         await self._node.remove()
 
     def replace(self, objects: Sequence[Object]) -> None:
-        """Take the pods of a list: known pods that are missing have been deleted."""
+        """Process the result of a list; a known pod that the list does not contain was deleted."""
         there = {pod["metadata"]["uid"] for pod in objects}
         for uid, worker in tuple(self._workers.items()):
             if uid not in there:
@@ -83,7 +85,7 @@ class NodeAgent:
             self.put(pod)
 
     def put(self, item: Object) -> None:
-        """Take a pod that was added or modified."""
+        """Process an added or modified pod."""
         uid = item["metadata"]["uid"]
         worker = self._workers.get(uid)
         if worker is not None:
@@ -98,7 +100,7 @@ class NodeAgent:
         self._talk(self._tend(worker))
 
     def remove(self, item: Object) -> None:
-        """Take a pod that was deleted."""
+        """Process a deleted pod."""
         worker = self._workers.get(item["metadata"]["uid"])
         if worker is not None:
             worker.forget()
@@ -119,6 +121,6 @@ class NodeAgent:
             self.failures.append(failure)
 
     def _free_address(self) -> str:
-        """Return the next free address. The address that was released last is used last."""
+        """Return the next free address. Addresses are reused in the order of their release."""
         taken = {worker.location.address for worker in self.workers}
         return next(each for each in itertools.islice(self._addresses, self._room) if each not in taken)

@@ -1,6 +1,7 @@
 """The kubelet as pytest fixtures; ``conftest.py`` imports them.
 
-``kubelet`` is the session's one node. A test that needs the loss of a node creates its own with ``kubelet_on``.
+``kubelet`` is the node that the tests of a session share. A test that stops or disconnects a node creates another node
+with ``kubelet_on``.
 """
 
 import os
@@ -37,8 +38,8 @@ def kubelet_on(
 ) -> Iterator[ProcessKubelet]:
     """Another node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
 
-    With ``images``, all other nodes are cordoned meanwhile: the scheduler does not know which node has which images.
-    Raises RootsError if containers cannot have their own root file systems here.
+    With ``images``, all other nodes are cordoned, because the scheduler cannot read which node has which images. Raises
+    RootsError if containers cannot have their own root file systems here.
     """
     logs = cluster.logs / node
     logs.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """The kubelet's node: registers it, reports it as ready, and sends heartbeats.
 
-``agent.py`` registers it, and sends its heartbeats while the pods run.
+``agent.py`` registers the node and sends its heartbeats.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
 from emulated_cluster.kubelet.containers.status import timestamp
 
-# Far below the node-lifecycle controller's grace period, also if a test shortens it.
+# The heartbeat interval, far below the node-lifecycle controller's grace period, even if a test shortens this period.
 HEARTBEAT_S: Final = 2.0
 _LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _LEASE_DURATION_S: Final = 40
@@ -34,7 +34,7 @@ class Node:
         self._ready_since = timestamp(time.time())
 
     async def register(self) -> None:
-        """Create the node, ready and without taints; retry until the API server answers."""
+        """Create a ready node without taints; retry until the API server answers."""
         body = {
             "apiVersion": "v1",
             "kind": "Node",
@@ -46,8 +46,8 @@ class Node:
                 with _unless(CONFLICT):
                     await self._client.request("POST", "/api/v1/nodes", body=body)
                 await self._report()
-                # Admission taints every new node. Only the node-lifecycle controller would remove the taint, and it may
-                # be off.
+                # Admission taints every new node. Only the node-lifecycle controller removes the taint, but a test may
+                # run without this controller.
                 await self._client.request("PATCH", self._path, body={"spec": {"taints": None}}, content_type=MERGE)
                 return
             except ApiError as error:
@@ -103,7 +103,7 @@ class Node:
 
 @contextlib.contextmanager
 def _unless(status: int) -> Iterator[None]:
-    """Ignore a request's failure with this status: the wanted state already exists."""
+    """Ignore a request's failure with this status, because the desired state already exists."""
     try:
         yield
     except ApiError as error:

@@ -1,6 +1,6 @@
-"""Runs one pod on the node: its containers, its published status, and its deletion at the end.
+"""Runs one pod on the node: runs its containers, publishes its status, and deletes the pod's object at the end.
 
-``agent.py`` starts one worker per pod and passes on the events of the watch; ``status.py`` computes the status.
+``agent.py`` starts one worker per pod and passes the watch's events to the worker. ``status.py`` computes the status.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from emulated_cluster.kubelet.containers.status import Placement, Terminated, po
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Values
 from emulated_cluster.kubelet.pod_spec.volumes import values_of
 
-# A pod with this annotation "true" has a status but no processes, so a test can run a thousand of them.
+# A pod with this annotation set to "true" has a status but no processes, so a test can create a thousand such pods.
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
-# The grace period of containers whose pod's object no longer exists.
+# The grace period of containers if the pod's object no longer exists.
 _FORGOTTEN_GRACE_S: Final = 1.0
 _LOG: Final = logging.getLogger(__name__)
 
 
 class PodWorker:
-    """Runs a pod from its arrival on the node to its end, also while the API server is down."""
+    """Runs a pod from its scheduling to its end, also while the API server is down."""
 
     def __init__(self, pod: Object, location: PodLocation, client: ApiClient, turns: asyncio.Semaphore) -> None:
         """``turns`` limits the number of workers that send requests to the API server at once."""
@@ -49,7 +49,7 @@ class PodWorker:
         fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
         make = self._fake if fake else self._container
         self.containers: Mapping[str, Container] = {each["name"]: make(each) for each in pod["spec"]["containers"]}
-        # A fake pod runs no init containers: it is ready at once.
+        # A fake pod is ready at once and runs no init containers.
         initial = () if fake else pod["spec"].get("initContainers") or ()
         policy = "Never" if pod["spec"].get("restartPolicy") == "Never" else "OnFailure"
         self.init_containers: Mapping[str, Container] = {each["name"]: make(each, policy) for each in initial}
@@ -64,7 +64,7 @@ class PodWorker:
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
     def observe(self, pod: Object) -> None:
-        """Take a version of the pod from the API server, unless a newer one is known."""
+        """Use a version of the pod from the API server, unless the worker has a newer version."""
         if _version(pod) > _version(self._pod):
             self._pod = pod
             self._end_if_told()
@@ -73,12 +73,15 @@ class PodWorker:
                 self._home.observe(pod)
 
     def forget(self) -> None:
-        """Handle the deletion of the pod's object: publish nothing more and stop the containers."""
+        """Handle the deletion of the pod's object: publish no more statuses and stop the containers."""
         self._gone = True
         self._stop(_FORGOTTEN_GRACE_S)
 
     async def run(self) -> None:
-        """Publish every change until the pod has terminated, then delete its object. Raises the error that ended it."""
+        """Publish every change of the status until the pod has terminated, then delete the pod's object.
+
+        Raises the error that ended the worker.
+        """
         while True:
             self._changed.clear()
             await self._publish()
@@ -87,18 +90,18 @@ class PodWorker:
                 if self._terminating:
                     break
             await self._changed.wait()
-        # Publish the last container's end before the object is deleted.
+        # Publish the last container's end before the deletion of the object.
         await self._publish()
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
         await self._say("DELETE", self._path, options, "application/json")
 
     async def abandon(self) -> None:
-        """Kill the containers' processes without a restart."""
+        """Kill the containers' processes and prevent a restart."""
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Run the init containers in turn and then all others; remove the pod's files and network at its end."""
+        """Run the init containers, then the other containers; remove the pod's files and network at the end."""
         try:
             for each in self.init_containers.values():
                 await each.run()
@@ -171,7 +174,7 @@ class PodWorker:
 
 
 class _NoRuntime:
-    """A runtime that rejects the container for a reason."""
+    """A runtime that rejects a container with a fixed reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -193,12 +196,15 @@ def _version(pod: Object) -> int:
 
 
 def _by_type(status: Object) -> Object:
-    """Return a status with its conditions by type: published conditions include others, such as gates."""
+    """Return a status with its conditions by type.
+
+    A published status also has conditions of other components.
+    """
     return {**status, "conditions": {each["type"]: each for each in status.get("conditions") or ()}}
 
 
 def _says(published: Any, wanted: Any) -> bool:
-    """Return whether a published value contains the wanted one. Empty values may be absent."""
+    """Return whether a published value contains the wanted value; an empty wanted value may be absent."""
     if not wanted:
         return not published
     if isinstance(wanted, Mapping):

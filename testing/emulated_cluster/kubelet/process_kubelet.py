@@ -1,6 +1,6 @@
 """A kubelet for tests that runs pods as local processes, in its own thread and event loop.
 
-``fixtures.py`` provides it to pytest. ``ProcessKubelet`` lists the fields of a pod that it supports.
+``fixtures.py`` provides the kubelet to pytest. The docstring of ``ProcessKubelet`` lists the supported fields of a pod.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from emulated_cluster.kubelet.pods import PodWorker
 _START_TIMEOUT_S: Final = 60.0
 _CALL_TIMEOUT_S: Final = 30.0
 _FAREWELL_TIMEOUT_S: Final = 5.0
-# A tmpfs on every Linux, for volumes with medium Memory.
+# A tmpfs that every Linux has, for volumes with the medium Memory.
 _MEMORY: Final = Path("/dev/shm")
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """A pod on the node at one moment. ``processes`` has the ids of the main processes by container name."""
+    """A pod on the node at one moment. ``processes`` has the IDs of the main processes by container name."""
 
     namespace: str
     name: str
@@ -43,23 +43,23 @@ class PodView:
 
 
 class RootsError(Exception):
-    """Containers cannot have their own root file systems here; the message has the reason."""
+    """This machine cannot run containers with their own root file systems; the message has the reason."""
 
 
 class ProcessKubelet:
-    """A node whose pods are local processes. It needs a network namespace in which their addresses can be bound.
+    """A node that runs pods as local processes, in a network namespace with the pods' addresses.
 
     Supported: command, args and env with ``$(VAR)``, fieldRef, ConfigMaps and Secrets; init containers; startup,
     liveness and readiness probes (httpGet, tcpSocket, exec, grpc); readiness gates; restartPolicy with a short
     back-off; preStop (exec, httpGet, sleep) before SIGTERM; grace periods with SIGKILL at their end; eviction and
     deletion; outages of the API server.
 
-    For containers whose image is in ``images`` also: the root file system, volumes (emptyDir, configMap, secret,
-    downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's token.
-    Other containers are processes of this machine and cannot mount volumes.
+    Also supported for containers with an image in ``images``: the root file system, volumes (emptyDir, configMap,
+    secret, downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's
+    token. Other containers run as processes of this machine and cannot mount volumes.
 
-    Not supported: postStart, resources, capabilities, init containers that keep running. A pod annotated
-    ``kubelet.dualmap.dev/fake: "true"`` has a status and no process.
+    Not supported: postStart, resources, capabilities, init containers that keep running. A pod with the annotation
+    ``kubelet.dualmap.dev/fake: "true"`` has a status but no process.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class ProcessKubelet:
         images: Mapping[str, Path | Image] | None = None,
         nameserver: str | None = None,
     ) -> None:
-        """``networks`` belong to this node; their size limits its number of pods. Containers inherit ``environment``.
+        """Create a node with the addresses of ``networks``, which limit its number of pods.
 
-        Each container writes to a file under ``logs``, which must exist. ``images`` are root file systems by image
-        reference. Their pods use the DNS server ``nameserver`` and the API server at ``api_server``. Raises RootsError
-        if root file systems are not possible here.
+        Containers inherit ``environment``. Each container writes to a file in the existing folder ``logs``. ``images``
+        maps image references to root file systems. Pods with such images use the DNS server ``nameserver`` and the API
+        server at ``api_server``. Raises RootsError if this machine cannot run containers with their own root file
+        systems.
         """
         reason = why_not() if images else None
         if reason is not None:
@@ -149,7 +150,7 @@ class ProcessKubelet:
         self._call(self._agent.freeze())
 
     def lose_node(self) -> None:
-        """Switch the node off permanently: its heartbeats stop, and its processes are killed."""
+        """Switch the node off permanently: stop its heartbeats and kill its processes."""
         self._call(self._agent.lose())
 
     def __enter__(self) -> Self:
@@ -184,7 +185,7 @@ class ProcessKubelet:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # passed on to the thread that waits for the start
+        except BaseException as error:  # raised in the thread that waits for the start
             if self._running.done():
                 raise
             self._running.set_exception(error)
@@ -221,7 +222,7 @@ class ProcessKubelet:
                 async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
                     await agent.remove_node()
             except (ApiError, TimeoutError):
-                pass  # The cluster may have stopped first.
+                pass  # The API server may already be stopped.
             await client.close()
 
 

@@ -1,7 +1,8 @@
 """The names of a cluster's DNS server, and the DNS messages.
 
-``services.py`` follows Services and EndpointSlices and serves the names to pods. Rules: Kubernetes' DNS-based service
-discovery, without SRV and PTR. Messages: RFC 1035, one question per message, answers A and CNAME.
+``services.py`` follows Services and EndpointSlices and serves the names to pods. The names follow Kubernetes' DNS-based
+service discovery, without SRV and PTR records. The messages follow RFC 1035, with one question per message and answers
+of types A and CNAME.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, Final
 Object = Mapping[str, Any]
 
 DOMAIN: Final = "cluster.local"
-# The label of an EndpointSlice that names its Service.
+# The label of an EndpointSlice with the name of its Service.
 SERVICE_LABEL: Final = "kubernetes.io/service-name"
 _UDP_BYTES: Final = 512
-# As with CoreDNS for Services: clients see changes soon.
+# A short TTL like CoreDNS's for Services, so that clients soon see changes.
 _TTL_S: Final = 5
 _A, _CNAME, _INTERNET = 1, 5, 1
 _NO_ERROR, _NO_SUCH_NAME = 0, 3
@@ -38,7 +39,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question. ``end`` is its end in the message: the answer begins with the same bytes."""
+    """One question of a DNS message.
+
+    ``end`` is the question's end in the message, because the answer begins with the same bytes.
+    """
 
     number: int
     name: str
@@ -48,9 +52,9 @@ class Question:
 
 
 def ready_addresses(slices: Iterable[Object], *, hostname: str | None = None) -> tuple[str, ...]:
-    """Return the addresses of a Service's ready endpoints, or only of those with this host name.
+    """Return the addresses of a Service's ready endpoints; ``hostname`` selects the endpoints with this host name.
 
-    Endpoints of a Service that publishes addresses before they are ready are all ready in its slices.
+    If a Service has ``publishNotReadyAddresses``, its slices have all endpoints as ready.
     """
     return tuple(
         address
@@ -65,7 +69,7 @@ def ready_addresses(slices: Iterable[Object], *, hostname: str | None = None) ->
 def resolve(name: str, services: Mapping[str, Object], slices: Mapping[str, Sequence[Object]]) -> Found | None:
     """Resolve a full name; return None for an unknown name.
 
-    ``services``, and the ``slices`` of each, are keyed by ``namespace/name``.
+    The keys of ``services`` and ``slices`` are the Services' ``namespace/name``.
     """
     labels = name.lower().removesuffix(".").split(".")
     if labels[-3:] != ["svc", *DOMAIN.split(".")] or len(labels) not in {5, 6}:
@@ -110,7 +114,7 @@ def read_question(message: bytes) -> Question | None:
 
 
 def write_answer(message: bytes, question: Question, found: Found | None, *, udp: bool) -> bytes:
-    """Return the answer to a question. Over UDP, an answer that is too long is empty and has the flag TC."""
+    """Return the answer to a question. Over UDP, an answer above the size limit is empty and has the flag TC."""
     records = []
     if found is not None:
         owner = question.name

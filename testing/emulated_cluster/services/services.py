@@ -1,7 +1,8 @@
-"""Names and cluster addresses of Services. In a real cluster the nodes provide them.
+"""Names and cluster addresses of Services, which nodes provide in a real cluster.
 
-A DNS server for pods (``names.py`` has the names) and a proxy for every port of every cluster address, both following
-the API server. ``netns.sh`` makes the addresses local; ``kubelet/`` configures the name server in its pods.
+Runs a DNS server for pods, with the names of ``names.py``, and a proxy for every port of every cluster address. Both
+use a watch of the API server. ``netns.sh`` makes the addresses local. ``kubelet/`` configures the name server in its
+pods.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _SLICES: Final = "/apis/discovery.k8s.io/v1/endpointslices"
 
 
 class Services:
-    """A context in which names of Services resolve, and cluster addresses accept connections.
+    """A context manager that resolves names of Services and accepts connections at cluster addresses.
 
-    It runs in its own thread: a test that blocks its event loop does not stop the traffic.
+    The servers run in their own thread, so a test that blocks its event loop does not stop the traffic.
     """
 
     nameserver: Final = NAMESERVER
@@ -57,7 +58,7 @@ class Services:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close everything; raise the error of the thread unless the test has failed already."""
+        """Stop the servers; raise the thread's error unless the test has already failed."""
         assert self._stop is not None
         if self._thread.is_alive():
             self._running.result().call_soon_threadsafe(self._stop.set)
@@ -92,7 +93,7 @@ class Services:
 
 
 class _State:
-    """The Services and endpoints of the API server, and a proxy for each Service that has both."""
+    """The Services and endpoints of the API server, and the proxies for the cluster addresses."""
 
     def __init__(self) -> None:
         self.known = asyncio.Event()
@@ -142,7 +143,7 @@ class _State:
         self._changed.set()
 
     async def _update(self) -> None:
-        """Run a proxy at every cluster address and port with endpoints; the others refuse connections."""
+        """Run a proxy at every cluster address and port with endpoints; ports without endpoints refuse connections."""
         wanted = {}
         for key, service in (self._services or {}).items():
             for port in service["spec"].get("ports") or ():
@@ -151,20 +152,20 @@ class _State:
                 if address != "None" and port.get("protocol", "TCP") == "TCP" and endpoints:
                     wanted[address, int(port["port"])] = endpoints
         for gone in self._proxies.keys() - wanted.keys():
-            # Open connections continue, as in a cluster.
+            # Open connections continue, as in a real cluster.
             self._proxies[gone].close()
         for where, endpoints in wanted.items():
             await self._proxies.setdefault(where, _Proxy(where)).lead_to(endpoints)
 
     def _endpoints(self, key: str, port: Object) -> tuple[Address, ...]:
         if key == "default/kubernetes":
-            # Configured without endpoints: otherwise the API server would remove the endpoints that a test adds.
+            # The endpoint reconciler of the API server is off, because it removes the endpoints that a test adds.
             return (API_SERVER,)
         return _endpoints(self._of_service.get(key, ()), port.get("name", ""))
 
 
 def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
-    """Return the ready endpoints of a Service's port, or if there are none, those that still serve."""
+    """Return the ready endpoints of a Service's port; without ready endpoints, return the serving endpoints."""
     found = [
         (endpoint.get("conditions", {}), (address, int(each["port"])))
         for slice_ in slices
@@ -178,7 +179,7 @@ def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
 
 
 class _Proxy:
-    """Listens at one cluster address and port and sends each connection to the next endpoint in turn."""
+    """Listens at one cluster address and port, and distributes connections to the endpoints by round robin."""
 
     def __init__(self, where: Address) -> None:
         self._where = where
@@ -195,7 +196,7 @@ class _Proxy:
             self._server = await loop.create_server(self._accept, *self._where, backlog=1024)
 
     def close(self) -> None:
-        """Refuse new connections; open ones continue."""
+        """Refuse new connections; open connections continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -226,7 +227,10 @@ class _Side(asyncio.Protocol):
         connect: Callable[[_Side], Awaitable[_Side]] | None = None,
         other: _Side | None = None,
     ) -> None:
-        """The accepted side creates the other one with ``connect``. Each is in ``open_`` while it is open."""
+        """Create one side; the accepted side creates the other side with ``connect``.
+
+        ``open_`` has the side while its connection is open.
+        """
         self.transport: asyncio.Transport
         self._open = open_
         self._connect = connect

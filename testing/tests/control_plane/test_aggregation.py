@@ -1,4 +1,4 @@
-"""The API server forwards an API group to a test's server. Metrics adapters depend on this.
+"""Tests that the API server forwards an API group to another server, as for metrics adapters.
 
 The group's Service is an ExternalName for localhost, because the control plane has no Service network.
 """
@@ -36,7 +36,7 @@ def test_aggregated_api_receives_the_user_name(cluster: Cluster, tmp_path: Path)
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers with the path and the user of the request."""
+    """A handler that returns the path and the user of the request."""
 
     def do_GET(self) -> None:
         body = json.dumps({"path": self.path, "user": self.headers["X-Remote-User"]}).encode()
@@ -92,5 +92,5 @@ def api_service(cluster: Cluster, namespace: str, port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # An unavailable API service would break API discovery and the deletion of namespaces for other tests.
+        # An unavailable APIService would break API discovery and the deletion of namespaces in other tests.
         cluster.kubectl("delete", "apiservice", f"v1.{GROUP}")

@@ -43,7 +43,7 @@ def test_objects_persist_across_api_server_restart(cluster: Cluster) -> None:
     cluster.start_apiserver()
 
     assert read(cluster, namespace, "survivor") == {"colour": "green"}
-    # The controllers also survived: `namespace` waits for the service account that they create.
+    # The controllers also survived, because `namespace` waits for the service account that the controllers create.
     assert cluster.namespace() != namespace
 
 

@@ -1,4 +1,4 @@
-"""The process kubelet works with Kubernetes' own controllers like a real kubelet."""
+"""Tests of the process kubelet with Kubernetes' own controllers."""
 
 import asyncio
 import json

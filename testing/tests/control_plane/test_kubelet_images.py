@@ -1,4 +1,4 @@
-"""Pods of images on the process kubelet: root file systems, volumes, users, networks, init containers, jobs."""
+"""Tests of pods with images on the process kubelet: file systems, volumes, users, networks, init containers, jobs."""
 
 import base64
 import json
@@ -46,7 +46,7 @@ def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", name="kubelet")
 def _kubelet(cluster: Cluster, root: Path) -> Iterator[ProcessKubelet]:
-    """A node with two images: busybox, and the same with a configuration."""
+    """A node with two images: busybox without and with an image configuration."""
     web = Image(root=root, entrypoint=("sh", "-c"), environment={"FROM": "image"}, user="web", directory="/run")
     with kubelet_on(cluster, "rooted", images={IMAGE: root, WEB: web}) as kubelet:
         yield kubelet
@@ -207,7 +207,7 @@ async def test_every_pod_has_its_own_network(namespace: Namespace, kubelet: Proc
 async def test_init_containers_run_in_order_and_share_files(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     first = busybox("sleep 0.2; echo first >> /shared/log", volumeMounts=mounts, name="first")
-    # Fails once: a file in its volume marks the second attempt.
+    # The container fails once: a file in its volume marks the second attempt.
     again = "test -e /shared/tried || { touch /shared/tried; exit 1; }; echo second >> /shared/log"
     second = busybox(again, volumeMounts=mounts, name="second")
     main = busybox(f"cat /shared/log; {FOREVER}", volumeMounts=mounts)

@@ -31,7 +31,7 @@ from namespaces import (
 
 Object = dict[str, Any]
 
-# Addresses of this machine next to the control plane's, for endpoints that are not pods.
+# Addresses of this machine for endpoints that are not pods, in the same block as the control plane's addresses.
 NEAR, FAR = "10.244.255.11", "10.244.255.12"
 
 
@@ -82,7 +82,7 @@ async def test_open_stream_survives_endpoint_removal_and_half_close(namespace: N
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(65536):
             writer.write(piece)
-        # The response after the client has closed its half.
+        # The response follows after the client has closed its sending half.
         writer.write(b"the end")
         writer.close()
 
@@ -105,7 +105,7 @@ async def test_open_stream_survives_endpoint_removal_and_half_close(namespace: N
             return False
 
         await until(refused, "the Service has no endpoint", timeout_s=WITHIN_S)
-        # More than all buffers on the path hold.
+        # More bytes than the total capacity of the buffers on the path.
         much = bytes(1 << 24)
         writer.write(much)
         writer.write_eof()
@@ -192,7 +192,7 @@ def service(name: str, **spec: Any) -> Object:
 
 
 def endpoints(service: str, ready: Mapping[str, bool]) -> Object:
-    """An EndpointSlice of port 8000 at each address, ready or not."""
+    """Return an EndpointSlice of port 8000 with these addresses and their readiness."""
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",

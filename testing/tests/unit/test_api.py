@@ -1,4 +1,4 @@
-"""The emulated cluster's API client, and the loop that follows a collection."""
+"""Tests of the emulated cluster's API client and of its list-watch loop."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def pod(name: str, **labels: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncIterator[str]:
-    """A server that gives one answer, once."""
+    """A server that answers one request with a fixed response."""
 
     async def handle(request: web.Request) -> web.Response:
         seen.append(request)
@@ -45,7 +45,7 @@ async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncItera
 
 @asynccontextmanager
 async def following(api: KubeApi) -> AsyncIterator[list[Mapping[str, Any]]]:
-    """Records every state of the pods that ``follow`` passes on, the newest last."""
+    """Records the pods after each change that ``follow`` reports, with the latest state last."""
     client = ApiClient.from_kubeconfig(api.kubeconfig)
     states: list[Mapping[str, Any]] = []
     task = asyncio.create_task(follow(client, PODS, Mirror(states.append)))

@@ -1,4 +1,4 @@
-"""The emulated cluster does not import the product, and its packages import downwards only."""
+"""Tests that the emulated cluster does not import the product, and that its packages import only lower packages."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "emulated_cluster"
-# Each package and the packages that it may import, besides itself.
+# Maps each package to the other packages that it may import.
 PACKAGES = {
     "waiting": (),
     "api": (),
@@ -20,7 +20,7 @@ PACKAGES = {
     "fixtures": ("control_plane", "kubelet"),
 }
 PRODUCT = ("dualmap", "controlplane", "harness")
-# The list-watch loop is the product's own, which the operator and the router also run.
+# The exception is the product's list-watch loop, which the operator and the router also use.
 LOOP = ("api/follow.py", "dualmap_edge.kube.")
 
 

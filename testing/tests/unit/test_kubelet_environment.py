@@ -1,4 +1,4 @@
-"""The environment and the command line that the kubelet gives a container."""
+"""Tests of the environment and the command line that the kubelet sets for a container."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Processes of the kubelet: probes, restarts and hooks; none remains after the end."""
+"""Tests of the kubelet's processes: probes, restarts and hooks; no process remains after the end."""
 
 import asyncio
 import os
@@ -233,7 +233,7 @@ def ignored() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The process kubelet repeats requests that the API server rejects or does not answer."""
+"""Tests that the process kubelet repeats requests after a rejection or without an answer."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ TERMINATED = {"kind": "Status", "message": "unable to create new content in name
 
 
 class Server:
-    """Answers with these statuses, one request each, and accepts every request after them."""
+    """A server that answers the first requests with these statuses, and accepts all later requests."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)

@@ -105,7 +105,7 @@ def view(*, ready: bool = False, state: State | None = None, over: bool = False)
 
 
 def ready(some: Mapping[str, Any], container: ContainerView) -> tuple[str, str, str | None]:
-    """Return ContainersReady, Ready and Ready's message."""
+    """Return the statuses of ContainersReady and Ready, and the message of Ready."""
     where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
     conditions = {each["type"]: each for each in pod_status(some, [container], where, now_s=1.0)["conditions"]}
     return conditions["ContainersReady"]["status"], conditions["Ready"]["status"], conditions["Ready"]["message"]

@@ -1,4 +1,4 @@
-"""The names of a cluster, resolved by its DNS server."""
+"""Tests of the emulated cluster's DNS names."""
 
 import struct
 

@@ -30,12 +30,13 @@ _METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
 """The metrics paths of engine types that do not use /metrics."""
 
 _HEAD: Final = """\
-# Keeps the engine until it has nothing left to do, at most drain.timeout. By the DualMap operator.
+# The DualMap operator generated this script. It keeps the engine running until the engine has no request, at most for
+# spec.drain.timeout.
 port={port} metrics={metrics} timeout={timeout} settle={settle}
 """
 
 _BODY: Final = r"""
-# What the engine says of itself, with the tool that the image has; never by way of a proxy.
+# Print a page of the engine with the first available tool. Proxies are not used.
 unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
 page() {
   if command -v curl >/dev/null; then
@@ -47,7 +48,7 @@ page() {
   fi 2>/dev/null
 }
 
-# Is it idle? 0: nothing runs or waits. 1: something does. 2: it does not say.
+# Return 0 if no request runs or waits, 1 if a request runs or waits, and 2 if the metrics are missing.
 look() {
   page "http://$1:$port$metrics" | (
     said=2
@@ -70,11 +71,11 @@ look() {
 host=${DUALMAP_POD_IP:-127.0.0.1}
 case $host in *:*) host="[$host]" ;; esac
 
-# Routers and Envoy notice meanwhile that this pod is going.
+# During this time, routers and Envoy observe that the pod terminates.
 end=$(($(date +%s) + timeout))
 sleep $settle || exit 1
 
-# Done when idle twice in a row, when the time is up, or when the engine has not said anything for 30 s.
+# End when the engine is idle twice in a row, at the timeout, or when its metrics are missing for 30 s.
 idle=0 heard=$(date +%s)
 while :; do
   look "$host"

@@ -1,4 +1,4 @@
-"""The containers of a pod: start, probes, hooks, end, and the status that they give the pod.
+"""The containers of a pod: start, probes, hooks and end, and the pod's status.
 
 May import: `api`, `kubelet.pod_spec` and `kubelet.isolation`.
 """

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTarget:
-    """The container that an action targets: its address, its ports, and a function that runs a command in it."""
+    """The target container of an action: address, ports, and a function that runs a command in the container."""
 
     address: str
     ports: Mapping[str, int]
@@ -52,7 +52,7 @@ async def _http_get(action: Mapping[str, Any], target: ActionTarget) -> bool:
     host = action.get("host") or target.address
     url = f"{scheme}://{host}:{target.port(action['port'])}{action.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in action.get("httpHeaders") or ()}
-    # The kubelet does not verify the server's certificate, either.
+    # A real kubelet does not verify the server's certificate either.
     trusting = ssl.create_default_context()
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
@@ -70,7 +70,7 @@ async def _connects(action: Mapping[str, Any], target: ActionTarget) -> bool:
 
 
 async def _serves(action: Mapping[str, Any], target: ActionTarget, *, timeout_s: float | None) -> bool:
-    """Check in a thread: grpc.aio supports one event loop per process, and the test already uses it."""
+    """Check the gRPC health in a thread: grpc.aio supports one event loop per process, and the test already has one."""
 
     def check() -> bool:
         with grpc.insecure_channel(f"{target.address}:{action['port']}") as channel:

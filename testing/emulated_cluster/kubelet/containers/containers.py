@@ -1,6 +1,7 @@
 """The interface of a pod's containers, and a fake container that has a status only.
 
-``pods.py`` runs the containers of a pod and reads their views. ``process_containers.py`` has the real containers.
+``pods.py`` runs the containers of a pod and reads their states. ``process_containers.py`` implements containers with
+processes.
 """
 
 import asyncio
@@ -20,10 +21,10 @@ Object = Mapping[str, Any]
 class NodeSettings:
     """The settings that all pods of a node share.
 
-    Processes of this machine inherit ``environment``. Each container writes to a file under ``logs``. A container whose
-    image is in ``images`` runs in the root file system of this image. The volumes of its pod are under ``folder``,
-    those with medium Memory under ``memory``. It uses the DNS server ``nameserver`` and reaches the API server at
-    ``api_server``.
+    Each container writes to a file under ``logs``. If ``images`` has a container's image, the container runs in the
+    root file system of this image. Other containers run as processes of this machine and inherit ``environment``. The
+    volumes of pods with images are under ``folder``, or under ``memory`` if their medium is Memory. Pods with images
+    use the DNS server ``nameserver`` and the API server at ``api_server``.
     """
 
     environment: Mapping[str, str]
@@ -49,20 +50,20 @@ class Container(Protocol):
 
     @property
     def view(self) -> ContainerView:
-        """The present state."""
+        """The current state."""
 
     @property
     def pid(self) -> int | None:
         """The ID of the main process while it runs."""
 
     async def run(self) -> None:
-        """Run the container, with restarts, until its final end. On cancellation, no process remains."""
+        """Run the container, with restarts, until its final end. Cancellation kills all its processes."""
 
     def stop(self, grace_s: float) -> None:
-        """Begin to stop the container for good; a second call can only shorten the grace period."""
+        """Begin to stop the container without a restart; a second call can only shorten the grace period."""
 
     def crash(self) -> None:
-        """Kill the main process, like a crash; raises ProcessLookupError if none runs."""
+        """Kill the main process, like a crash; raises ProcessLookupError if the container does not run."""
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
         """Run a command in the container, writing to ``log``; raises ProcessLookupError if the container does not
@@ -70,7 +71,7 @@ class Container(Protocol):
 
 
 class FakeContainer:
-    """A container without a process. Its status is running and ready."""
+    """A container without a process and with the status running and ready."""
 
     def __init__(self, spec: Object, on_change: Callable[[], None]) -> None:
         self._spec = spec
@@ -80,7 +81,7 @@ class FakeContainer:
 
     @property
     def view(self) -> ContainerView:
-        """The fake state."""
+        """The state, without a process."""
         running = isinstance(self._state, Running)
         return ContainerView(
             name=self._spec["name"],

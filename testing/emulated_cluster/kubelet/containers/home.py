@@ -1,6 +1,7 @@
-"""What the containers of a pod with images share: network, volumes, and files such as /etc/hosts.
+"""The shared resources of a pod's containers with images: network, volumes, and files such as /etc/hosts.
 
-``pods.py`` creates one per pod and closes it at the pod's end. ``runtimes.py`` starts containers in it.
+``pods.py`` creates a home for each pod and closes the home at the pod's end. ``runtimes.py`` starts the pod's
+containers.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ class PodHome:
         return self._network.namespace
 
     async def prepare(self) -> None:
-        """Create what does not exist yet; raises ContainerConfigError if a volume's object is missing."""
+        """Create all missing resources; raises ContainerConfigError if an object of a volume does not exist."""
         async with self._turn:
             if self._network is None:
                 self._network = await PodNetwork.make(self._location.address)
@@ -61,7 +62,7 @@ class PodHome:
         return [] if listed is None else list(listed["items"])
 
     def observe(self, pod: Object) -> None:
-        """Take a new version of the pod's object."""
+        """Use a new version of the pod's object."""
         self._volumes.observe(pod)
 
     def mounts(self, container: Object, variables: dict[str, str]) -> list[Mount]:
@@ -73,13 +74,13 @@ class PodHome:
         return [*files, *(self._mount(each, variables) for each in container.get("volumeMounts") or ())]
 
     def scratch(self, container: str) -> Path:
-        """Return an empty folder for the container's root file system, not visible to other containers."""
+        """Return an empty folder for the container's root file system, which is not visible to other containers."""
         path: Path = self._folder / "roots" / container
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     async def close(self) -> None:
-        """Remove everything. The containers' processes must have ended."""
+        """Remove everything. The containers' processes must have ended before."""
         async with self._turn:
             await self._volumes.close()
             if self._network is not None:

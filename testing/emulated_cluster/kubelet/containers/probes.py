@@ -1,6 +1,6 @@
-"""A container's probes: their period, and how many equal answers in a row make a verdict (core/v1 Probe).
+"""A container's probes: their period, and their success and failure thresholds (core/v1 Probe).
 
-``process_containers.py`` acts on the verdicts; ``actions.py`` runs the checks.
+``actions.py`` runs the checks. ``process_containers.py`` acts on the results that reach a threshold.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One probe as its container declares it. ``grace_s`` is the grace period of the restart that it causes."""
+    """One probe from a container's spec. ``grace_s`` is the grace period of a restart after the probe's failure."""
 
     handler: Mapping[str, Any]
     initial_delay_s: float
@@ -41,7 +41,7 @@ class Probe:
 
 
 class Tally:
-    """Counts equal answers in a row. The verdict is reached at the probe's threshold."""
+    """Counts consecutive equal results. A verdict is a result that has reached the probe's threshold."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -49,7 +49,7 @@ class Tally:
         self._alike = 0
 
     def add(self, success: bool) -> bool | None:
-        """Count one answer; return the verdict, or None if it is not reached yet."""
+        """Count one result; return the verdict, or None below the threshold."""
         self._alike = self._alike + 1 if success is self._last else 1
         self._last = success
         needed = self._probe.success_threshold if success else self._probe.failure_threshold
@@ -57,7 +57,7 @@ class Tally:
 
 
 async def verdicts(probe: Probe, target: ActionTarget) -> AsyncGenerator[bool, None]:
-    """Run the probe once per period and yield every verdict, also if it equals the last one."""
+    """Run the probe once per period and yield every verdict, also an unchanged verdict."""
     tally = Tally(probe)
     await asyncio.sleep(probe.initial_delay_s)
     while True:

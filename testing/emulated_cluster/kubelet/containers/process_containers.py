@@ -1,6 +1,6 @@
 """One container of a pod: runs one process at a time, probes it, and restarts it by the restart policy.
 
-``pods.py`` starts and stops it, ``probes.py`` checks it, ``runtimes.py`` starts its process.
+``pods.py`` starts and stops the container, ``probes.py`` checks it, and ``runtimes.py`` starts its process.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 
 # After preStop, a process has at least this time between SIGTERM and SIGKILL, as with a real kubelet.
 MINIMUM_GRACE_S: Final = 2.0
-# A real kubelet waits ten times as long before it restarts a crashed container. Tests need shorter waits.
+# A real kubelet's restart back-off is ten times as long, which is too slow for tests.
 BACK_OFF_S: Final = 1.0
 BACK_OFF_LIMIT_S: Final = 30.0
-# Missing objects, such as a Secret, may be created later.
+# Time between two attempts to start: a missing object, such as a Secret, may be created later.
 _CONFIG_RETRY_S: Final = 0.5
 
 
@@ -64,7 +64,7 @@ class ProcessContainer:
 
     @property
     def view(self) -> ContainerView:
-        """The present state."""
+        """The current state."""
         running = isinstance(self._state, Running)
         return ContainerView(
             name=self._spec["name"],
@@ -125,7 +125,7 @@ class ProcessContainer:
             self._become(self._last)
 
     async def _live(self) -> int:
-        """Run the process once, from its start to its end; returns its exit status."""
+        """Run the process once, from its start to its end; return its exit status."""
         started = await self._runtime.start(self.log)
         self._started_as = started
         self._process = process = started.process
@@ -142,7 +142,7 @@ class ProcessContainer:
         return exit_code
 
     async def _until_it_ends(self, process: Process, target: ActionTarget) -> None:
-        """Wait for the end of the process. A failed probe or ``stop`` ends it."""
+        """Wait for the end of the process. A failed probe or ``stop`` ends the process."""
         readiness = asyncio.create_task(self._follow_readiness(target))
         unhealthy = asyncio.create_task(self._until_unhealthy(target))
         ended = asyncio.create_task(process.wait())
@@ -232,7 +232,7 @@ class ProcessContainer:
         return self._policy == "Always" or (self._policy == "OnFailure" and exit_code != 0)
 
     async def _back_off(self) -> None:
-        """Wait before the next start: zero at first, then ever longer. ``stop`` ends the wait."""
+        """Wait before the next start: no wait before the first start, then a growing time. ``stop`` ends the wait."""
         if self._restarts:
             delay_s = min(BACK_OFF_LIMIT_S, BACK_OFF_S * 2 ** (self._restarts - 1))
             self._become(Waiting(reason="CrashLoopBackOff", message=f"back-off {delay_s:g} s"))

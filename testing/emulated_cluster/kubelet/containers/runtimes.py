@@ -1,6 +1,6 @@
 """Runs a container's commands: as processes of this machine, or in the root file system of their image.
 
-``pods.py`` chooses a runtime; ``process_containers.py`` starts its container with it.
+``pods.py`` chooses the runtime of a container; ``process_containers.py`` starts the container with this runtime.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +24,8 @@ from emulated_cluster.kubelet.pod_spec.environment import (
 )
 from emulated_cluster.kubelet.pod_spec.identity import identity
 
-# Admission mounts the service account's token here. Processes of this machine do not get it.
+# The API server's admission adds a mount of the service account's token at this path. Processes of this machine do not
+# get the token.
 _TOKEN: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -34,7 +35,7 @@ Lookup = Callable[[str, str], Awaitable[Values]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A main process, and a function that runs another command in its container and returns the exit status."""
+    """A main process, and a function that runs another command in the same container and returns the exit status."""
 
     process: Process
     execute: Callable[[Sequence[str], Path], Awaitable[int]]
@@ -44,7 +45,7 @@ class Runtime(Protocol):
     """Starts the main process of one container."""
 
     async def start(self, log: Path) -> Started:
-        """Start it, writing on in ``log``; raises ContainerConfigError."""
+        """Start the main process, which appends its output to ``log``; raises ContainerConfigError."""
 
 
 class HostRuntime:
@@ -57,12 +58,13 @@ class HostRuntime:
         self._lookup = lookup
 
     async def start(self, log: Path) -> Started:
-        """Start it, writing on in ``log``; raises ContainerConfigError."""
+        """Start the main process, which appends its output to ``log``; raises ContainerConfigError."""
         for mount in self._spec.get("volumeMounts") or ():
             if mount["mountPath"] != _TOKEN:
                 raise ContainerConfigError(
-                    f"container {self._spec['name']}: {mount['mountPath']} cannot be mounted, because "
-                    f"the kubelet does not have the image {self._spec.get('image', '')}"
+                    f"container {self._spec['name']}: {mount['mountPath']} cannot be mounted, because the "
+                    f"emulated kubelet has no root file system for the image {self._spec.get('image', '')} "
+                    f"and runs the container as a process of this machine, without volumes"
                 )
         variables = environment(
             self._spec,
@@ -93,7 +95,7 @@ class RootedRuntime:
         self._home = home
 
     async def start(self, log: Path) -> Started:
-        """Start it, writing on in ``log``; raises ContainerConfigError."""
+        """Start the main process, which appends its output to ``log``; raises ContainerConfigError."""
         await self._home.prepare()
         who = identity(self._pod, self._spec, root=self._image.root, image_user=self._image.user)
         host, port = self._location.node.api_server
@@ -146,7 +148,7 @@ def _fields(pod: Object, location: PodLocation) -> Field:
 
 
 async def _looked_up(container: Object, lookup: Lookup) -> Callable[[str, str], Values]:
-    """Fetch every object that the container's variables refer to; return a lookup for their values."""
+    """Read all objects that the container's variables refer to; return a lookup for their values."""
     found: Mapping[tuple[str, str], Values] = {
         (kind, name): await lookup(kind, name) for kind, name in references(container)
     }

@@ -1,6 +1,8 @@
-"""A pod's status as a kubelet reports it, computed from the states of its containers. Pure: callers pass the time.
+"""A pod's status as a kubelet reports it, computed from the states of its containers.
 
-``pods.py`` publishes it. Conditions, phases and reasons are those of core/v1 PodStatus.
+The module reads no clock: callers pass the time.
+
+``pods.py`` publishes the status. Conditions, phases and reasons are those of core/v1 PodStatus.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +44,10 @@ State = Waiting | Running | Terminated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerView:
-    """One container at one moment: ``last`` is the end of its previous run, ``over`` means that no run follows."""
+    """One container at one moment.
+
+    ``last`` is the end of the previous run; ``over`` means that the container does not run again.
+    """
 
     name: str
     image: str
@@ -72,7 +77,7 @@ def pod_status(
     now_s: float,
     init_containers: Sequence[ContainerView] = (),
 ) -> dict[str, Any]:
-    """Return the status to publish. Conditions that ``pod`` already has unchanged keep their transition times."""
+    """Return the pod's new status. Unchanged conditions of ``pod`` keep their transition times."""
     phase = _phase(pod, init_containers, containers)
     unfinished = [each.name for each in init_containers if not _succeeded(each)]
     return {
@@ -90,7 +95,7 @@ def pod_status(
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time as Kubernetes writes it, to the second."""
+    """Return a time in Kubernetes' format, to the second."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -131,8 +136,10 @@ def _conditions(
 
 
 def _condition(kind: str, failing: tuple[str, str] | None) -> dict[str, Any]:
-    """Return a condition that is True, or False with a reason and message. A null removes a field of an earlier
-    patch."""
+    """Return a condition that is True, or False with a reason and message.
+
+    A null removes a field that an earlier patch set.
+    """
     reason, message = failing or (None, None)
     return {"type": kind, "status": _TRUE if failing is None else "False", "reason": reason, "message": message}
 

@@ -1,4 +1,4 @@
-"""Processes, with or without their own root file system, network namespace and user.
+"""Processes of containers, with or without their own root file system, network namespace and user.
 
 May import: `kubelet.pod_spec`.
 """

@@ -1,9 +1,9 @@
 """Starts a container's main process in its own root file system, or another process in a running container.
 
-Standard library only; ``roots.py`` runs it as root: ``launch.py PLAN REPORT``, two inherited file descriptors. The plan
-is JSON (``roots.Plan`` writes it). Errors before the program's start are written to the report, which is closed at the
-start. This process stays outside the container's process namespace. It forwards signals and exits with the program's
-status.
+``roots.py`` runs this file as root, with the standard library only. The command is ``launch.py PLAN REPORT``, where
+both arguments are inherited file descriptors. The plan is JSON (``roots.Plan`` writes it). The launcher writes errors
+before the program's start to the report, and closes the report at the start. The launcher stays outside the container's
+process namespace, forwards signals, and exits with the program's status.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def main(plan_fd: int, report: int) -> int:
 
 
 def _make_namespaces(plan: Mapping[str, Any]) -> None:
-    """Enter new namespaces, and a writable overlay over the root file system, which stays unchanged."""
+    """Enter new namespaces, and a writable overlay over the unchanged root file system."""
     _check(_LIBC.setns(plan["network"], _NEW_NETWORK), "the pod's network namespace")
     os.close(plan["network"])
     _check(_LIBC.unshare(_NEW_MOUNTS | _NEW_PIDS | _NEW_NAME | _NEW_IPC), "new namespaces")
@@ -89,7 +89,7 @@ def _make_namespaces(plan: Mapping[str, Any]) -> None:
 
 
 def _join(process: int) -> None:
-    """Enter the namespaces and the root file system of a container, found by the process that launched it."""
+    """Enter the namespaces and the root file system of a container's main process."""
     root = os.open(f"/proc/{process}/root", os.O_PATH | os.O_DIRECTORY)
     kinds = {flag: os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind, flag in _KINDS.items()}
     for flag, namespace in kinds.items():
@@ -99,13 +99,13 @@ def _join(process: int) -> None:
 
 
 def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
-    """Replace this process by the plan's program; on failure, report the reason and exit."""
+    """Replace this process with the plan's program; on failure, write the reason to the report and exit."""
     try:
         if plan["join"] is None:
             _furnish(plan)
         os.chdir(plan["directory"])
         for stream in (1, 2):
-            # A program may open /dev/stdout, which requires ownership.
+            # A program can open /dev/stdout only if its user owns the file.
             os.fchown(stream, plan["uid"], plan["gid"])
         os.setgroups(plan["groups"])
         os.setgid(plan["gid"])
@@ -114,7 +114,7 @@ def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
         if plan["no_new_privileges"]:
             _check(_LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
-            # Python ignores these signals, and the program would inherit that.
+            # Python ignores these signals, and the program would inherit the ignored state.
             signal.signal(ignored, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         os.umask(0o022)
@@ -126,13 +126,13 @@ def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
 
 
 def _furnish(plan: Mapping[str, Any]) -> None:
-    """Mount /proc, /sys, /dev and the pod's volumes in the root file system, and unmount the machine's."""
+    """Mount /proc, /sys, /dev and the pod's volumes in the root file system, and unmount the machine's file system."""
     for folder in ("/proc", "/sys", "/dev"):
         os.makedirs(folder, exist_ok=True)
     try:
         _mount("proc", "/proc", kind="proc")
     except PermissionError:
-        # Not permitted in a user namespace if the machine masks parts of /proc, as in a container.
+        # A user namespace does not permit this mount if the machine masks parts of /proc, for example in a container.
         _mount(f"{_HOST}/proc", "/proc", flags=_BIND | _RECURSIVE)
     _mount(f"{_HOST}/sys", "/sys", flags=_BIND | _RECURSIVE)
     _mount("tmpfs", "/dev", kind="tmpfs", data="mode=755")
@@ -187,7 +187,7 @@ def _mount(source: str, target: str, *, kind: str = "none", flags: int = 0, data
 
 
 def _check(answer: int, what: str) -> None:
-    """Raise OSError if a call of the C library failed."""
+    """Raise OSError if a call to the C library failed."""
     if answer != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

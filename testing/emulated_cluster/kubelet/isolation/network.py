@@ -1,8 +1,8 @@
-"""A pod's own network namespace. Two pods may listen on the same port of all addresses.
+"""A pod's own network namespace, so that several pods can bind the same port.
 
-``home.py`` creates one for each pod that runs from images. A pair of virtual interfaces connects it to the namespace of
-the tests (``netns.sh``), which forwards packets. Servers in that namespace (DNS, API server) are reachable for pods at
-every address that is local there.
+``home.py`` creates a network namespace for each pod that runs from images. A pair of virtual interfaces connects the
+pod's namespace to the tests' namespace (``netns.sh``), which forwards packets. Pods can reach the DNS and API servers
+in the tests' namespace.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ from typing import Final, Self
 
 # The gateway of all pods. The control plane uses other addresses of this block, such as `ADVERTISED`.
 GATEWAY: Final = "10.244.255.254"
-# In the pod: $1 is its address, $2 the gateway. `echo` reports that the namespace exists; `read` waits for the
-# interface. As with container runtimes, every user may listen on ports below 1024, if /proc/sys is writable.
+# Commands in the pod's namespace: $1 is the pod's address, $2 the gateway. `echo` reports that the namespace exists;
+# `read` waits for the interface. As in container runtimes, every user may bind ports below 1024, if /proc/sys is
+# writable.
 _INSIDE: Final = """
 echo; read -r _
 set -e
@@ -25,8 +26,9 @@ ip route add "$2" dev eth0
 ip route add default via "$2"
 echo 0 2>/dev/null >/proc/sys/net/ipv4/ip_unprivileged_port_start || :
 """
-# Outside: $1 and $2 as above, $3 the interface's name here, $4 a process in the pod's namespace. The pods' whole
-# network is local here (netns.sh), so the route to each pod must be in the same table.
+# Commands in the tests' namespace: $1 is the pod's address, $2 the gateway, $3 the outer interface's name, and $4 a
+# process in the pod's namespace. netns.sh adds the pods' network to the routing table `local`, so the route to each pod
+# must be in the same table.
 _OUTSIDE: Final = """
 set -e
 ip link add "$3" type veth peer name eth0 netns "$4"
@@ -37,11 +39,11 @@ ip route replace "$1/32" dev "$3" table local
 
 
 class NetworkError(Exception):
-    """A pod's network could not be created. The message has the tools' output."""
+    """The creation of a pod's network failed. The message has the output of the commands."""
 
 
 class PodNetwork:
-    """One pod's network namespace. It exists until ``close`` and the end of the processes in it."""
+    """One pod's network namespace, which exists until ``close`` and the end of its processes."""
 
     def __init__(self, namespace: int, interface: str) -> None:
         self.namespace = namespace
@@ -49,7 +51,7 @@ class PodNetwork:
 
     @classmethod
     async def make(cls, address: str) -> Self:
-        """Create a namespace with ``address``, reachable from here; raises NetworkError."""
+        """Create a network namespace with ``address``, reachable from the tests' namespace; raises NetworkError."""
         interface = interface_of(address)
         inside = await asyncio.create_subprocess_exec(
             "unshare", "--net", "sh", "-c", _INSIDE, "sh", address, GATEWAY,

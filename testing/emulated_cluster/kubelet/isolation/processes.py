@@ -1,6 +1,6 @@
-"""A local process of a container: its own process group, a log file, signals by id.
+"""A local process of a container, with its own process group and a log file.
 
-``runtimes.py`` runs a container's command with it, and the commands of probes and preStop.
+``runtimes.py`` runs a container's command, and the commands of probes and preStop hooks, as such processes.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-# If the thread that started a process ends first, the kernel kills the process.
+# With this option, the kernel kills a process when the thread that started the process ends.
 _TIED_TO_US: Final = ("setpriv", "--pdeathsig", "KILL", "--")
 # Exit status of shells and container runtimes after signal N: 128 + N.
 _SIGNALLED: Final = 128
 
 
 class Process:
-    """One running process and its children. A container ends with its main process."""
+    """One running process and its children. The end of the main process is the container's end."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -29,7 +29,7 @@ class Process:
     ) -> Self:
         """Start ``argv``, which appends to ``log`` and inherits ``descriptors``.
 
-        A missing program gives exit status 127.
+        The exit status is 127 if the program does not exist.
         """
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -47,7 +47,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The id of the main process and of its process group."""
+        """The ID of the main process and of its process group."""
         return self._process.pid
 
     async def wait(self) -> int:
@@ -63,13 +63,13 @@ class Process:
                 self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to everything in the group."""
+        """Send SIGKILL to all processes of the group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 async def run(argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> int:
-    """Run ``argv`` to its end and return its exit status; cancellation kills it."""
+    """Run ``argv`` to its end and return its exit status; cancellation kills the process."""
     process = await Process.start(argv, environment=environment, log=log)
     try:
         return await process.wait()

@@ -1,6 +1,6 @@
 """Containers with their own root file systems, without a container engine: namespaces, an overlay, chroot.
 
-``runtimes.py`` describes each process; a ``launch.py`` process starts it.
+``runtimes.py`` describes each process; ``launch.py`` starts the process.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 from emulated_cluster.kubelet.pod_spec.identity import Identity
 
 _LAUNCH: Final = str(Path(__file__).with_name("launch.py"))
-# The number of users that images and pods need. A user namespace created for a single user has no others.
+# The number of user IDs that images and pods need. A user namespace with a single mapped user has too few.
 _USERS: Final = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A root file system folder, never modified, and the image's configuration.
+    """A folder with a read-only root file system, and the image's configuration.
 
     ``entrypoint`` runs with the container's args if the container has no command. The container's variables override
     ``environment``. ``user`` is ``uid[:gid]`` or a name in the image's /etc/passwd.
@@ -60,7 +60,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surface:
-    """The environment of a main process. ``network`` is the descriptor of a namespace, ``scratch`` an empty folder."""
+    """The environment of a main process.
+
+    ``network`` is the file descriptor of a network namespace, ``scratch`` an empty folder.
+    """
 
     network: int
     root: Path
@@ -71,7 +74,7 @@ class Surface:
 
 
 def why_not() -> str | None:
-    """Return why containers cannot have their own root file systems here, or None."""
+    """Return the reason why this machine cannot run containers with their own root file systems, or None."""
     if os.geteuid() != 0:
         return "containers with their own root file systems need root, or netns.sh's user namespace"
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -87,7 +90,7 @@ def why_not() -> str | None:
 
 
 async def start(command: Command, surface: Surface, *, log: Path) -> Process:
-    """Start a container's main process; raises ContainerConfigError with the reason if it cannot run."""
+    """Start a container's main process; raises ContainerConfigError with the reason if the process cannot run."""
     plan = {
         **_told(command),
         "join": None,
@@ -149,7 +152,7 @@ async def _launch(plan: Mapping[str, object], *, log: Path, descriptors: Sequenc
 
 
 async def _read(descriptor: int) -> str:
-    """Read until the other end is closed."""
+    """Read until the writer closes the pipe."""
     reader = asyncio.StreamReader()
     with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)) as pipe:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -1,4 +1,4 @@
-"""Interprets a pod's spec on this node: environment, users, volumes and their files.
+"""Reads a pod's spec: environment, users, volumes and the volumes' files.
 
 May import: `api`.
 """

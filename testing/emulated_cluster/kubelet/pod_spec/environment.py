@@ -1,6 +1,7 @@
-"""The environment of a container's process, and ``$(VAR)`` in its command line. Pure.
+"""The environment of a container's process, and the expansion of ``$(VAR)`` in its command line. Pure.
 
-``runtimes.py`` computes it before each start. The rules are those of Kubernetes (core/v1 EnvVar, Container.command).
+``runtimes.py`` computes the environment before each start. The rules are those of Kubernetes (core/v1 EnvVar,
+Container.command).
 """
 
 import re
@@ -19,12 +20,15 @@ _WHOLE_SOURCES: Final = {"configMapRef": "configMap", "secretRef": "secret"}
 
 
 class ContainerConfigError(Exception):
-    """A container needs something that this kubelet cannot provide. The message names it and its place in the spec."""
+    """The emulated kubelet cannot run a container of this spec. The message has the cause and its path in the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """The fields of a pod for fieldRef. ``address`` is the pod's, which may not be in its status yet."""
+    """The fields of a pod for fieldRef.
+
+    ``address`` is the pod's IP address, which the pod's status may not have yet.
+    """
 
     pod: Object
     address: str
@@ -32,7 +36,10 @@ class Field:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace each ``$(VAR)`` of a known variable. An unknown one stays unchanged, and ``$$`` becomes ``$``."""
+    """Replace each ``$(VAR)`` of a known variable.
+
+    References to unknown variables stay unchanged, and ``$$`` becomes ``$``.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -102,20 +109,23 @@ def service_links(services: Iterable[Object]) -> dict[str, str]:
 
 
 def command_line(container: Object, variables: Mapping[str, str], *, entrypoint: Sequence[str] = ()) -> list[str]:
-    """Return the program and its arguments. ``entrypoint`` is the image's, used for a container without ``command``.
+    """Return the program and its arguments.
 
-    Raises ContainerConfigError if there is neither.
+    ``entrypoint`` is the image's entry point, for a container without ``command``.
+
+    Raises ContainerConfigError if both are missing.
     """
     command = container.get("command") or entrypoint
     if not command:
         raise ContainerConfigError(
-            f"container {container['name']}: command is missing, and the kubelet does not have the image"
+            f"container {container['name']}: command is missing, and the emulated kubelet has no root file "
+            "system for the image"
         )
     return [expand(part, variables) for part in (*command, *(container.get("args") or ()))]
 
 
 def field_value(path: str, fields: Field, where: str) -> str:
-    """Return the field of the pod that a fieldRef names; raises ContainerConfigError for an unsupported field."""
+    """Return the pod's field at a fieldRef's path; raises ContainerConfigError for an unsupported field."""
     metadata, spec = fields.pod["metadata"], fields.pod["spec"]
     known = {
         "status.podIP": fields.address,
@@ -159,7 +169,7 @@ def _from_whole_objects(container: Object, objects: Callable[[str, str], Values]
 
 
 def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Values], where: str) -> str | None:
-    """Return the value, or None if it is optional and missing."""
+    """Return the value, or None for a missing optional value."""
     if "fieldRef" in source:
         return field_value(source["fieldRef"]["fieldPath"], fields, where)
     for name, kind in _KEY_SOURCES.items():

@@ -1,6 +1,6 @@
 """The user of a container, and the owners of the files in its pod's volumes (core/v1 SecurityContext).
 
-``runtimes.py`` starts processes as that user; ``volumes.py`` sets the owners of files.
+``runtimes.py`` starts processes as the container's user; ``volumes.py`` sets the owners of files.
 """
 
 import os
@@ -43,14 +43,17 @@ class Owner:
         )
 
     def own_writable_folder(self, path: Path) -> None:
-        """Make a folder writable for all users; new files in it belong to the group."""
+        """Make a folder writable for all users; new files in the folder belong to the pod's group."""
         path.chmod(0o777)
         if self.group is not None:
             os.chown(path, -1, self.group)
             path.chmod(0o2777)
 
     def own_file(self, path: Path, file: File) -> None:
-        """Set a file's mode and owner. The group may read it; otherwise only the user may read a token."""
+        """Set a file's mode and owner.
+
+        The pod's group may read every file. Without a group, only the pod's user may read a token.
+        """
         mode = file.mode
         if file.token and (self.user is not None or self.group is not None):
             mode = 0o600
@@ -64,7 +67,7 @@ class Owner:
 def identity(pod: Object, container: Object, *, root: Path, image_user: str) -> Identity:
     """Return the user of a container. ``image_user`` is the image's USER: ``uid[:gid]`` or a name in its passwd.
 
-    Raises ContainerConfigError for a user that the image does not have, and for root if the pod forbids it.
+    Raises ContainerConfigError for a user that the image does not have, and for root with ``runAsNonRoot``.
     """
     spec = pod["spec"]
     wanted = _of_container(spec, container, "runAsUser")

@@ -1,7 +1,7 @@
-"""The files of a volume from Kubernetes objects: ConfigMaps, Secrets, the pod itself, a service account's token. Pure.
+"""The files of a volume from Kubernetes objects: ConfigMaps, Secrets, pod fields, service account tokens. Pure.
 
-``volumes.py`` fetches the objects and writes the files. All four kinds of volume become a list of sources, as in a
-projected volume (core/v1 ProjectedVolumeSource).
+``volumes.py`` fetches the objects and writes the files. Each volume becomes a list of sources, as in a projected volume
+(core/v1 ProjectedVolumeSource).
 """
 
 import base64
@@ -21,7 +21,7 @@ _DEFAULT_MODE: Final = 0o644
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One file of a volume. ``token`` means that its content is a service account's token."""
+    """One file of a volume. ``token`` means that the file's content is a service account's token."""
 
     content: bytes
     mode: int
@@ -38,14 +38,14 @@ class Payload:
 
     @property
     def references(self) -> frozenset[Reference]:
-        """The ConfigMaps and Secrets among its sources."""
+        """The ConfigMaps and Secrets among the volume's sources."""
         return frozenset(
             (kind, source[kind]["name"]) for source in self.sources for kind in COLLECTIONS if kind in source
         )
 
     @property
     def token(self) -> Object | None:
-        """Its ``serviceAccountToken`` source, if it has one."""
+        """The volume's ``serviceAccountToken`` source, or None."""
         return next((each["serviceAccountToken"] for each in self.sources if "serviceAccountToken" in each), None)
 
     def files(self, objects: Mapping[Reference, Object | None], fields: Field, token: str) -> dict[str, File]:

@@ -1,8 +1,10 @@
-"""A pod's volumes: folders of this machine that its containers mount. Their files follow the volume's objects.
+"""A pod's volumes: folders of this machine that its containers mount.
 
-``home.py`` holds the volumes of a pod; ``payloads.py`` computes the files of a volume from objects. A volume from
-objects changes as with a kubelet. The files are in their own folder, and ``..data`` is a link to it. Renaming a new
-link over ``..data`` changes all files at once. A watcher for moved files sees the change.
+The files of a volume from objects change with the objects.
+
+``home.py`` holds the volumes of a pod; ``payloads.py`` computes the files of a volume from objects. As with a real
+kubelet, all files of such a volume change at once. The files are in a separate folder, the target of the link
+``..data``. A rename of a new link to ``..data`` replaces all files. A file watcher sees this rename as a move.
 """
 
 import asyncio
@@ -30,16 +32,19 @@ from emulated_cluster.kubelet.pod_spec.payloads import (
     read_payload,
 )
 
-# Like a kubelet, renews a token when a fifth of its lifetime is left.
+# Renew a token when a fifth of its lifetime is left, like a real kubelet.
 _RENEWED_AT: Final = 0.8
 _TOKEN_LIFETIME_S: Final = 3600
 
 
 class Volumes:
-    """All volumes of one pod. Belongs to one event loop; ``close`` ends the watches of their objects."""
+    """All volumes of one pod; belongs to one event loop.
+
+    ``close`` ends the watches of the volumes' objects.
+    """
 
     def __init__(self, fields: Field, client: ApiClient, owner: Owner, *, folder: Path, memory: Path) -> None:
-        """Volumes are in ``folder``, those with medium Memory in ``memory``, a folder of a tmpfs."""
+        """Create volumes in ``folder``, and volumes with the medium Memory in ``memory``, a folder of a tmpfs."""
         self._source = _Objects(fields.pod["metadata"]["namespace"], client)
         self._fields = fields
         self._client = client
@@ -51,7 +56,7 @@ class Volumes:
         self._keeping: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
-        """Create every volume; may be called again after a failure. Raises ContainerConfigError."""
+        """Create every volume; a caller may repeat the call after a failure. Raises ContainerConfigError."""
         for volume in self._fields.pod["spec"].get("volumes") or ():
             if volume["name"] not in self._paths:
                 await self._make(volume)
@@ -63,17 +68,17 @@ class Volumes:
         return self._paths[name]
 
     def read_only(self, name: str) -> bool:
-        """Whether the volume is always read-only, however it is mounted."""
+        """Whether the volume is always read-only, whatever its mount specifies."""
         return name in self._payloads
 
     def observe(self, pod: Object) -> None:
-        """Take a new version of the pod: its labels and annotations may be in files."""
+        """Use a new version of the pod, because files may contain its labels and annotations."""
         self._fields = replace(self._fields, pod=pod)
         for volume in self._payloads.values():
             volume.changed.set()
 
     async def close(self) -> None:
-        """Stop following objects and remove the folders in memory; the caller removes the others."""
+        """Stop the watches and remove the folders in memory; the caller removes the other folders."""
         self._source.close()
         for task in self._keeping:
             task.cancel()
@@ -104,9 +109,9 @@ class Volumes:
         self._keeping.append(asyncio.create_task(self._keep(made, token)))
 
     async def _keep(self, volume: "_PayloadVolume", token: "_Token") -> None:
-        """Write the volume again whenever an object of it changes, or its token has to be renewed."""
+        """Write the volume's files again after each change of its objects, and renew its token."""
         while True:
-            # Not wait_for: in Python 3.11 it loses a cancellation at the moment of the change.
+            # Not asyncio.wait_for: in Python 3.11, wait_for loses a cancellation at the moment of the change.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(token.good_for_s):
                     await volume.changed.wait()
@@ -115,12 +120,12 @@ class Volumes:
             try:
                 volume.write(volume.payload.files(objects, self._fields, await token.get()))
             except ContainerConfigError:
-                # Like a kubelet, keep the files of a deleted object, and retry a rejected token request.
+                # Like a real kubelet, keep the files of a deleted object, and retry a rejected token request.
                 await asyncio.sleep(RETRY_S)
 
 
 class _PayloadVolume:
-    """The folder of a volume from objects. ``changed`` is set when an object may have changed."""
+    """The folder of a volume from objects; a possible change of an object sets ``changed``."""
 
     def __init__(self, payload: Payload, folder: Path, owner: Owner) -> None:
         self.payload = payload
@@ -130,7 +135,7 @@ class _PayloadVolume:
         self._written: Mapping[str, File] | None = None
 
     def write(self, files: Mapping[str, File]) -> None:
-        """Replace the files in the folder by these, all at once."""
+        """Replace all files of the folder at once."""
         if files == self._written:
             return
         version = Path(tempfile.mkdtemp(prefix=f"..{datetime.now(UTC):%Y_%m_%d_%H_%M_%S}.", dir=self._folder))
@@ -159,7 +164,7 @@ class _PayloadVolume:
 
 
 class _Objects:
-    """The ConfigMaps and Secrets of one namespace that a pod's volumes use, each with its watch."""
+    """The ConfigMaps and Secrets of one namespace that a pod's volumes use, with a watch of each object."""
 
     def __init__(self, namespace: str, client: ApiClient) -> None:
         self._namespace = namespace
@@ -174,7 +179,7 @@ class _Objects:
         self._listeners.append(volume)
 
     async def get(self, references: frozenset[Reference]) -> dict[Reference, Object | None]:
-        """Return the current objects, None for a missing one, and follow them from now on."""
+        """Return the current objects, with None for a missing object, and start their watches."""
         for reference in references:
             if reference not in self._known:
                 self._known[reference] = asyncio.Event()
@@ -183,7 +188,7 @@ class _Objects:
         return {each: next(iter(self._found[each].values()), None) for each in references}
 
     def close(self) -> None:
-        """Stop following; cancels ``tasks``."""
+        """Stop the watches by cancelling ``tasks``."""
         for task in self.tasks:
             task.cancel()
 
@@ -215,11 +220,11 @@ class _Token:
 
     @property
     def good_for_s(self) -> float | None:
-        """Seconds until the token needs renewal; None without a token."""
+        """Seconds until the renewal of the token, or None without a token."""
         return None if self._source is None else max(0.0, self._renew_at_s - asyncio.get_running_loop().time())
 
     async def get(self) -> str:
-        """Return a valid token, "" if the volume has none; waits for the API server."""
+        """Return a valid token from the API server, or "" if the volume has no token."""
         if self._source is None or self.good_for_s:
             return self._token
         lifetime_s = self._source.get("expirationSeconds", _TOKEN_LIFETIME_S)
@@ -243,7 +248,7 @@ class _Token:
 
 
 async def values_of(client: ApiClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
-    """Return the current values of a ConfigMap or Secret by key; None if it does not exist."""
+    """Return the current values of a ConfigMap or Secret by key, or None for a missing object."""
     kind, name = reference
     path = f"/api/v1/namespaces/{namespace}/{COLLECTIONS[kind]}/{name}"
     found = await persistently(client, "GET", path)
@@ -251,10 +256,11 @@ async def values_of(client: ApiClient, namespace: str, reference: Reference) -> 
 
 
 async def persistently(client: ApiClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
-    """Repeat a request until the API server answers; None if the object does not exist. Raises ContainerConfigError if
-    the server rejects it.
+    """Repeat a request until the API server answers; return None if the object does not exist.
 
-    The server rejects requests in a namespace that is being deleted, while its pods still run.
+    Raises ContainerConfigError if the server rejects the request.
+
+    The server rejects requests in a terminating namespace, but the namespace's pods may still run.
     """
     while True:
         try:

@@ -27,7 +27,7 @@ export class Charts {
     this.ttft.mark(y(slo), `SLO ${seconds(slo)}`);
     this.ttft.scale(`${seconds(top)}`, "0", `${span} min ago`, "now");
     const last = known.length ? known[known.length - 1] : null;
-    this.ttft.describe(last === null ? "The pool had no first tokens in the last 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
+    this.ttft.describe(last === null ? "No response of the pool started in the last 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
   }
 
   showAttainment(history, goal, span) {
@@ -49,7 +49,7 @@ export class Charts {
       this.spread.bars([]);
       this.spread.markAt(null);
       this.spread.scale("", "", "", "");
-      this.spread.describe("The pool had no first tokens in the last 5 minutes.");
+      this.spread.describe("No response of the pool started in the last 5 minutes.");
       return;
     }
     // A bar extends from one bound to the next bound. The first and the last bar have the width of their neighbours.

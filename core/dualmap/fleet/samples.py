@@ -1,0 +1,101 @@
+"""Recent prefills of one member, which bound what a further prefill may teach about the member's speed.
+
+A prefill may teach a wrong speed, because the token count of a prompt is an estimate and a client may craft prompts
+whose estimate is far off. Three bounds hold. The median of recent prefills follows no minority of them. One client
+provides at most half of them while other clients have some. A member contradicts the other members of its pool only
+after many prefills that say so.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+# The median is taken over this many prefills. The first ones stand for the prior.
+_WINDOW = 15
+_PRIOR_PREFILLS = 4
+# Prefills of other clients limit a client's share for this long.
+_CLIENT_MEMORY_S = 60.0
+# A prefill that is faster or slower than the median by more than this factor is clipped.
+_FASTEST = 2.0
+_SLOWEST = 3.0
+# Members whose medians differ by less than this factor agree.
+_AGREEMENT = 3.0
+# A member differs from the other members by more only after this many prefills in a row outside the agreement.
+_DISSENTING_PREFILLS = 50
+# The number of members from which on their common median is meaningful.
+_FEWEST_MEMBERS = 3
+
+
+class Agreement:
+    """The common median of a pool's members, by which members check each other."""
+
+    def __init__(self) -> None:
+        self._medians: dict[object, float] = {}
+        self._median: float | None = None
+        self._changes = 0
+
+    def report(self, member: object, median: float) -> None:
+        """Record a member's median; ``member`` is any object that identifies the member."""
+        self._medians[member] = median
+        self._changes += 1
+        # One sort for as many changes as there are members.
+        if self._changes >= len(self._medians) >= _FEWEST_MEMBERS:
+            self._changes = 0
+            self._median = sorted(self._medians.values())[len(self._medians) // 2]
+
+    def forget(self, member: object) -> None:
+        """Forget a member that left the pool."""
+        self._medians.pop(member, None)
+
+    def bound(self, slowness: float) -> float:
+        """Return ``slowness``, or the nearest value that agrees with the members' common median."""
+        if self._median is None:
+            return slowness
+        return min(max(slowness, self._median / _AGREEMENT), self._median * _AGREEMENT)
+
+
+class _Prefill(NamedTuple):
+    slowness: float
+    client: int
+    at_s: float
+
+
+class RecentPrefills:
+    """The slowness of a member's recent prefills: each one's time as a multiple of what the prior expects."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._prefills: deque[_Prefill] = deque(maxlen=_WINDOW)
+        self._median = 1.0
+        self._dissenting = 0
+
+    def accept(self, now: float, client: int, slowness: float) -> float | None:
+        """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
+        if self._exceeds_share(now, client):
+            return None
+        self._prefills.append(_Prefill(slowness, client, now))
+        self._update()
+        bounded = min(max(slowness, self._median / _FASTEST), self._median * _SLOWEST)
+        agreed = self._agreement.bound(bounded)
+        self._dissenting = 0 if agreed == bounded else self._dissenting + 1
+        return bounded if self._dissenting > _DISSENTING_PREFILLS else agreed
+
+    def withdraw(self, client: int, slowness: float) -> None:
+        """Remove a prefill that turned out to be wrong, if it is still among the recent ones."""
+        for prefill in self._prefills:
+            if prefill.slowness == slowness and prefill.client == client:
+                self._prefills.remove(prefill)
+                self._update()
+                return
+
+    def _exceeds_share(self, now: float, client: int) -> bool:
+        """Return whether a client provided half of the recent prefills although other clients had some lately."""
+        own = sum(each.client == client for each in self._prefills)
+        if 2 * own < _WINDOW:
+            return False
+        return any(each.client != client and now - each.at_s < _CLIENT_MEMORY_S for each in self._prefills)
+
+    def _update(self) -> None:
+        prior = [1.0] * max(0, min(_PRIOR_PREFILLS, _WINDOW - len(self._prefills)))
+        values = sorted([*(each.slowness for each in self._prefills), *prior])
+        self._median = values[len(values) // 2]
+        self._agreement.report(self, self._median)
