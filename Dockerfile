@@ -15,16 +15,25 @@ FROM ${BASE} AS build
 # The folder `wheels` then contains the wheels for BASE's Python.
 ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
+# uv uses the certificates of the base image, as pip does.
+ARG UV_SYSTEM_CERTS=1
+ARG UV_NO_CACHE=1
 WORKDIR /build
-# pip has its own environment, so the environment of dualmap does not contain pip.
-RUN python3 -m venv pip && python3 -m venv --without-pip /opt/dualmap
-# The dependencies are installed first, so that this layer does not change with our source.
+# Every package must have one of the hashes in constraints.txt. pip installs uv, because pip accepts hashes only for
+# requirements with a fixed version. Both are in another environment than dualmap.
 COPY pyproject.toml constraints.txt ./
-RUN python3 -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*of['dependencies'], *of['optional-dependencies'].get('otlp', ()), sep='\n')" > requirements.txt \
-    && pip/bin/pip --python /opt/dualmap/bin/python install --quiet --constraint constraints.txt --requirement requirements.txt
+RUN python3 -m venv tools && python3 -m venv --without-pip /opt/dualmap \
+    && sed -n '/^uv==/,/[^\\]$/p' constraints.txt > uv.txt \
+    && tools/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --require-hashes --requirement uv.txt \
+    && echo "${PIP_NO_INDEX:+--no-index} ${PIP_FIND_LINKS:+--find-links $PIP_FIND_LINKS}" > source.txt
+# The dependencies are installed first, so that this layer does not change with our source.
+RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
+        --require-hashes --constraint constraints.txt --requirement pyproject.toml --extra otlp
 COPY . .
-RUN pip/bin/pip --python /opt/dualmap/bin/python install --quiet --no-deps .
+# The project itself has no hash. uv leaves its lock file, which every user may write.
+RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin/python --compile-bytecode \
+        --no-deps --build-constraint constraints.txt . \
+    && rm -f /opt/dualmap/.lock
 
 FROM ${BASE}
 # Remove the base image's pip, put the command on every PATH, and give the user a name.

@@ -8,7 +8,10 @@ UV := $(BIN)/uv
 IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
 # uv uses the machine's certificates, because a company's proxy may have its own certificate.
 export UV_SYSTEM_CERTS := 1
-INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
+INSTALL := $(UV) pip install --python $(BIN)/python
+# Every package must have one of the hashes in constraints.txt. The project itself has no hash, so it is installed alone.
+PACKAGES := $(INSTALL) --require-hashes --constraint constraints.txt --requirement pyproject.toml
+PROJECT := $(INSTALL) --no-deps --build-constraint constraints.txt --editable .
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python >= 3.11 or say PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -16,21 +19,24 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "make: python3 -m venv failed; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
-$(VENV)/.uv: | $(BIN)/python
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+$(VENV)/.uv: constraints.txt | $(BIN)/python
+	@sed -n '/^uv==/,/[^\\]$$/p' constraints.txt > $(VENV)/uv.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.uv
 	@echo "installing the demo's packages into $(VENV)"
-	@$(INSTALL) --editable '.[demo]'
+	@$(PACKAGES) --extra demo
+	@$(PROJECT)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@echo "installing the development packages into $(VENV)"
-	@$(INSTALL) --editable '.[dev]'
+	@$(PACKAGES) --extra dev
+	@$(PROJECT)
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e controlplane wheel-test fuzz bench proto manifests image clean
+.PHONY: help demo test lint unit e2e controlplane wheel-test fuzz bench constraints proto manifests image clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +73,10 @@ fuzz: $(VENV)/.dev ## feed the router's parsers with random and invalid input (A
 
 bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run
 	@$(BIN)/python -m bench $(ARGS)
+
+constraints: $(VENV)/.uv ## pin every package of pyproject.toml in constraints.txt, with hashes (ARGS=--upgrade for new versions)
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras --no-annotate \
+		--custom-compile-command 'make constraints' pyproject.toml --output-file constraints.txt $(ARGS)
 
 proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire
 	@$(BIN)/python -m grpc_tools.protoc -Iextproc/proto --python_out=extproc --pyi_out=extproc extproc/proto/dualmap_extproc/wire/*.proto

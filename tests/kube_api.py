@@ -32,6 +32,8 @@ class KubeApi:
         """The start versions of the watches."""
         self.refuse_with: int | None = None
         self.refuse_watches_with: int | None = None
+        self.refuse: dict[str, int] = {}
+        """The status with which requests for a collection are refused."""
         self._objects: dict[tuple[str, str, str], Body] = {}
         self._events: list[tuple[int, str, Body]] = []
         self._version = itertools.count(100)
@@ -125,6 +127,7 @@ class KubeApi:
         asked = f"{request.path}?{request.query.get('labelSelector', '')}".removesuffix("?")
         (self.watches if watch else self.lists).append(asked)
         status = self.refuse_with or (self.refuse_watches_with if watch else None)
+        status = status or self.refuse.get(request.path.rpartition("/")[2])
         if status is not None:
             return web.json_response({"kind": "Status", "message": f"refused with {status}"}, status=status)
         wanted = _wanted(request)
@@ -260,7 +263,7 @@ def address(member: str) -> str:
 
 
 def _collection(body: Body) -> str:
-    return "pods" if body["kind"] == "Pod" else "inferencepools"
+    return {"Pod": "pods", "ConfigMap": "configmaps"}.get(body["kind"], "inferencepools")
 
 
 def _wanted(request: web.Request) -> Callable[[Body], bool]:

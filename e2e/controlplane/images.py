@@ -121,11 +121,11 @@ def _digest(*parts: str) -> str:
 
 
 def _requirements() -> list[str]:
-    """The Python packages that the Dockerfile installs, and the packages that build DualMap's wheel."""
+    """The Python packages that the Dockerfile installs, and the packages that build and install DualMap's wheel."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     extra: list[str] = project["optional-dependencies"].get("otlp", [])
-    return [*project["dependencies"], *extra, *document["build-system"]["requires"]]
+    return [*project["dependencies"], *extra, *document["build-system"]["requires"], "uv"]
 
 
 def _sources() -> Iterator[str]:

@@ -42,7 +42,13 @@ _ASK_AGAIN_S = 0.5
 # The cluster's controllers write these objects some time after a namespace is created or its pods are deleted.
 _NOT_OURS = {"events", "events.events.k8s.io"}
 _EVERY_NAMESPACES = "configmap/kube-root-ca.crt"
-_CLUSTER_WIDE = ("clusterroles", "clusterrolebindings", "customresourcedefinitions")
+_CLUSTER_WIDE = (
+    "clusterroles",
+    "clusterrolebindings",
+    "customresourcedefinitions",
+    "validatingadmissionpolicies",
+    "validatingadmissionpolicybindings",
+)
 
 
 class Site:

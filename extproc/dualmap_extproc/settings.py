@@ -68,9 +68,13 @@ class RedisSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeSettings:
-    """The setting to serve the InferencePools of a Kubernetes API: of one namespace, or of all namespaces (None)."""
+    """The setting to serve the InferencePools of a Kubernetes API: of one namespace, or of all namespaces (None).
 
-    namespace: str | None = None
+    ``pod_namespace`` is the router's own namespace. With all namespaces, it contains the reserved model names.
+    """
+
+    namespace: str | None
+    pod_namespace: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ _PLURALS: Final[Mapping[str, str]] = {
     "Service": "services",
     "PodDisruptionBudget": "poddisruptionbudgets",
     "Lease": "leases",
+    "ConfigMap": "configmaps",
     "Event": "events",
     "Pod": "pods",
     "EndpointSlice": "endpointslices",
@@ -56,7 +57,7 @@ class Api:
         self._observer = observer
         self._may_write = may_write
 
-    async def find_child(self, child: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def find(self, child: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the object with the kind and name of ``child``, with or without our label; None if there is none."""
         metadata = child["metadata"]
         path = collection_path(child["apiVersion"], child["kind"], metadata["namespace"])

@@ -110,7 +110,8 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
       KUBECONFIG=admin.conf dualmap operator --namespace llm --router 127.0.0.1:9090
 
     The operator finds the API server through env KUBECONFIG, or else through the pod's service account. The environment
-    variable POD_NAMESPACE (default: dualmap-system) is the namespace of the Lease and of the routers' Service. On
+    variable POD_NAMESPACE (default: dualmap-system) is the namespace of the Lease, of the routers' Service and of the
+    ConfigMap dualmap-models. An operator of all namespaces reserves model names for namespaces in this ConfigMap. On
     SIGTERM, the operator completes its writes, releases the Lease, and exits with status 0.
     """
     from dualmap_operator.wiring import run  # A late import, because kopf and aiohttp take a second to import.

@@ -44,8 +44,9 @@ class Settings:
     """The operator's command line and environment.
 
     ``namespace`` is the namespace of the pools to reconcile; None means all namespaces. ``pod_namespace`` is the
-    operator's own namespace; it contains the Lease and the routers' Service. ``routers`` are the addresses of the
-    routers' metrics ports; if empty, the operator reads them from the Service.
+    operator's own namespace; it contains the Lease, the routers' Service and the ConfigMap with the reserved model
+    names. ``routers`` are the addresses of the routers' metrics ports; if empty, the operator reads them from the
+    Service.
     ``generated`` are the Secrets whose content the operator generates.
     """
 

@@ -12,6 +12,7 @@ from typing import Final
 from dualmap_edge.kube.client import KubeClient
 from dualmap_operator.act.apply import Applier
 from dualmap_operator.act.events import EventRecorder
+from dualmap_operator.act.reservations import ReservationWriter
 from dualmap_operator.api import Api
 from dualmap_operator.decide.plan import plan, plan_refused
 from dualmap_operator.observe.gather import Gatherer
@@ -61,6 +62,7 @@ def _process(
         leadership = Leadership(
             api, settings.lease, namespace=settings.pod_namespace, identity=settings.identity, clock=clock
         )
+    reservations = ReservationWriter(api, namespace=settings.pod_namespace)
     recorder = EventRecorder(api, identity=settings.identity, clock=clock)
 
     def make_reconciler(key: Key, uid: str) -> Reconciler:
@@ -72,11 +74,19 @@ def _process(
             engine_client=engine_client,
             clock=clock,
         )
-        applier = Applier(api, recorder, live=watches.child, now=time.time)
+        applier = Applier(api, recorder, reservations=reservations, live=watches.child, now=time.time)
         return Reconciler(key, uid, observer=observer, applier=applier, context=context)
 
     reconcilers = Reconcilers(make_reconciler)
-    watches = Watches(client, metrics, namespace=settings.namespace, wake=reconcilers.wake, clock=clock)
+    watches = Watches(
+        client,
+        metrics,
+        namespace=settings.namespace,
+        # Within one namespace, no other namespace can take a model name.
+        reservations_in=settings.pod_namespace if settings.namespace is None else None,
+        wake=reconcilers.wake,
+        clock=clock,
+    )
     service = (
         None
         if settings.routers

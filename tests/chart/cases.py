@@ -39,6 +39,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     "namespaced": {"watchNamespace": "llm"},
     "in its own namespace": {"watchNamespace": "dualmap-system"},
+    "model names": {"models": {"gpt-prod": "prod", "Qwen/Qwen2.5-7B": "llm"}},
     "named otherwise": {"fullnameOverride": "other"},
     "digests": {
         "image": {"digest": f"sha256:{'0' * 64}", "registry": "", "pullSecrets": ["pull"], "pullPolicy": "Always"},

@@ -29,7 +29,8 @@ ELSEWHERE = {
     "InferencePool": "inference.networking.k8s.io/v1",
     "DestinationRule": "networking.istio.io/v1",
 }
-CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
+ADMISSION = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", *ADMISSION}
 # The chart does not create these Secrets: the values contain the names, or cert-manager creates the Secrets.
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
@@ -237,6 +238,7 @@ def test_rbac_covers_the_configured_pool_namespaces(case: str, kind: str, where:
             (kind, "operator", where),
             (kind, "router", where),
             ("", "operator-system", NAMESPACE),
+            *((("", f"{each}-models", NAMESPACE) for each in ("operator", "router")) if kind else ()),
         )
     }
     for each in objects:
@@ -244,7 +246,7 @@ def test_rbac_covers_the_configured_pool_namespaces(case: str, kind: str, where:
             assert each["roleRef"]["kind"] == each["kind"].removesuffix("Binding")
             assert each["roleRef"]["name"] == each["metadata"]["name"]
             (subject,) = each["subjects"]
-            assert subject["name"] == each["metadata"]["name"].removesuffix("-system")
+            assert subject["name"] == each["metadata"]["name"].removesuffix("-system").removesuffix("-models")
             assert subject["namespace"] == NAMESPACE
 
 
@@ -257,7 +259,11 @@ def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
 
     (more,) = granted(render(CASES["openshift"])) - granted(render())
     assert "inferencepools/finalizers" in more
-    assert granted(render()) <= granted(objects) <= granted(render()) | {more}
+    # With watchNamespace, no model name is reserved.
+    models = {each for each in granted(render()) if "dualmap-models" in each}
+    assert len(models) == 2
+    assert models.isdisjoint(granted(render(CASES["namespaced"])))
+    assert granted(render()) - models <= granted(objects) <= granted(render()) | {more}
 
 
 def test_rbac_on_secrets_names_the_generated_ones(objects: Sequence[Object]) -> None:

@@ -13,8 +13,10 @@ from cryptography import x509
 
 from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS
 from chart.objects import pods, ports
-from chart.rendering import CHART, ROOT, Object, named, notes, only, render
+from chart.rendering import CHART, NAMESPACE, ROOT, Object, named, notes, only, render
+from dualmap.objects.reservations import CONFIG_MAP, read_reservations
 
+POD_NAMESPACE = {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}
 GOLDENS = Path(__file__).parent / "goldens"
 
 
@@ -209,7 +211,8 @@ class TestRedis:
             "--redis-ca=/etc/dualmap/redis-ca/ca.crt",
         } <= set(router["args"])
         assert router["env"] == [
-            {"name": "REDIS_USERNAME", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "user"}}}
+            POD_NAMESPACE,
+            {"name": "REDIS_USERNAME", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "user"}}},
         ]
         assert "dualmap-redis" not in named(objects, "Deployment")
 
@@ -259,9 +262,10 @@ def test_hash_key_secret_is_mounted_and_given_to_the_routers() -> None:
 
 
 def test_router_env_has_extra_and_redis_variables() -> None:
-    assert container(render(CASES["routers' switches"]), "router", "router")["env"] == [HEADERS]
+    assert container(render(CASES["routers' switches"]), "router", "router")["env"] == [POD_NAMESPACE, HEADERS]
     both = {**CASES["redis elsewhere, with everything"], "router": {"extraEnv": [HEADERS]}}
     assert [each["name"] for each in container(render(both), "router", "router")["env"]] == [
+        "POD_NAMESPACE",
         "REDIS_USERNAME",
         HEADERS["name"],
     ]
@@ -286,6 +290,41 @@ class TestOpenShift:
             "verbs": ["update"],
         }
         assert (wanted in rules) is granted
+
+
+class TestModels:
+    def test_models_value_is_written_as_the_router_reads_it(self) -> None:
+        models = {"gpt-prod": "prod", "Qwen/Qwen2.5-7B": "llm", "other": "prod"}
+        made = only(render({"models": models}), "ConfigMap", CONFIG_MAP)
+        assert made["metadata"]["namespace"] == NAMESPACE
+        assert read_reservations(made["data"]) == models
+
+    def test_models_config_map_has_no_data_of_its_own(self) -> None:
+        """The operator's data then survives upgrades."""
+        assert "data" not in only(render(), "ConfigMap", CONFIG_MAP)
+
+    def test_models_are_not_reserved_with_one_namespace(self) -> None:
+        assert CONFIG_MAP not in named(render(CASES["namespaced"]), "ConfigMap")
+
+
+class TestAdmissionPolicy:
+    def test_admission_policy_can_be_disabled(self) -> None:
+        objects = render({"admissionPolicy": {"enabled": False}})
+        assert not [each for each in objects if each["kind"].startswith("ValidatingAdmissionPolicy")]
+
+    @pytest.mark.parametrize("case", ["defaults", "namespaced"])
+    def test_admission_policy_applies_to_the_watched_namespaces(self, case: str) -> None:
+        objects = render(CASES[case])
+        (binding,) = [each for each in objects if each["kind"] == "ValidatingAdmissionPolicyBinding"]
+        (policy,) = [each for each in objects if each["kind"] == "ValidatingAdmissionPolicy"]
+        assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+        labels = {"kubernetes.io/metadata.name": CASES[case].get("watchNamespace")}
+        watched = {"matchResources": {"namespaceSelector": {"matchLabels": labels}}} if case == "namespaced" else {}
+        assert binding["spec"] == {
+            "policyName": policy["metadata"]["name"],
+            "validationActions": ["Deny"],
+            **watched,
+        }
 
 
 class TestCrds:

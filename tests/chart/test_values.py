@@ -111,6 +111,8 @@ def test_null_value_is_rejected_with_its_name(path: str) -> None:
         ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
         ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
         ("image.digest", "sha256:12", "image.digest"),
+        ("models", {"gpt": "Prod"}, "models.gpt"),
+        ("models", {" gpt": "prod"}, "models"),
         ("image.registry", "https://registry.example.com", "image.registry"),
         ("gateway.bundled.image.repository", "envoy proxy/Envoy", "gateway.bundled.image.repository"),
         ("redis.external.passwordKey", "a: b", "redis.external.passwordKey"),
@@ -133,6 +135,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
     ("values", "said"),
     [
         ({"image": {"tag": "latest"}}, "image.tag: latest is not accepted"),
+        ({"models": {"gpt": "prod"}, "watchNamespace": "llm"}, "remove models or watchNamespace"),
         ({"redis": {"bundled": {"image": {"tag": ""}}}}, "redis.bundled.image: set a tag or a digest"),
         (
             {"router": {"tls": {"mode": "secret"}}},

@@ -2,6 +2,7 @@
 objects.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from controlplane.operator_objects import member, pool_object
 from dualmap_edge.kube.client import KubeError
 from dualmap_operator.act.apply import Applied, Applier, merge_patch
 from dualmap_operator.act.events import EventRecorder
+from dualmap_operator.act.reservations import ReservationWriter
 from dualmap_operator.api import Api
 from dualmap_operator.decide.observed import PoolStatus
 from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
@@ -56,7 +58,13 @@ class Scene:
         self.leads = True
         api = Api(self.kube, Counts(), lambda: self.leads)  # type: ignore[arg-type]  # stands for it
         recorder = EventRecorder(api, identity="operator-1", clock=self.clock)
-        self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
+        self.applier = Applier(
+            api,
+            recorder,
+            reservations=ReservationWriter(api, namespace="dualmap-system"),
+            live=self._live,
+            now=lambda: 0.0,
+        )
 
     def _apply(self, request: Request) -> dict[str, Any]:
         self.server = {**request.body, "spec": {**request.body["spec"], "type": "ClusterIP"}}
@@ -275,3 +283,30 @@ async def test_apply_with_many_failed_gates_reports_only_a_few_names() -> None:
 
     assert len(named) == 3
     assert rest == "and 997 more errors"
+
+
+CONFIG_MAPS = "/api/v1/namespaces/dualmap-system/configmaps"
+
+
+async def test_apply_reserves_model_names_before_it_publishes_the_ring() -> None:
+    scene = Scene()
+    scene.kube.answer("GET", CONFIG_MAPS, {"items": [{"metadata": {"resourceVersion": "3"}}]})
+    await scene.apply(replace(PLAN, reserve=("qwen",)))
+    assert scene.sent[1:3] == [f"PATCH {CONFIG_MAPS}/dualmap-models", f"PATCH {STATUS}"]
+
+
+async def test_apply_without_reservation_still_publishes_the_ring() -> None:
+    scene = Scene()
+    applied = await scene.apply(replace(PLAN, reserve=("qwen",)))
+    (refusal,) = applied.refused
+    assert "dualmap-models does not exist" in refusal
+    assert f"PATCH {STATUS}" in scene.sent
+
+
+async def test_apply_with_conflicting_reservation_stops_before_the_ring() -> None:
+    scene = Scene()
+    scene.kube.answer("GET", CONFIG_MAPS, {"items": [{"metadata": {"resourceVersion": "3"}}]})
+    scene.kube.answer("PATCH", f"{CONFIG_MAPS}/dualmap-models", KubeError(409, "changed"))
+    with pytest.raises(ConflictError):
+        await scene.apply(replace(PLAN, reserve=("qwen",)))
+    assert f"PATCH {STATUS}" not in scene.sent

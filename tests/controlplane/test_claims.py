@@ -96,6 +96,27 @@ def test_pool_with_invalid_spec_keeps_names_until_recreated() -> None:
     assert index.lost("young") == {}
 
 
+def test_change_of_reservations_triggers_reconcile_of_pools_with_the_names() -> None:
+    index = Index()
+    index.put(body("qwen", "shared", "mine"))
+    index.put(body("apart", "apart"))
+    assert index.claims.reserve({"shared": "prod", "unused": "prod"}) == {_key("qwen")}
+    assert index.lost("qwen") == {"shared": "prod"}
+    assert index.claims.reserve({"shared": "prod", "apart": "llm"}) == {_key("apart")}
+    assert index.claims.reserve({"shared": "llm", "apart": "llm"}) == {_key("qwen")}
+    assert index.lost("qwen") == {}
+
+
+def test_names_to_reserve_are_neither_lost_nor_reserved_yet() -> None:
+    index = Index()
+    index.put(body("old", "shared"))
+    index.put(body("young", "shared", "mine", "taken", " odd", "kept", created=1))
+    index.claims.reserve({"taken": "prod", "kept": "llm"})
+    assert index.claims.unreserved(_key("young")) == ("mine",)
+    assert index.claims.unreserved(_key("old")) == ("shared",)
+    assert index.claims.unreserved(_key("none")) == ()
+
+
 _NAMES = st.lists(st.sampled_from(["v", "w", "x", "y", "z"]), min_size=1, max_size=3, unique=True)
 _POOLS = st.sampled_from(["a", "b", "c", "d"])
 _CHANGES = st.lists(
@@ -103,11 +124,13 @@ _CHANGES = st.lists(
 )
 
 
-@given(_CHANGES)
+@given(_CHANGES, st.dictionaries(st.sampled_from(["v", "w", "x"]), st.sampled_from(["llm", "prod"])))
 def test_name_claims_are_equal_in_operator_and_router(
-    changes: list[tuple[str, tuple[list[str], int, bool] | None]],
+    changes: list[tuple[str, tuple[list[str], int, bool] | None]], reserved: dict[str, str]
 ) -> None:
     router, index = PoolObjects(), Index()
+    router.reserve(reserved)
+    index.claims.reserve(reserved)
     lives: dict[str, tuple[str, int]] = {}
     before: dict[str, tuple[LostClaim, ...]] = {}
     for number, (name, change) in enumerate(changes):
@@ -122,7 +145,7 @@ def test_name_claims_are_equal_in_operator_and_router(
             router.put(document)
             woken = index.put(document)
         after = {each: index.claims.lost(_key(each)) for each in "abcd"}
-        told = {(lost.pool, repr(lost.name), f" {lost.owner} ") for each in after.values() for lost in each}
+        told = {(lost.pool, repr(lost.name), f" {lost.owner}") for each in after.values() for lost in each}
         refused = [each for each in router.invalid if each.field == "spec.model"]
         assert {each[:2] for each in told} == {(each.pool, each.value) for each in refused}
         assert all(any(pool == each.pool and owner in each.accepted for each in refused) for pool, _, owner in told)

@@ -238,6 +238,20 @@ class TestModelConflict:
             f"Requests with model 'small' go to the older pool other/first; {warned.message}"
         )
 
+    def test_reserved_model_name_is_reported_with_its_namespace(self) -> None:
+        lost = (LostClaim(pool="llm/qwen", name="small", owner="prod", reserved=True),)
+        said = condition(plan(selector_spec(), replace(self.SEEN, lost_claims=lost), NOW_S), "Accepted")
+        assert (said.status, said.reason) == (True, "ModelConflict")
+        assert said.message == (
+            "Requests with model 'small' go to namespace prod only (reserved in ConfigMap dualmap-models)"
+        )
+
+    def test_model_names_are_reserved_when_the_pool_has_members(self) -> None:
+        unreserved = replace(self.SEEN, unreserved=("small",))
+        assert plan(selector_spec(), unreserved, NOW_S).reserve == ("small",)
+        assert plan(selector_spec(), replace(unreserved, pods=()), NOW_S).reserve == ()
+        assert plan(replace(selector_spec(), deleting=True), unreserved, NOW_S).reserve == ()
+
     def test_longest_model_conflict_message_fits_the_status(self) -> None:
         lost = tuple(LostClaim(pool="llm/qwen", name="\x00" * 253, owner=f"{n:063}/{n:050}") for n in range(65))
         said = condition(plan(selector_spec(), replace(self.SEEN, lost_claims=lost), NOW_S), "Accepted")

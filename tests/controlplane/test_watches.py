@@ -196,3 +196,29 @@ def test_spec_change_triggers_reconcile_of_pools_with_same_model(scene: Scene) -
     scene.watches.pools.remove((old, read_pool({})))
     assert scene.woken == [young, old]
     assert scene.watches.lost_claims(young) == ()
+
+
+def test_watches_without_reservations_reserve_no_name(scene: Scene) -> None:
+    scene.pool()
+    assert scene.watches.unreserved(KEY) == ()
+
+
+def test_change_of_reservations_triggers_reconcile(scene: Scene) -> None:
+    scene.watches = Watches(
+        FakeKube(),  # type: ignore[arg-type]  # stands for it
+        Counts(),
+        namespace=None,
+        reservations_in="dualmap-system",
+        wake=scene.woken.append,
+        clock=scene.clock,
+    )
+    scene.pool()
+    assert scene.watches.unreserved(KEY) == ("qwen",)
+    reservations = scene.watches.mirrors[-1]
+    where = ("dualmap-system", "dualmap-models")
+    reservations.put((where, {"qwen": "prod"}))
+    assert scene.woken == [KEY]
+    assert [each.owner for each in scene.watches.lost_claims(KEY)] == ["prod"]
+    reservations.remove((where, {}))
+    assert scene.woken == [KEY, KEY]
+    assert scene.watches.lost_claims(KEY) == ()

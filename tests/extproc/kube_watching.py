@@ -70,13 +70,18 @@ class Watched:
 
 @asynccontextmanager
 async def watching(
-    api: KubeApi, namespace: str | None = None, *, policy: WatchPolicy = QUICK, listed: bool = True
+    api: KubeApi,
+    namespace: str | None = None,
+    *,
+    policy: WatchPolicy = QUICK,
+    listed: bool = True,
+    reservations_in: str | None = None,
 ) -> AsyncIterator[Watched]:
     client = await KubeClient.connect(api.kubeconfig)
     registry = CollectorRegistry()
     refused: list[None] = []
     observer = KubeMetrics(registry, lambda: refused.append(None))
-    source = KubePools(client, namespace, observer, policy=policy)
+    source = KubePools(client, namespace, observer, policy=policy, reservations_in=reservations_in)
     observer.show_ages(source.ages_s)
     watched = Watched(source, registry)
     running = asyncio.create_task(source.run(watched.take))

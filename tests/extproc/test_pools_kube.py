@@ -161,6 +161,59 @@ class TestRefusals:
         assert "no room" in said(caplog, "Applying a pool change failed, keeping the last valid pools")[0]["reason"]
 
 
+def reservations(**data: str) -> dict[str, Any]:
+    metadata = {"namespace": "dualmap-system", "name": "dualmap-models"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+class TestReservations:
+    async def test_reserved_name_is_routed_only_to_its_namespace(
+        self, api: KubeApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await api.put(reservations(prod="shared\n"))
+        await api.put(pool_body("trap", created=1, model="other", aliases=["shared"]))
+        await api.put(pool_body("qwen", created=2, namespace="prod", model="shared"))
+        async with watching(api, reservations_in="dualmap-system") as watched:
+            assert watched.pools["llm/trap"].served_names == ("other",)
+            assert watched.pools["prod/qwen"].served_names == ("shared",)
+            (refusal,) = said(caplog, "Rejected pool, keeping the last valid version")
+            assert (refusal["pool"], refusal["value"]) == ("llm/trap", "'shared'")
+            assert refusal["accepted"].endswith("reserved for the namespace prod")
+            await api.delete(pool_body("qwen", namespace="prod"))
+            await watched.until(lambda: list(watched.pools) == ["llm/trap"])
+            assert watched.pools["llm/trap"].served_names == ("other",)
+            await api.put(reservations(prod=""))
+            await watched.until(lambda: watched.pools["llm/trap"].served_names == ("other", "shared"))
+            assert watched.sample("dualmap_kube_pools_refused") == 0
+
+    async def test_no_pool_is_served_before_the_reservations_are_known(self, api: KubeApi) -> None:
+        await api.put(pool_body("trap", model="other", aliases=["shared"]))
+        await api.put(reservations(prod="shared\n"))
+        api.refuse["configmaps"] = 403
+        async with watching(api, reservations_in="dualmap-system", listed=False) as watched:
+            await until(lambda: watched.sample("dualmap_kube_errors_total", resource="configmaps", kind="refused") >= 2)
+            assert watched.told == []
+            del api.refuse["configmaps"]
+            await watched.until(lambda: "llm/trap" in watched.pools)
+            assert [pool.served_names for (pool,) in watched.told] == [("other",)]
+            assert watched.source.ages_s().keys() == {POOLS, PODS, "configmaps"}
+
+    async def test_deleted_config_map_frees_all_names(self, api: KubeApi) -> None:
+        await api.put(reservations(prod="shared\n"))
+        await api.put(pool_body("trap", model="shared"))
+        async with watching(api, reservations_in="dualmap-system") as watched:
+            assert watched.pools["llm/trap"].served_names == ()
+            await api.delete(reservations())
+            await watched.until(lambda: watched.pools["llm/trap"].served_names == ("shared",))
+
+    async def test_one_namespace_has_no_reservations(self, api: KubeApi) -> None:
+        await api.put(reservations(prod="shared\n"))
+        await api.put(pool_body("qwen", model="shared"))
+        async with watching(api, "llm") as watched:
+            assert watched.pools["llm/qwen"].served_names == ("shared",)
+            assert not any("configmaps" in path for path in api.lists)
+
+
 class TestPods:
     async def test_unready_pod_is_excluded_until_ready_again(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture

@@ -23,7 +23,8 @@ def main() -> None:
     uv = Path(sys.executable).parent / "uv"
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
-        run(uv, "build", "--wheel", "--quiet", "--out-dir", here, ROOT, cwd=here)
+        hashed = ("--require-hashes", "--build-constraint", ROOT / "constraints.txt")
+        run(uv, "build", "--wheel", "--quiet", *hashed, "--out-dir", here, ROOT, cwd=here)
         (wheel,) = here.glob("*.whl")
         top_level = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
         unexpected = {name for name in top_level if not name.endswith(".dist-info")} ^ PACKAGES
@@ -31,8 +32,10 @@ def main() -> None:
             sys.exit(f"the wheel's top-level packages are not as expected: {sorted(unexpected)}")
         run(uv, "venv", "--quiet", "--python", sys.executable, here / "venv", cwd=here)
         python = here / "venv" / "bin" / "python"
-        constraints = ROOT / "constraints.txt"
-        run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
+        install = (uv, "pip", "install", "--quiet", "--python", python)
+        hashed = ("--require-hashes", "--constraint", ROOT / "constraints.txt")
+        run(*install, *hashed, "--requirement", ROOT / "pyproject.toml", "--extra", "dev", cwd=here)
+        run(*install, "--no-deps", wheel, cwd=here)
         # The tests run in another folder, so that Python imports the installed packages and not the repository's.
         tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
         tests.append(ROOT / "testing" / "tests" / "unit")

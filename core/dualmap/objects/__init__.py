@@ -1,4 +1,4 @@
-"""Converts Kubernetes objects (InferencePools and pods) into values for the router and the operator.
+"""Converts Kubernetes objects (InferencePools, pods, reserved model names) into values for router and operator.
 
 This package may import ``dualmap.errors``, ``dualmap.pools`` and the registry of policies. No other package of the core
 imports this package. The package has no I/O: callers pass parsed objects.

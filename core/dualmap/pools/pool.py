@@ -214,7 +214,10 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``."""
+    """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
+
+    ``foreign_names`` are the names of the model that are reserved for other namespaces.
+    """
 
     namespace: str
     name: str
@@ -224,6 +227,12 @@ class Pool:
     routing: Routing = field(default_factory=Routing)
     members: tuple[Member, ...] = ()
     ring_version: int = 0
+    foreign_names: tuple[str, ...] = ()
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The values of the field "model" in requests that may go to this pool."""
+        return tuple(name for name in self.model.names if name not in self.foreign_names)
 
     @property
     def id(self) -> str:

@@ -81,12 +81,15 @@ class Store(Protocol[T_contra]):
 
 
 class Collection:
-    """The objects at ``path`` that ``selector`` matches (empty: all), read through a ``KubeClient``."""
+    """The objects at ``path`` with ``name`` that ``selector`` matches (empty: all), read through a ``KubeClient``."""
 
-    def __init__(self, client: KubeClient, path: str, *, selector: str = "") -> None:
+    def __init__(self, client: KubeClient, path: str, *, selector: str = "", name: str = "") -> None:
         self._client = client
         self._path = path
         self._query = [("labelSelector", selector)] if selector else []
+        if name:
+            # RBAC permits a list or watch of one named object only with this selector.
+            self._query.append(("fieldSelector", f"metadata.name={name}"))
 
     def pages(self) -> AsyncGenerator[Page, None]:
         """Yield the complete collection, page by page."""

@@ -19,6 +19,7 @@ from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
+_DEFAULT_NAMESPACE: Final = "dualmap-system"
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
@@ -89,7 +90,12 @@ def _kube_settings(
     if not kube and (namespace is not None or all_namespaces):
         option = "--all-namespaces" if namespace is None else "--namespace"
         raise click.UsageError(f"{option} requires --kube; add --kube or omit {option}")
-    return KubeSettings(namespace=namespace) if kube else None
+    if not kube:
+        return None
+    pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
+    if not _DNS_LABEL.fullmatch(pod_namespace):
+        raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
+    return KubeSettings(namespace=namespace, pod_namespace=pod_namespace)
 
 
 def _check_distinct(ports: dict[str, int]) -> None:
@@ -196,6 +202,9 @@ def router(
       dualmap router --pool pool.yaml --redis redis://redis:6379
       dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
+
+    With --kube for all namespaces, the router reads the ConfigMap dualmap-models, which reserves model names for
+    namespaces. The environment variable POD_NAMESPACE (default: dualmap-system) is the namespace of this ConfigMap.
 
     A ready router that receives SIGTERM fails its readiness checks, completes open requests, and exits with status 0.
     """

@@ -204,7 +204,9 @@ async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption)
     if settings.kube is not None:
         client = await KubeClient.connect()
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
-        pools = KubePools(client, settings.kube.namespace, observer)
+        # Within one namespace, no other namespace can take a model name.
+        reservations_in = settings.kube.pod_namespace if settings.kube.namespace is None else None
+        pools = KubePools(client, settings.kube.namespace, observer, reservations_in=reservations_in)
         observer.show_ages(pools.ages_s)
         return _PoolSource(
             run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s

@@ -2,8 +2,8 @@
 
 There is one watch for all pools, one watch for the pods of each pool, and one task that reports changes.
 ``dualmap_edge.kube.watch`` keeps collections up to date. The modules ``objects`` and ``pods`` hold the collections'
-state. ``dualmap.objects`` reads the fields of the objects. The router only lists and watches ``inferencepools`` and
-``pods``; it writes nothing to Kubernetes.
+state. ``dualmap.objects`` reads the fields of the objects. The router only lists and watches ``inferencepools``,
+``pods`` and the ConfigMap with the reserved model names; it writes nothing to Kubernetes.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from dualmap.objects.pods import PodFacts, pod_facts
+from dualmap.objects.pods import PodFacts, mapping_in, pod_facts
 from dualmap.objects.pool_reader import API_VERSION
+from dualmap.objects.reservations import CONFIG_MAP, read_reservations
 from dualmap.pools.pool import Pool
 from dualmap_edge.kube.client import KubeClient, KubeError
 from dualmap_edge.kube.watch import Collection, Reflector, WatchPolicy
@@ -23,6 +24,7 @@ from dualmap_extproc.pools.pods import PoolPods
 
 POOLS: Final = "inferencepools"
 PODS: Final = "pods"
+CONFIG_MAPS: Final = "configmaps"
 WATCH_POLICY: Final = WatchPolicy(jitter=0.5)
 _log = get_logger(__name__)
 
@@ -58,6 +60,9 @@ class KubePools:
     """The source of the pools of one namespace (None: of all namespaces). Pools are up to date while ``run`` runs.
 
     For an invalid object, the router keeps the last valid version. A failed request to the API server removes no pool.
+    ``reservations_in`` is the namespace of the ConfigMap with the reserved model names (None: no reservations). No pool
+    is reported before this ConfigMap was read: otherwise, a restarted router might serve a reserved name from another
+    namespace.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class KubePools:
         namespace: str | None,
         observer: KubePoolsObserver,
         *,
+        reservations_in: str | None = None,
         policy: WatchPolicy = WATCH_POLICY,
     ) -> None:
         self._client = client
@@ -89,6 +95,20 @@ class KubePools:
             clock=asyncio.get_running_loop().time,
             on_failure=lambda error: self._failed(POOLS, error),
         )
+        self._reservations_read = asyncio.Event()
+        self._reservations: Reflector[Mapping[str, str]] | None = None
+        if reservations_in is None:
+            self._reservations_read.set()
+        else:
+            self._reservations = Reflector(
+                Collection(client, f"/api/v1/namespaces/{reservations_in}/{CONFIG_MAPS}", name=CONFIG_MAP),
+                _ReservationStore(self._reserve, listed=lambda: observer.kube_listed(CONFIG_MAPS)),
+                kind=CONFIG_MAPS,
+                read=lambda body: read_reservations(mapping_in(body, "data")),
+                policy=policy,
+                clock=asyncio.get_running_loop().time,
+                on_failure=lambda error: self._failed(CONFIG_MAPS, error),
+            )
 
     async def listed(self) -> None:
         """Wait until all pools are listed and reported for the first time."""
@@ -101,6 +121,8 @@ class KubePools:
         """
         pods = [watch.reflector.age_s for watch in tuple(self._watches.values())]
         ages = {POOLS: self._reflector.age_s}
+        if self._reservations is not None:
+            ages[CONFIG_MAPS] = self._reservations.age_s
         return {**ages, PODS: max(pods)} if pods else ages
 
     async def run(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
@@ -108,9 +130,12 @@ class KubePools:
         _log.info("Listing pools from the Kubernetes API", server=self._client.server, scope=self._scope)
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._reflector.run())
+            if self._reservations is not None:
+                self._tasks.create_task(self._reservations.run())
             self._tasks.create_task(self._report(on_pools))
 
     async def _report(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+        await self._reservations_read.wait()
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -154,6 +179,14 @@ class KubePools:
         self._report_invalid()
         self._changed.set()
 
+    def _reserve(self, reserved: Mapping[str, str]) -> None:
+        """Apply the reserved model names."""
+        self._objects.reserve(reserved)
+        self._reservations_read.set()
+        self._report_invalid()
+        if self._listed.is_set():
+            self._changed.set()
+
     def _watch_pods(self, namespace: str, selector: str) -> _PodWatch:
         pods = PoolPods()
         reflector: Reflector[PodFacts] = Reflector(
@@ -174,6 +207,8 @@ class KubePools:
 
     def _report_invalid(self) -> None:
         """Log and count pools that have become invalid, and log pools that are valid again."""
+        if not self._reservations_read.is_set():
+            return
         invalid = self._objects.invalid
         for invalid_pool in invalid:
             if invalid_pool not in self._invalid:
@@ -212,6 +247,24 @@ class _PoolStore:
     def remove(self, item: Mapping[str, Any]) -> None:
         self._objects.remove(item)
         self._changed()
+
+
+class _ReservationStore:
+    """The receiver of the reserved model names (``dualmap_edge.kube.watch.Store``): the content of one ConfigMap."""
+
+    def __init__(self, reserve: Callable[[Mapping[str, str]], None], *, listed: Callable[[], None]) -> None:
+        self._reserve = reserve
+        self._listed = listed
+
+    def replace(self, objects: Sequence[Mapping[str, str]]) -> None:
+        self._listed()
+        self._reserve(objects[0] if objects else {})
+
+    def put(self, item: Mapping[str, str]) -> None:
+        self._reserve(item)
+
+    def remove(self, item: Mapping[str, str]) -> None:
+        self._reserve({})
 
 
 class _PodStore:

@@ -2,17 +2,17 @@
 
 For an invalid object, the router keeps the last valid version, as for a pool file. If two pools have the same model,
 the older pool serves it (``dualmap.pools.claims``). The younger pool still serves its other models, so that its members
-drain in order.
+drain in order. The same applies to a model name that is reserved for another namespace.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dualmap.errors import PoolError
 from dualmap.objects.pods import mapping_in, text_in
 from dualmap.objects.pool_reader import check_addresses, read_pools
-from dualmap.pools.claims import Claimant, lost_claims, seniority
+from dualmap.pools.claims import Claimant, foreign_names, lost_claims, seniority
 from dualmap.pools.pool import Pool
 
 
@@ -42,6 +42,7 @@ class PoolObjects:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
+        self._reserved: Mapping[str, str] = {}
 
     def put(self, body: Mapping[str, Any]) -> None:
         """Add or replace an object. The method does not raise an error for an invalid object."""
@@ -77,11 +78,19 @@ class PoolObjects:
         for body in bodies:
             self.put(body)
 
+    def reserve(self, reserved: Mapping[str, str]) -> None:
+        """Replace the reservations: the namespace of each reserved model name."""
+        self._reserved = reserved
+
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools to serve, oldest first: if two pools have the same model, the first pool serves it."""
         aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
-        return tuple(known.pool for _, known in aged if known.pool is not None)
+        return tuple(
+            replace(known.pool, foreign_names=foreign_names(key, known.pool.model.names, self._reserved))
+            for key, known in aged
+            if known.pool is not None
+        )
 
     @property
     def selectors(self) -> dict[str, str]:
@@ -90,11 +99,15 @@ class PoolObjects:
 
     @property
     def invalid(self) -> tuple[InvalidPool, ...]:
-        """The current faults: invalid objects, and model names that an older pool already has."""
+        """The current faults: invalid objects, and model names of older pools or of other namespaces."""
         invalid = [known.invalid for known in self._known.values() if known.invalid is not None]
         claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
-        for lost in lost_claims(claimants):
-            accepted = f"a model name, alias or adapter that the older pool {lost.owner} does not have"
+        for lost in lost_claims(claimants, self._reserved):
+            accepted = (
+                f"a model name, alias or adapter that is not reserved for the namespace {lost.owner}"
+                if lost.reserved
+                else f"a model name, alias or adapter that the older pool {lost.owner} does not have"
+            )
             invalid.append(InvalidPool(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
         return tuple(invalid)
 

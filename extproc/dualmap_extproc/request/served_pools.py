@@ -72,7 +72,7 @@ class ServedPools:
             elif router.pool != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
-            for name in pool.model.names:
+            for name in pool.served_names:
                 models.setdefault(name, router)
         removed = frozenset(self._routers.keys() - routers.keys())
         self._routers, self._models = routers, models

@@ -1,4 +1,6 @@
-"""Carries out a plan in this order: children, status, gates, restarts, Events. Only changed objects are written.
+"""Carries out a plan in this order: children, reservations, status, gates, restarts, Events.
+
+Only changed objects are written.
 
 Each pool's reconciler owns one ``Applier``. The status write contains the pool's resource version at the time of the
 plan, so an outdated plan fails with a conflict. The operator may restart between any two writes; the next plan then
@@ -14,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from dualmap_edge.logs import get_logger
 from dualmap_operator.act.events import EventRecorder
+from dualmap_operator.act.reservations import ReservationWriter
 from dualmap_operator.api import Api
 from dualmap_operator.decide.plan_values import Gate, Plan, Restart
 from dualmap_operator.decide.status import status_document
@@ -55,11 +58,13 @@ class Applier:
         api: Api,
         recorder: EventRecorder,
         *,
+        reservations: ReservationWriter,
         live: Callable[[str, Key], ChildObject | None],
         now: Callable[[], float],
     ) -> None:
         self._api = api
         self._recorder = recorder
+        self._reservations = reservations
         self._live = live
         self._now = now
         self._log = get_logger(__name__)
@@ -68,16 +73,17 @@ class Applier:
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out.
 
-        If a child, gate or restart fails, its error is returned and the other steps continue. The ring must follow the
-        pods in any case. An exception ends the plan. Raises ConflictError if the pool has changed, and GoneError if the
-        pool no longer exists. Raises ApiError if the pool's status cannot be written, and NotLeadingError if this
-        operator may not write.
+        If a child, reservation, gate or restart fails, its error is returned and the other steps continue. The ring
+        must follow the pods in any case. An exception ends the plan. Raises ConflictError if the pool or the
+        reservations have changed, and GoneError if the pool no longer exists. Raises ApiError if the pool's status
+        cannot be written, and NotLeadingError if this operator may not write.
         """
         metadata = pool.document["metadata"]
         refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
         sized = not any(
             words and child["kind"] == "StatefulSet" for child, words in zip(plan.children, refused, strict=True)
         )
+        refused.append(await self._reserve(metadata["namespace"], plan.reserve))
         before, after = status_document(pool.status), status_document(plan.status)
         if before != after:
             await self._api.write_status(
@@ -103,7 +109,7 @@ class Applier:
         try:
             if live is None:
                 # The child does not exist or lacks our label: the watch returns labelled objects only.
-                found = await self._api.find_child(child)
+                found = await self._api.find(child)
                 live = None if found is None else read_child(found)
             if live is not None and not live.belongs_to(uid):
                 return (
@@ -114,6 +120,18 @@ class Applier:
         except ApiError as error:
             return _refusal(error)
         self._applied[kind] = (wanted, fingerprint(made))
+        return ""
+
+    async def _reserve(self, namespace: str, names: Sequence[str]) -> str:
+        """Reserve model names; return the error, or an empty text."""
+        if not names:
+            return ""
+        try:
+            await self._reservations.reserve(namespace, names)
+        except ConflictError:
+            raise  # The ConfigMap was written at the same time; the next reconcile retries soon.
+        except ApiError as error:
+            return _refusal(error)
         return ""
 
     async def _set_gates(self, namespace: str, gates: Sequence[Gate]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dualmap.objects.reservations import CONFIG_MAP
 from dualmap.pools.claims import LostClaim
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide import drain, rollout
@@ -96,10 +97,13 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
     if lost:
         names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for each in lost:
-            names_of[each.owner][_quoted(each.name)] = None
-        conflicts = [
-            f"Requests with model {named(names)} go to the older pool {owner}" for owner, names in names_of.items()
-        ]
+            target = (
+                f"namespace {each.owner} only (reserved in ConfigMap {CONFIG_MAP})"
+                if each.reserved
+                else f"the older pool {each.owner}"
+            )
+            names_of[target][_quoted(each.name)] = None
+        conflicts = [f"Requests with model {named(names)} go to {target}" for target, names in names_of.items()]
         return _Finding(True, "ModelConflict", "; ".join((*conflicts, *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))

@@ -143,4 +143,6 @@ class Observed:
     failures: tuple[str, ...] = ()
     """The errors from applying the previous plan."""
     lost_claims: tuple[LostClaim, ...] = ()
-    """The model names that the pool claims but that belong to an older pool."""
+    """The model names that the pool claims but that belong to an older pool or to another namespace."""
+    unreserved: tuple[str, ...] = ()
+    """The model names that the pool has and that are not reserved for its namespace yet."""

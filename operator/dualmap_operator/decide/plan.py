@@ -50,6 +50,8 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
         status=status,
         gates=_gates(observed.pods, members),
         restarts=restarts,
+        # The names are reserved before the first member gets requests.
+        reserve=observed.unreserved if members and not spec.deleting else (),
         events=(
             *_ring_events(published.members, members),
             *_scaling_events(spec, observed, replicas),

@@ -37,11 +37,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The writes of one reconcile, in this order: children, status (with the ring), gates, restarts, Events.
+    """The writes of one reconcile: children, reservations, status (with the ring), gates, restarts, Events.
 
     ``children`` are complete objects for server-side apply. ``requeue_after_s`` is the time to the next reconcile if no
-    change triggers a reconcile earlier. ``finished`` is true if the pool is being deleted and its finalizer may be
-    removed.
+    change triggers a reconcile earlier. ``reserve`` are the model names to reserve for the pool's namespace.
+    ``finished`` is true if the pool is being deleted and its finalizer may be removed.
     """
 
     status: PoolStatus
@@ -49,5 +49,6 @@ class Plan:
     gates: tuple[Gate, ...] = ()
     restarts: tuple[Restart, ...] = ()
     events: tuple[Event, ...] = ()
+    reserve: tuple[str, ...] = ()
     requeue_after_s: float = 30.0
     finished: bool = False

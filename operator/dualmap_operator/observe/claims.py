@@ -12,6 +12,7 @@ from typing import Any
 from dualmap.errors import PoolError
 from dualmap.objects.pods import mapping_in, text_in
 from dualmap.objects.pool_reader import read_pools
+from dualmap.objects.reservations import can_be_reserved
 from dualmap.pools.claims import Claimant, LostClaim, lost_claims
 from dualmap_operator.observe.mirror import Key
 
@@ -22,6 +23,7 @@ class Claims:
     def __init__(self) -> None:
         self._claimants: dict[Key, Claimant] = {}
         self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
+        self._reserved: Mapping[str, str] = {}
 
     def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
         """Record a pool's change from ``before`` to ``after``; return the other pools that the change may affect.
@@ -44,13 +46,29 @@ class Claims:
         self._put(key, was, now)
         return (concerned | self._rivals(now)) - {key}
 
+    def reserve(self, reserved: Mapping[str, str]) -> set[Key]:
+        """Replace the reservations; return the pools that the change may affect."""
+        before, self._reserved = self._reserved, reserved
+        changed = {name for name, _ in before.items() ^ reserved.items()}
+        return {key for name in changed for key in self._by_name.get(name, ())}
+
+    def unreserved(self, key: Key) -> tuple[str, ...]:
+        """Return the names that a pool has and that are not reserved yet."""
+        mine = self._claimants.get(key)
+        if mine is None:
+            return ()
+        lost = {each.name for each in self.lost(key)}
+        return tuple(
+            name for name in mine.names if name not in self._reserved and name not in lost and can_be_reserved(name)
+        )
+
     def lost(self, key: Key) -> tuple[LostClaim, ...]:
-        """Return the names that a pool claims but that belong to an older pool."""
+        """Return the names that a pool claims but that belong to an older pool or to another namespace."""
         mine = self._claimants.get(key)
         if mine is None:
             return ()
         rivals = [self._claimants[each] for each in self._rivals(mine)]
-        return tuple(lost for lost in lost_claims(rivals) if lost.pool == mine.pool)
+        return tuple(lost for lost in lost_claims(rivals, self._reserved) if lost.pool == mine.pool)
 
     def _rivals(self, claimant: Claimant | None) -> set[Key]:
         """Return the pools that claim any name of ``claimant``."""

@@ -129,5 +129,6 @@ class Gatherer:
             deleting="deletionTimestamp" in metadata,
             failures=failures,
             lost_claims=self._watches.lost_claims(key),
+            unreserved=self._watches.unreserved(key),
             version_floor=max((highest, *(each.ring_version for each in self._reports if each.heard))),
         )

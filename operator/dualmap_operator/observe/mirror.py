@@ -30,7 +30,10 @@ WATCH_POLICY: Final = WatchPolicy(resume=True, first_pause_s=0.5, longest_pause_
 
 
 class Mirror(Generic[T]):
-    """All objects at ``path`` that ``selector`` matches. Logs, metrics and health checks contain ``kind``."""
+    """All objects at ``path`` with ``name`` that ``selector`` matches (empty: all).
+
+    Logs, metrics and health checks contain ``kind``.
+    """
 
     def __init__(
         self,
@@ -43,13 +46,14 @@ class Mirror(Generic[T]):
         listener: Listener[T],
         clock: Callable[[], float],
         selector: str = "",
+        name: str = "",
         policy: WatchPolicy = WATCH_POLICY,
     ) -> None:
         self.kind = kind
         self._listener = listener
         self._objects: dict[Key, T] = {}
         self._reflector: Reflector[tuple[Key, T]] = Reflector(
-            _Counted(Collection(client, path, selector=selector), observer),
+            _Counted(Collection(client, path, selector=selector, name=name), observer),
             self,
             kind=kind,
             read=lambda body: (_key(body), read(body)),

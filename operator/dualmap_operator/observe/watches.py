@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
 from dualmap.objects.pool_reader import API_VERSION
+from dualmap.objects.reservations import CONFIG_MAP, read_reservations
 from dualmap.pools.claims import LostClaim
 from dualmap_edge.kube.client import KubeClient
 from dualmap_operator.api import ApiObserver, collection_path
@@ -73,6 +74,7 @@ class ChildObject:
 class Watches:
     """Mirrors of pools, pods and children in ``namespace`` (None: all namespaces).
 
+    ``reservations_in`` is the namespace of the ConfigMap with the reserved model names (None: no reservations).
     ``wake`` queues a pool's reconcile. ``clock`` is monotonic, in seconds.
     """
 
@@ -82,6 +84,7 @@ class Watches:
         observer: ApiObserver,
         *,
         namespace: str | None,
+        reservations_in: str | None = None,
         wake: Callable[[Key], None],
         clock: Callable[[], float],
     ) -> None:
@@ -127,6 +130,20 @@ class Watches:
             )
             for api_version, kind in _CHILDREN
         }
+        self._reservations = (
+            None
+            if reservations_in is None
+            else Mirror(
+                client,
+                observer,
+                kind="ConfigMap",
+                path=collection_path("v1", "ConfigMap", reservations_in),
+                read=lambda body: read_reservations(mapping_in(body, "data")),
+                listener=self._reservations_changed,
+                clock=clock,
+                name=CONFIG_MAP,
+            )
+        )
 
     def pods_of(self, spec: PoolSpec) -> tuple[ObservedPod, ...]:
         """Return a pool's pods: the pods that its StatefulSet controls, or the pods that its selector matches."""
@@ -148,8 +165,12 @@ class Watches:
         return self._versions.get(uid, 0)
 
     def lost_claims(self, key: Key) -> tuple[LostClaim, ...]:
-        """Return the model names that a pool claims but that belong to an older pool."""
+        """Return the model names that a pool claims but that belong to an older pool or to another namespace."""
         return self._claims.lost(key)
+
+    def unreserved(self, key: Key) -> tuple[str, ...]:
+        """Return the model names of a pool that must be reserved when the pool serves them."""
+        return () if self._reservations is None else self._claims.unreserved(key)
 
     def child(self, kind: str, key: Key) -> ChildObject | None:
         """Return a child from the watch; None if it does not exist."""
@@ -163,7 +184,8 @@ class Watches:
     @property
     def mirrors(self) -> tuple[Mirror[Any], ...]:
         """The mirrors of all kinds; ``control`` runs them."""
-        return (self.pools, self.pods, *self._children.values())
+        reservations = () if self._reservations is None else (self._reservations,)
+        return (self.pools, self.pods, *self._children.values(), *reservations)
 
     def _seen(self, pods: Iterable[PodObject]) -> tuple[ObservedPod, ...]:
         return tuple(replace(each.pod, flaps=self._flaps_of(each.pod.uid)) for each in pods)
@@ -182,6 +204,10 @@ class Watches:
         for rival in self._claims.changed(key, *documents):
             self._wake(rival)
         self._wake(key)
+
+    def _reservations_changed(self, _: Key, before: Mapping[str, str] | None, after: Mapping[str, str] | None) -> None:
+        for key in self._claims.reserve(after or {}):
+            self._wake(key)
 
     def _pod_changed(self, key: Key, before: PodObject | None, after: PodObject | None) -> None:
         if after is None:
