@@ -39,12 +39,17 @@ class Form:
 
 
 SELF_SIGNED = {"mode": "selfSigned", "mutual": True}
-GENERATED = ("authority", "router-mtls", "gateway-mtls", "redis-password")
+GENERATED = ("authority", "router-mtls", "gateway-mtls", "redis-password", "hash-key")
 
 
 FORMS = [
     pytest.param(
-        Form(helm=3, namespaced=True, tls=SELF_SIGNED, secrets=("router-tls", "gateway-tls", "redis-password")),
+        Form(
+            helm=3,
+            namespaced=True,
+            tls=SELF_SIGNED,
+            secrets=("router-tls", "gateway-tls", "redis-password", "hash-key"),
+        ),
         id="helm-3-namespaced-tls",
     ),
     pytest.param(Form(helm=4, namespaced=False, tls={}, secrets=GENERATED), id="helm-4-cluster"),

@@ -21,7 +21,7 @@ from emulated_cluster.control_plane.build import binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
-SECRETS = ("authority", "router-mtls", "gateway-mtls", "redis-password")
+SECRETS = ("authority", "router-mtls", "gateway-mtls", "redis-password", "hash-key")
 PLAIN: Mapping[str, bytes] = {}
 _ANSWER_S = 10.0
 _STEADY_S = 5.0
@@ -101,7 +101,7 @@ async def replace_authority(site: Site, before: Mapping[str, Mapping[str, str]])
 
     await until_so(replaced, "routers reject the former certificate")
     now = await contents(site)
-    assert {name for name in SECRETS if now[name] == before[name]} == {"redis-password"}
+    assert {name for name in SECRETS if now[name] == before[name]} == {"redis-password", "hash-key"}
     await site.until_answered()
     async with site.requests() as outcomes:
         await asyncio.sleep(_STEADY_S)

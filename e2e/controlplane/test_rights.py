@@ -17,6 +17,7 @@ GENERATED = {
     "server": "dualmap-router-mtls",
     "client": "dualmap-gateway-mtls",
     "redis": "dualmap-redis-password",
+    "hash": "dualmap-hash-key",
 }
 Right = tuple[str, str, str]
 """API group, resource with its subresource, verb."""

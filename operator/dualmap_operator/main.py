@@ -96,8 +96,8 @@ class _Generated(click.ParamType[GeneratedSecret]):
     multiple=True,
     type=_Generated(),
     help="Generate the content of this existing Secret, and renew its certificate in time. KIND is authority (signs "
-    "the others), server (of the routers), client (of Envoy), or redis (a password). Default namespace: "
-    "POD_NAMESPACE. Repeatable.",
+    "the others), server (of the routers), client (of Envoy), redis (a password), or hash (the key of the routers' "
+    "--hash-key-file). Default namespace: POD_NAMESPACE. Repeatable.",
 )
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))

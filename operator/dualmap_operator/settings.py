@@ -28,6 +28,7 @@ class SecretKind(StrEnum):
     SERVER = "server"
     CLIENT = "client"
     REDIS = "redis"
+    HASH = "hash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

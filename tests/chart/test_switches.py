@@ -154,6 +154,7 @@ class TestTls:
         assert named(objects, "Secret") == [
             "dualmap-authority",
             "dualmap-gateway-mtls",
+            "dualmap-hash-key",
             "dualmap-redis-password",
             "dualmap-router-mtls",
         ]
@@ -170,18 +171,19 @@ class TestTls:
     @pytest.mark.parametrize("case", ["gaie", "no gateway"])
     def test_tls_with_another_gateway_is_plain_text_by_default(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
-        assert named(objects, "Secret") == ["dualmap-redis-password"]
+        assert named(objects, "Secret") == ["dualmap-hash-key", "dualmap-redis-password"]
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
 
     def test_tls_generated_for_a_gateway_api_gateway_asks_no_certificate(self) -> None:
         objects = render(CASES["gaie with generated certificates"], apis=APIS)
-        assert named(objects, "Secret") == ["dualmap-authority", "dualmap-redis-password", "dualmap-router-mtls"]
+        secrets = ["dualmap-authority", "dualmap-hash-key", "dualmap-redis-password", "dualmap-router-mtls"]
+        assert named(objects, "Secret") == secrets
         args = container(objects, "router", "router")["args"]
         assert [arg for arg in args if "tls" in arg] == ["--tls=/etc/dualmap/tls"]
 
     def test_tls_disabled_uses_plain_text(self) -> None:
         objects = render(CASES["tls off"])
-        assert named(objects, "Secret") == ["dualmap-redis-password"]
+        assert named(objects, "Secret") == ["dualmap-hash-key", "dualmap-redis-password"]
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
         assert not [arg for arg in container(objects, "gateway", "bootstrap")["args"] if "tls" in arg]
 
@@ -250,15 +252,16 @@ def test_envoy_probe_grace_period_is_10_s_and_pod_name_is_set() -> None:
     assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
 
 
-def test_hash_key_secret_is_mounted_and_given_to_the_routers() -> None:
-    objects = render(CASES["hash key from a secret"])
+@pytest.mark.parametrize(("values", "name"), [({}, "dualmap-hash-key"), (CASES["hash key from a secret"], "hashes")])
+def test_hash_key_secret_is_mounted_and_given_to_the_routers(values: Mapping[str, Any], name: str) -> None:
+    objects = render(values)
+    assert ("dualmap-hash-key" in named(objects, "Secret")) == (name == "dualmap-hash-key")
     router = container(objects, "router", "router")
     assert "--hash-key-file=/etc/dualmap/hash-key/key" in router["args"]
     assert {"name": "hash-key", "mountPath": "/etc/dualmap/hash-key", "readOnly": True} in router["volumeMounts"]
     volumes = workload(objects, "router")["spec"]["template"]["spec"]["volumes"]
-    secret = {"secretName": "hashes", "items": [{"key": "key", "path": "key"}]}
+    secret = {"secretName": name, "items": [{"key": "key", "path": "key"}]}
     assert {"name": "hash-key", "secret": secret} in volumes
-    assert not [arg for arg in container(render({}), "router", "router")["args"] if "hash-key" in arg]
 
 
 def test_router_env_has_extra_and_redis_variables() -> None:

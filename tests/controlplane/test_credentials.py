@@ -145,3 +145,11 @@ def test_redis_password_is_made_once_with_its_configuration() -> None:
     assert credentials.redis(made) == made
     assert credentials.redis({})["password"] != made["password"]
     assert credentials.redis({"password": b"ours"})["redis.conf"] == b"requirepass ours\n"
+
+
+def test_hash_key_is_random_and_kept() -> None:
+    first = credentials.hash_key({})
+
+    assert len(first["key"]) >= 32
+    assert credentials.hash_key({}) != first
+    assert credentials.hash_key(first) == first

@@ -74,7 +74,7 @@ def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) ->
         (["--router", "router:0"], "give HOST:PORT"),
         (["--health-port", "9000", "--metrics-port", "9000"], "give two different ports"),
         (["--health-port", "70000"], "70000 is not in the range"),
-        (["--generate", "key=a"], "KIND is one of authority, server, client, redis"),
+        (["--generate", "key=a"], "KIND is one of authority, server, client, redis, hash"),
         (["--generate", "redis=A"], "give KIND=[NAMESPACE/]NAME"),
         (["--generate", "redis=/a"], "give KIND=[NAMESPACE/]NAME"),
         (["--generate", "redis=a/b/c"], "give KIND=[NAMESPACE/]NAME"),

@@ -125,7 +125,7 @@ PLANTED_INDIRECT = [
     (
         "extproc/dualmap_extproc/reading/worker.py",
         "import dualmap_extproc.transport.processor",
-        "A request's way and its demand reach no server",
+        "Request and demand code reaches no server",
     ),
     (
         "extproc/dualmap_extproc/autoscaling/demand.py",

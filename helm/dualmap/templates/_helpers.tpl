@@ -188,6 +188,9 @@ items:
 {{- if eq .Values.redis.mode "bundled" }}
 {{- $made = append $made (printf "redis=%s-redis-password" $name) }}
 {{- end }}
+{{- if not .Values.router.hashKey.secretName }}
+{{- $made = append $made (printf "hash=%s-hash-key" $name) }}
+{{- end }}
 {{- join "," $made }}
 {{- end -}}
 

@@ -1,4 +1,4 @@
-"""The contents of generated Secrets: an authority, certificates that this authority signs, and a Redis password.
+"""The contents of generated Secrets: an authority, certificates that it signs, a Redis password, and a hash key.
 
 Each function returns what a Secret must contain, given what it contains now. Valid content is kept as it is. A
 certificate is replaced when half of its lifetime has passed. The authority keeps its key when its certificate is
@@ -29,6 +29,7 @@ _CERTIFICATE: Final = "tls.crt"
 _KEY: Final = "tls.key"
 _AUTHORITY: Final = "ca.crt"
 _PASSWORD: Final = "password"
+_HASH_KEY: Final = "key"
 _PASSWORD_BYTES: Final = 32
 
 
@@ -68,6 +69,11 @@ def redis(content: Content) -> Content:
     """Return a password, and the line of Redis's configuration that requires it."""
     password = content.get(_PASSWORD) or secrets.token_urlsafe(_PASSWORD_BYTES).encode()
     return {_PASSWORD: password, "redis.conf": b"requirepass " + password + b"\n"}
+
+
+def hash_key(content: Content) -> Content:
+    """Return the key of the routers' hashes of prompts (``dualmap router --hash-key-file``)."""
+    return {_HASH_KEY: content.get(_HASH_KEY) or secrets.token_urlsafe(_PASSWORD_BYTES).encode()}
 
 
 def _signed_authority(key: "EllipticCurvePrivateKey", now: datetime) -> "x509.Certificate":

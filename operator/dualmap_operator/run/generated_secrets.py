@@ -89,6 +89,8 @@ class GeneratedSecrets:
             return credentials.authority(content, now)
         if secret.kind is SecretKind.REDIS:
             return credentials.redis(content)
+        if secret.kind is SecretKind.HASH:
+            return credentials.hash_key(content)
         assert signer is not None
         names = self._server_names() if secret.kind is SecretKind.SERVER else [secret.name]
         return credentials.certificate(content, signer, secret.kind, names, now)
