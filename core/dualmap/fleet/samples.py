@@ -6,8 +6,10 @@ provides at most half of them while other clients have some. A member contradict
 after many prefills that say so.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
-from typing import NamedTuple
+from math import inf
+from typing import Final, NamedTuple
 
 # The median is taken over this many prefills. The first ones stand for the prior.
 _WINDOW = 15
@@ -21,6 +23,8 @@ _SLOWEST = 3.0
 _AGREEMENT = 3.0
 # A member differs from the other members by more only after this many prefills in a row outside the agreement.
 _DISSENTING_PREFILLS = 50
+# The client of the prefills that stand for the prior.
+_NO_CLIENT: Final = -1
 # The number of members from which on their common median is meaningful.
 _FEWEST_MEMBERS = 3
 
@@ -64,17 +68,26 @@ class RecentPrefills:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._prefills: deque[_Prefill] = deque(maxlen=_WINDOW)
-        self._median = 1.0
+        prior = [_Prefill(1.0, _NO_CLIENT, -inf)] * _PRIOR_PREFILLS
+        self._prefills: deque[_Prefill] = deque(prior, maxlen=_WINDOW)
+        self._sorted = [each.slowness for each in prior]
+        self._of_client: dict[int, int] = {}
         self._dissenting = 0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
-        if self._exceeds_share(now, client):
+        own = self._of_client.get(client, 0)
+        # Most prefills need only this comparison.
+        if 2 * own >= _WINDOW and self._has_rivals(now, client):
             return None
+        if len(self._prefills) == _WINDOW:
+            self._remove(self._prefills[0])
         self._prefills.append(_Prefill(slowness, client, now))
-        self._update()
-        bounded = min(max(slowness, self._median / _FASTEST), self._median * _SLOWEST)
+        self._of_client[client] = self._of_client.get(client, 0) + 1
+        insort(self._sorted, slowness)
+        median = self._sorted[len(self._sorted) // 2]
+        self._agreement.report(self, median)
+        bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
         agreed = self._agreement.bound(bounded)
         self._dissenting = 0 if agreed == bounded else self._dissenting + 1
         return bounded if self._dissenting > _DISSENTING_PREFILLS else agreed
@@ -84,18 +97,19 @@ class RecentPrefills:
         for prefill in self._prefills:
             if prefill.slowness == slowness and prefill.client == client:
                 self._prefills.remove(prefill)
-                self._update()
+                self._remove(prefill)
+                self._agreement.report(self, self._sorted[len(self._sorted) // 2] if self._sorted else 1.0)
                 return
 
-    def _exceeds_share(self, now: float, client: int) -> bool:
-        """Return whether a client provided half of the recent prefills although other clients had some lately."""
-        own = sum(each.client == client for each in self._prefills)
-        if 2 * own < _WINDOW:
-            return False
+    def _has_rivals(self, now: float, client: int) -> bool:
+        """Return whether other clients had prefills lately."""
         return any(each.client != client and now - each.at_s < _CLIENT_MEMORY_S for each in self._prefills)
 
-    def _update(self) -> None:
-        prior = [1.0] * max(0, min(_PRIOR_PREFILLS, _WINDOW - len(self._prefills)))
-        values = sorted([*(each.slowness for each in self._prefills), *prior])
-        self._median = values[len(values) // 2]
-        self._agreement.report(self, self._median)
+    def _remove(self, prefill: _Prefill) -> None:
+        """Remove a prefill from the sorted list and from its client's number."""
+        del self._sorted[bisect_left(self._sorted, prefill.slowness)]
+        own = self._of_client.get(prefill.client, 0)
+        if own > 1:
+            self._of_client[prefill.client] = own - 1
+        else:
+            self._of_client.pop(prefill.client, None)
