@@ -60,7 +60,11 @@ WITHOUT_HELM = (
 NAMESPACES = ("dualmap-system", "llm")
 NOT_RUN = {
     "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80": "no kubelet here forwards ports",
-    "kubectl port-forward --namespace dualmap-system dualmap-router-0 9090": "the same",
+    "kubectl port-forward --namespace dualmap-system dualmap-router-0 9090": "no kubelet here forwards ports",
+    "kubectl edit --namespace dualmap-system configmap/dualmap-models": "the command opens an editor",
+    "kubectl patch secret dualmap-authority --namespace dualmap-system --type merge --patch '{\"data\": null}'": (
+        "test_helm_secrets.py replaces the authority"
+    ),
 }
 
 
