@@ -136,6 +136,14 @@ RULES = (
     duration("spec.routing.queue.dispatchWindow", "1ms", "10m", too_short="0.9ms", too_long="601s", also="Unlimited"),
     duration("spec.routing.queue.maxWait", "100ms", "10m", too_short="99ms", too_long="601s"),
     Rule(
+        "spec.routing.fairness.header",
+        accepted=("", "x", "x-tenant_id-2"),
+        refused=tuple(
+            (name, f'"{name}" is not accepted; give a lower-case header name or an empty text')
+            for name in ("X-Tenant", ":path", "a b")
+        ),
+    ),
+    Rule(
         "spec.routing.session.header",
         accepted=("x", "x-session_id-2"),
         refused=tuple(
