@@ -19,6 +19,8 @@ _TRUNCATED = "unexpected end of data"
 _END_BYTES = 64
 # A larger part of a body is not parsed to learn whether it may continue: the parser would hold the event loop.
 _PARSED_BYTES: Final = 64 * 1024
+# The strings of a body with more quotation marks are not told apart from the rest of the body, for the same reason.
+_MARKS_MAX: Final = 100_000
 # Chunks below this size are joined, so that a body in tiny chunks takes no more memory than its bytes.
 _JOINED_BYTES: Final = 4 * 1024
 _CODE: Final = r"\\u00"
@@ -67,13 +69,11 @@ class ReceivedBody:
         return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON.
-
-        Without a length, a large body may always continue.
-        """
+        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON."""
         if content_length:
             return self.size_bytes < content_length
-        return self.size_bytes > _PARSED_BYTES or may_go_on(b"".join(self._chunks))
+        body = b"".join(self._chunks)
+        return may_go_on(body) if self.size_bytes <= _PARSED_BYTES else is_open(body)
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
@@ -131,6 +131,19 @@ def may_go_on(body: bytes) -> bool:
         # Position 0 is the brace. An error at position 0 means bytes that are not UTF-8, for example half a character.
         return error.pos == 0 or error.msg.startswith(_TRUNCATED)
     return False
+
+
+def is_open(body: bytes) -> bool:
+    """Return whether a large body ends within a string or an object; its braces are counted without parsing."""
+    if not body.rstrip(_JSON_SPACE).endswith(b"}"):
+        return True
+    if body.count(b'"') > _MARKS_MAX:
+        return False
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    pieces = body.split(b'"')
+    outside = b"".join(pieces[::2])
+    return len(pieces) % 2 == 0 or outside.count(b"{") > outside.count(b"}")
 
 
 def session_of(name: str, root: int, limits: Limits) -> int | None:
