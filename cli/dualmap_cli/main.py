@@ -6,6 +6,7 @@ types). A module is imported when its subcommand is looked up, and never for the
 
 import errno
 import importlib
+import os
 import signal
 import sys
 from importlib.metadata import version
@@ -58,6 +59,9 @@ class LazyGroup(click.Group):
             if error.errno != errno.ENOSPC:
                 raise
             click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            # The rest of the output stays in a buffer, which Python writes at exit. A failure there would change the
+            # exit status.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

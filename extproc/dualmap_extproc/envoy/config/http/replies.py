@@ -45,7 +45,7 @@ _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_PICK = f'response.code_details == "no_healthy_upstream" && xds.cluster_name == "{ONLY_POOL}"'
 _BAD_PATH = 'response.code_details == "path_normalization_failed"'
 _TOO_SLOW = 'response.code_details in ["request_header_timeout", "request_overall_timeout"]'
-_OVERLOAD = 'response.code_details.contains("overload")'
+_OVERLOAD = 'response.code_details.contains("overload") && !response.code_details.startsWith("dualmap_")'
 _UNAVAILABLE = (
     "response.code == 503 && "
     '!(response.code_details.startsWith("dualmap_") || response.code_details == "direct_response")'
