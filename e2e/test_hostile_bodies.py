@@ -10,7 +10,7 @@ import pytest
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import Reply, upload
 from harness.deployment import CHAT, Deployment
-from harness.documents import chat, error_of
+from harness.documents import chat, error_of, receipt
 from harness.shared_engines import SharedEngines
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,6 +30,15 @@ async def test_body_with_too_many_elements_gets_400(engines: SharedEngines, depl
     assert [reply.status for reply in replies] == [200] * 10
     assert all("x-dualmap-decision" in reply.headers for reply in replies)
     assert len(engines.left.received) + len(engines.right.received) == 10
+
+
+async def test_fields_that_the_engine_ignores_add_no_load(engines: SharedEngines, deployment: Deployment) -> None:
+    attack = [{**chat("scripted", f"hi {number}"), "text_2": "x" * 1_000_000} for number in range(5)]
+    replies = [await deployment.ask(body) for body in attack]
+    others = [await deployment.ask(chat("scripted", f"other {number}")) for number in range(20)]
+
+    assert [reply.status for reply in (*replies, *others)] == [200] * 25
+    assert max(int(receipt(reply)["prompt"]) for reply in replies) < 50
 
 
 @pytest.mark.parametrize("mode", STREAMED_MODES)

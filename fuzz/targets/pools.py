@@ -31,7 +31,7 @@ _WORDS: Final = (
 
 
 def check(data: bytes) -> None:
-    """Check that any bytes are either rejected with one line that contains file and field, or are usable pools."""
+    """Check that any bytes are usable pools, or are rejected with a one-line message that names file and field."""
     with tempfile.NamedTemporaryFile(prefix="pool-", suffix=".yaml") as file:
         file.write(data)
         file.flush()

@@ -116,7 +116,7 @@ class TestClosedLoop:
         assert after[-1] <= 10
         assert all(later <= earlier for earlier, later in pairwise(after))
 
-    def test_fleet_compensates_slow_members_without_oscillation(self) -> None:
+    def test_fleet_compensates_slow_members_with_few_size_changes(self) -> None:
         loop = Loop(instances=8, true_speed=0.3)
         loop.run(rate=20, seconds=2.5 * 3600)
         # 40 000 tokens/s at 3000 tokens/s per instance need 13.3 instances, but the estimate from arrivals is 8.2. From

@@ -91,8 +91,8 @@ class SessionTable:
     def adopt(self, now: float, shared: SharedBinding, *, hinted: bool) -> None:
         """Apply another replica's binding unless this router's binding is newer; ``hinted``: it is from the store.
 
-        If a turn was sent to another member before the store answered, that turn has moved the session. The version of
-        a session that moved in this way is the store's version plus one.
+        While the router waits for the store, it may send a turn of the session to a member other than the binding's.
+        That turn counts as a move of the session: the session's version is then the store's version plus one.
         """
         known = self._bindings.get(shared.session)
         if known is not None and known.version > shared.version:

@@ -24,7 +24,7 @@ class KubeMetrics:
         )
         self._refused = Gauge(
             "dualmap_kube_pools_refused",
-            "Pools that this router rejects as invalid, or because another pool already has the model name.",
+            "Pools that this router rejects: they are invalid, or another pool or namespace has their model name.",
             registry=registry,
         )
 

@@ -138,7 +138,7 @@ def read_large(large: LargeBody) -> Prompt | Refused:
         return model_not_found(prompt.model)
     if len(large.body) > bounds.body_bytes:
         return body_too_large(bounds.body_bytes)
-    # The router ignores a session name of this length. It must not travel between the processes.
+    # The router ignores session names above MAX_NAME, so the process does not send such a name back.
     session = prompt.session if len(prompt.session) <= MAX_NAME else ""
     return replace(prompt, text=prompt.text[: bounds.tokens * BYTES_PER_TOKEN], session=session)
 

@@ -13,7 +13,8 @@ Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 
 
 class ServedPools:
-    """The routers of all pools. With ``replicated``, the routers keep replication updates for other replicas."""
+    """The routers of all pools. With ``replicated``, the pools' routers store replication updates for other
+    replicas."""
 
     def __init__(self, *, replicated: bool) -> None:
         self._replicated = replicated

@@ -240,7 +240,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         if told is None:
             unreadable += 1
         elif told[0] != peer:
-            # Loads in this stream are ignored, because their age is unknown.
+            # Routers publish loads in another stream, so loads in this stream are ignored.
             age_s = _age_s(id_, now_ms)
             entries.append(Entry(peer=told[0], update=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
