@@ -140,7 +140,7 @@ class Metrics:
         )
         self._foreign = counter(
             "dualmap_access_log_foreign_entries",
-            "Access log entries ignored because their sender did not send the request, or because the request id is forged.",
+            "Access log entries ignored because of a forged request id, or because another Envoy sent the request.",
         )
         self._slo_ttft_s = Gauge(
             "dualmap_pool_slo_ttft_seconds", "SLO for the time to first token, in seconds.", _POOL, registry=registry
