@@ -66,7 +66,7 @@ class TestTurns:
         assert [each for each in order if each.startswith("light")] == [f"light {n}" for n in range(5)]
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_one_client_has_the_same_outcomes_as_the_order_by_arrival(self, seed: int) -> None:
+    def test_requests_of_a_single_client_are_dispatched_by_arrival(self, seed: int) -> None:
         """With order Fcfs, a policy that does not defer, and one client: first come, first served."""
         chance = random.Random(seed)
         router = PoolRouter(slow_pool(policy="least_loaded", max_wait_s=1e9))

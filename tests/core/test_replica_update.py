@@ -184,7 +184,7 @@ def test_replicas_agree_on_hot_key_lengths() -> None:
     assert max(lengths[-1]) > 2
 
 
-def test_replica_counts_before_own_start_apply_at_once() -> None:
+def test_new_router_uses_older_counts_of_its_peers_at_once() -> None:
     warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):

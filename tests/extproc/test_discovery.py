@@ -125,7 +125,7 @@ class TestEndpointDiscovery:
             service.discovery.publish([pool(count=2)])
             for call in calls:
                 assert hosts(await receive(call)) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
-            assert service.counts.pushed == 6
+            await until(lambda: service.counts.pushed == 6)
 
     async def test_discovery_slow_envoy_gets_latest_and_delays_no_other(self, service: Service) -> None:
         """The slow Envoy's flow-control window fills with responses that it does not read."""
@@ -248,7 +248,7 @@ class TestAggregatedDiscovery:
         service.discovery.publish([pool("qwen", 7), pool("llama")])
         service.discovery.publish([])
         assert clusters(await receive(ads)) == set()
-        assert service.counts.pushed == 3
+        await until(lambda: service.counts.pushed == 3)
 
     async def test_ads_requests_without_pick_go_to_the_only_pool(self, service: Service, ads: Call) -> None:
         await ads.write(request(ONLY_POOL))

@@ -175,7 +175,7 @@ items:
 {{- end -}}
 {{- end -}}
 
-{{/* The Secrets of the release's namespace that the operator generates: kind=name, separated by commas. */}}
+{{/* The Secrets of the release's namespace that the operator generates: as PURPOSE=NAME, separated by commas. */}}
 {{- define "dualmap.generated" -}}
 {{- $name := include "dualmap.fullname" . }}
 {{- $made := list }}
