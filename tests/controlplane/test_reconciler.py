@@ -207,9 +207,7 @@ async def test_reconciler_passes_apply_failures_to_next_reconcile_only(scene: Sc
     assert scene.observed == [(), ("no",), ()]
 
 
-async def test_reconciler_backs_off_if_apply_errors_differ(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reconciler_backs_off_if_apply_errors_differ(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
     scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [Applied(refused=(f"request {number} failed",)) for number in range(4)]
