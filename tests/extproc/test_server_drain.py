@@ -22,7 +22,7 @@ from extproc.envoy_messages import (
     response_body,
     response_headers,
 )
-from extproc.grpc_routers import NOT_SERVING, SERVING, answers, crowded, held, running
+from extproc.grpc_routers import NOT_SERVING, SERVING, Running, answers, crowded, held, running
 from waiting import until
 
 # This imports a fixture, which pytest finds by its name in this module.
@@ -78,6 +78,7 @@ async def test_drain_notice_period_serves_new_streams_while_not_ready(router, mo
     """Clients that poll the health service must receive the change before the server rejects a call."""
     assert server.NOTICE_S >= 0.5
     monkeypatch.setattr(server, "NOTICE_S", 600.0)
+    monkeypatch.setattr(server, "NOTICE_MAX_S", 600.0)
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert (await watch.read()).status == SERVING
 
@@ -96,6 +97,42 @@ async def test_drain_notice_period_serves_new_streams_while_not_ready(router, mo
             call.cancel()
     assert not drain.done()
     drain.cancel()
+
+
+async def begun_streams(router: Running, *, for_s: float) -> None:
+    """Begin a stream every 20 ms, each on a new connection; fail if a stream is not answered."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + for_s
+    while loop.time() < until_s:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.grpc}") as channel:
+            call = router.stream(channel)
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(chat()))
+            assert destination((await answers(call, 2))[0])
+            await call.done_writing()
+        await asyncio.sleep(0.02)
+
+
+async def test_drain_serves_new_streams_until_none_begins(router, monkeypatch):
+    """An Envoy on a busy machine may check the health later than its interval says."""
+    monkeypatch.setattr(server, "NOTICE_S", 0.5)
+    monkeypatch.setattr(server, "NOTICE_MAX_S", 600.0)
+
+    drain = asyncio.create_task(router.servers.drain(1200.0))
+    await begun_streams(router, for_s=1.5)
+
+    await asyncio.wait_for(drain, 30.0)
+
+
+async def test_drain_rejects_new_streams_after_the_longest_notice_period(router, monkeypatch):
+    """A client without health checks must not delay the drain."""
+    monkeypatch.setattr(server, "NOTICE_MAX_S", 0.6)
+
+    drain = asyncio.create_task(router.servers.drain(20.0))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await asyncio.wait_for(begun_streams(router, for_s=600.0), 30.0)
+
+    await asyncio.wait_for(drain, 30.0)
 
 
 async def refusal(port: int) -> None:

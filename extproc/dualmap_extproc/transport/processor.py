@@ -1,6 +1,7 @@
 """The ext_proc service in grpc.aio: passes messages to each stream's state machine and writes the answers."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -40,6 +41,7 @@ class ExternalProcessor:
         self._limits = limits
         self._deadlines = _StreamDeadlines()
         self._streams = 0
+        self._last_began_s = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -56,6 +58,11 @@ class ExternalProcessor:
     def open_requests(self) -> int:
         """The number of open streams; Envoy may still send messages about their requests."""
         return self._streams
+
+    @property
+    def last_began_s(self) -> float:
+        """The time at which the last stream began, on the event loop's clock; minus infinity before the first."""
+        return self._last_began_s
 
     @property
     def buffered_bytes(self) -> int:
@@ -78,6 +85,7 @@ class ExternalProcessor:
         writer.on_written = stream.written
         cancelled = True
         self._streams += 1
+        self._last_began_s = clock()
         self._idle.clear()
         try:
             while not stream.ended:
