@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
+from dualmap.engines.profile import NO_PROFILE, EngineProfile
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
@@ -131,7 +132,7 @@ class EndpointStatus:
     ``held`` is the number of queued requests, with ``held_prefill_tokens`` to compute. ``pending_prefill_tokens``
     counts requests in flight only. ``prefill_tokens_per_second`` is the speed for this router's requests;
     ``solo_tokens_per_second`` is the speed without other routers' prefills. A ``suspended`` member failed several
-    consecutive requests and receives no new requests for some seconds.
+    consecutive requests and receives no new requests for some seconds. ``engine`` is what the member's engine says.
     """
 
     id: str
@@ -147,6 +148,7 @@ class EndpointStatus:
     prefill_tokens_per_second: float
     solo_tokens_per_second: float
     suspended: bool
+    engine: EngineProfile = NO_PROFILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from dualmap.chooser import Chooser
 from dualmap.dispatcher import Dispatcher
+from dualmap.engines.profile import EngineProfile
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
@@ -48,7 +49,7 @@ class PoolRouter:
 
     @property
     def pool(self) -> Pool:
-        """The current version of the pool."""
+        """The current version of the pool; its engines' profiles fill the values that the specification leaves open."""
         return self._pool
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
@@ -126,12 +127,26 @@ class PoolRouter:
     def on_pool(self, now: float, pool: Pool) -> Effects[None]:
         """Apply a new version of the pool: members join, change and leave; requests in flight stay recorded."""
         assert pool.id == self._pool.id, f"router of {self._pool.id} was given {pool.id}"
-        self._pool = pool
-        self._chooser.adopt(pool)
-        self._dispatcher.adopt(pool)
-        outcomes = self._dispatcher.requeue(now, self._fleet.adopt(now, pool))
-        self._fleet.forget_gone()
+        self._fleet.specify(pool)
+        outcomes = self._adopt_pool(now, self._fleet.completed())
         return Effects(None, outcomes + self._dispatcher.release_all(now))
+
+    def on_profile(self, now: float, member: str, profile: EngineProfile) -> Effects[bool]:
+        """Apply what a member's engine says; the answer is whether the router's ``pool`` has changed.
+
+        An unknown member's profile is ignored.
+        """
+        change = self._fleet.on_profile(now, member, profile)
+        if not any(change):
+            return Effects(False)
+        outcomes: tuple[Outcome, ...] = ()
+        completed = self._fleet.completed() if change.facts else self._pool
+        changed = completed != self._pool
+        if changed:
+            outcomes = self._adopt_pool(now, completed)
+        elif change.ring:
+            outcomes = self._dispatcher.requeue(now, self._fleet.members)
+        return Effects(changed, outcomes + self._dispatcher.release_all(now))
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of requests that expired without a report."""
@@ -189,6 +204,15 @@ class PoolRouter:
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,
         )
+
+    def _adopt_pool(self, now: float, pool: Pool) -> tuple[Outcome, ...]:
+        """Use a new version of the pool; return the outcomes of queued requests whose member left or restarted."""
+        self._pool = pool
+        self._chooser.adopt(pool)
+        self._dispatcher.adopt(pool)
+        outcomes = self._dispatcher.requeue(now, self._fleet.adopt(now, pool))
+        self._fleet.forget_gone()
+        return outcomes
 
     def _adopt(self, now: float, bindings: Sequence[SharedBinding], *, hinted: bool) -> None:
         longest = self._pool.engine.max_model_len

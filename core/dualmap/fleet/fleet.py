@@ -1,16 +1,21 @@
 """The facade of a pool's members: the members that may be picked, and each member's cache, load and free memory.
 
 The dispatcher and the chooser read candidates from the fleet; the router reports events to it. The fleet's components
-(membership, prefix indexes, ledger, peers) do not use each other, and only this package uses them.
+(membership, prefix indexes, ledger, peers, foreign work) do not use each other, and only this package uses them.
 """
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.profiles import Profiles
 from dualmap.fleet.estimate import PrefillModel
+from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
+from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
@@ -19,7 +24,7 @@ from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
-from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
@@ -27,6 +32,9 @@ from dualmap.requests import EndpointStatus, Usage
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
 _OUTPUT_WEIGHT = 0.02
+# The same for the mean prompt tokens of a request, by which requests of other sources count.
+_PROMPT_TOKENS = 1000.0
+_PROMPT_WEIGHT = 0.02
 # The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
 # exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
@@ -35,8 +43,18 @@ _OUTPUT_MARGIN = 1.5
 _CONTESTED_WINDOW = 0.25
 # A request that has waited for this part of its SLO (or of the longest wait) may use this replica's share of a member.
 _SHARE_AFTER = 0.5
+# A report of an earlier process of an engine contains another start time, apart from rounding.
+_SAME_START_S = 1.0
 # A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
 _WINDOW_SLACK_S = 1e-6
+
+
+class ProfileChange(NamedTuple):
+    """What a profile changed: a member's ``facts``, the ``ring``, or the ``load`` of work of other sources."""
+
+    facts: bool = False
+    ring: bool = False
+    load: bool = False
 
 
 class Fleet:
@@ -46,9 +64,12 @@ class Fleet:
         self._membership = Membership(pool)
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._peers = Peers()
+        self._foreign = ForeignWork()
+        self._profiles = Profiles(pool)
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
+        self._prompt_tokens = _PROMPT_TOKENS
         self.shares = FairShares(_credit_tokens(pool))
         """How much each client received, which decides whose queued request is next."""
         self._pool = pool
@@ -56,7 +77,7 @@ class Fleet:
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._tree = PrefixTree()
-        self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
+        self._instances = {member.id: self._instance(member, self._new_index(member.id)) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
     # The pool's members, and the members that may be picked.
@@ -123,7 +144,7 @@ class Fleet:
 
         A request that has waited for long may use this replica's share of the memory, as in ``is_open``.
         """
-        kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
+        kv_tokens, output_tokens = self._profiles.kv_tokens(member), _OUTPUT_MARGIN * self._output_tokens
         if kv_tokens is None:
             return True
         load = self._ledger.loads[member]
@@ -171,6 +192,7 @@ class Fleet:
         """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
+        self._prompt_tokens += _PROMPT_WEIGHT * (request.chain.tokens - self._prompt_tokens)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
@@ -247,20 +269,25 @@ class Fleet:
     def failed(self, now: float, member: str, dispatched_s: float) -> bool:
         """Count a failed request that was dispatched at ``dispatched_s``; return whether its member is suspended."""
         if self._ledger.loads[member].suspension.failed(now, dispatched_s):
-            self._update_suspended(now)
+            self._update_left_out(now)
         return member in self._membership.suspended
 
     # Deadlines, versions of the pool, and reports of other replicas.
 
     def next_deadline(self) -> float | None:
         """Return the next time at which ``resume``, ``expire`` or ``expire_peers`` must run, or None."""
-        times_s = (self._ledger.next_expiry(), self._peers.next_expiry(), self._resume_s)
+        times_s = (
+            self._ledger.next_expiry(),
+            self._peers.next_expiry(),
+            self._foreign.next_expiry(),
+            self._resume_s,
+        )
         return min((each for each in times_s if each is not None), default=None)
 
     def resume(self, now: float) -> None:
         """Resume members after the end of their suspension."""
         if self._resume_s is not None and now >= self._resume_s:
-            self._update_suspended(now)
+            self._update_left_out(now)
 
     def expire(self, now: float) -> list[InFlightRequest]:
         """Remove and return the requests that expired without a report."""
@@ -270,8 +297,32 @@ class Fleet:
         return expired
 
     def expire_peers(self, now: float) -> None:
-        """Remove the load of replicas without a recent report."""
-        self._update_peers(self._peers.expire(now))
+        """Remove the load of replicas and of engines without a recent report."""
+        self._update_others(self._peers.expire(now) | self._foreign.expire(now))
+
+    def specify(self, pool: Pool) -> None:
+        """Take a new version of the pool's specification, which ``completed`` then returns."""
+        self._profiles.adopt(pool)
+
+    def completed(self) -> Pool:
+        """Return the specified pool with what the members' engines say about values that it leaves open."""
+        return self._profiles.complete()
+
+    def on_profile(self, now: float, member: str, profile: EngineProfile) -> ProfileChange:
+        """Apply what a member's engine says; ignore an unknown member. Return what has changed."""
+        before, asleep = self._profiles.get(member), self._profiles.asleep
+        if not self._profiles.put(member, profile):
+            return ProfileChange()
+        index = self._instances[member].index
+        if _restarted(before, profile) or (profile.asleep and not before.asleep):
+            index.clear()
+        facts = _facts(profile) != _facts(before)
+        if facts:
+            index.resize(self._capacity_blocks(member))
+        if self._profiles.asleep != asleep:
+            self._update_left_out(now)
+        load = self._count_foreign(now, member, profile)
+        return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=load)
 
     def adopt(self, now: float, pool: Pool) -> set[str]:
         """Apply a new version of the pool; return the members that did not restart.
@@ -293,17 +344,20 @@ class Fleet:
         indexes = {member: instance.index for member, instance in instances.items()}
         for member in indexes.keys() - stayed:
             indexes.pop(member).clear()
-        for index in indexes.values():
-            index.resize(_capacity_blocks(pool))
+        for member, index in indexes.items():
+            index.resize(self._capacity_blocks(member))
         self._instances = {
-            member.id: self._instance(member, indexes[member.id] if member.id in indexes else self._new_index())
+            member.id: self._instance(
+                member, indexes[member.id] if member.id in indexes else self._new_index(member.id)
+            )
             for member in pool.members
         }
+        self._foreign.retain(self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.
-            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
-        self._update_suspended(now)
+            self._ledger.loads[member].others_changed(partial(self._others_load, member))
+        self._update_left_out(now)
         return stayed
 
     def forget_gone(self) -> None:
@@ -323,7 +377,7 @@ class Fleet:
             # Only requests in flight delay other prefills at the member; queued requests do not.
             if loads[member].backlog_s:
                 self._ledger.loads[member].others.busy(said_s)
-        self._update_peers(self._peers.hear(said_s, peer, loads))
+        self._update_others(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, placement: Placement) -> None:
         """Record the endpoint to which another replica sent a prompt, up to the blocks of the longest prompt."""
@@ -354,10 +408,43 @@ class Fleet:
     def _succeeded(self, now: float, member: str) -> None:
         self._ledger.loads[member].suspension.succeeded()
         if member in self._membership.suspended:
-            self._update_suspended(now)
+            self._update_left_out(now)
 
-    def _update_suspended(self, now: float) -> None:
-        """Remove suspended members from the rings, and add resumed members again."""
+    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> bool:
+        """Update the load of the requests at a member that came through no router; return whether it changed."""
+        if profile.waiting is None or profile.running is None:
+            changed = self._foreign.forget(member)
+            if changed:
+                self._update_others({member})
+            return changed
+        load = self._ledger.loads[member]
+        load.end_overdue(now)
+        ours = load.working + self._peers.load(member).in_flight
+        requests = max(0, profile.waiting + profile.running - ours)
+        waiting = max(0, profile.waiting - len(load.prefills.pending))
+        requests, waiting = self._foreign.count(member, requests, waiting)
+        foreign = self._foreign_load(load, requests, waiting) if requests else None
+        if foreign is not None and foreign.backlog_s:
+            load.others.busy(now)
+        changed = self._foreign.put(now, member, foreign)
+        if changed:
+            self._update_others({member})
+        return changed
+
+    def _foreign_load(self, load: MemberLoad, requests: int, waiting: int) -> SharedLoad:
+        """Return the load of requests with the pool's mean prompt; ``waiting`` of them have no prefill yet."""
+        tokens = self._prompt_tokens
+        return self._limits.clamp(
+            SharedLoad(
+                pending_prefill_tokens=round(waiting * tokens),
+                backlog_s=waiting * load.speed.current.compute_s(round(tokens), 0),
+                in_flight=requests,
+                active_kv_tokens=round(requests * tokens),
+            )
+        )
+
+    def _update_left_out(self, now: float) -> None:
+        """Remove suspended and asleep members from the rings, and add resumed members again."""
         until_s = {
             member: load.suspension.until_s
             for member, load in self._ledger.loads.items()
@@ -366,12 +453,17 @@ class Fleet:
             and member in self._membership.members
         }
         self._resume_s = min(until_s.values(), default=None)
-        if until_s.keys() != self._membership.suspended:
-            self._membership.suspend(until_s)
+        asleep = self._profiles.asleep
+        if until_s.keys() != self._membership.suspended or asleep != self._membership.asleep:
+            self._membership.leave_out(suspended=until_s, asleep=asleep)
 
-    def _update_peers(self, members: set[str]) -> None:
+    def _update_others(self, members: set[str]) -> None:
         for member in members & self._membership.members.keys():
-            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
+            self._ledger.loads[member].others_changed(partial(self._others_load, member))
+
+    def _others_load(self, member: str) -> OthersLoad:
+        """Return the load at a member that is not this router's."""
+        return self._peers.load(member).plus(self._foreign.load(member))
 
     def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
         """Remove the blocks of an aborted or failed request from the index, unless its prefill ended.
@@ -400,8 +492,11 @@ class Fleet:
             roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
         return roster
 
-    def _new_index(self) -> PrefixIndex:
-        return PrefixIndex(_capacity_blocks(self._pool), self._tree)
+    def _new_index(self, member: str) -> PrefixIndex:
+        return PrefixIndex(self._capacity_blocks(member), self._tree)
+
+    def _capacity_blocks(self, member: str) -> int:
+        return self._profiles.cache_tokens(member) // self._pool.routing.prefix.block_tokens
 
     def _instance(self, member: Member, index: PrefixIndex) -> Instance:
         load = self._ledger.loads[member.id]
@@ -423,6 +518,7 @@ class Fleet:
             prefill_tokens_per_second=load.speed.current.tokens_per_second,
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
+            engine=self._profiles.get(member.id),
         )
 
 
@@ -431,8 +527,16 @@ def _credit_tokens(pool: Pool) -> int:
     return round(pool.slo.ttft_s * pool.engine.prefill_tokens_per_second) * len(pool.members)
 
 
-def _capacity_blocks(pool: Pool) -> int:
-    return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+def _facts(profile: EngineProfile) -> tuple[object, ...]:
+    """Return the facts on which the pool, or a member's index or memory depends."""
+    return profile.kv_tokens, profile.cache_tokens, profile.max_model_len, profile.adapters
+
+
+def _restarted(before: EngineProfile, after: EngineProfile) -> bool:
+    """Return whether two profiles of a member are of different processes of its engine."""
+    if before.started_s is None or after.started_s is None:
+        return False
+    return abs(after.started_s - before.started_s) > _SAME_START_S
 
 
 def _load_limits(pool: Pool) -> LoadLimits:

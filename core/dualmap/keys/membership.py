@@ -1,8 +1,8 @@
-"""Hash rings over the members that a request may use: all members or a subset, without suspended members.
+"""Hash rings over the members that a request may use: all members or a subset, without suspended or asleep members.
 
-Rings are immutable; each ring is created at its first use. A suspended member leaves the rings like a draining member:
-only its own keys map to other members. When the member resumes, it gets the same keys. If all members are suspended,
-all members stay in the rings, so that requests still have a destination.
+Rings are immutable; each ring is created at its first use. A suspended or asleep member leaves the rings like a
+draining member: only its own keys map to other members. When the member resumes, it gets the same keys. If no other
+member is left, suspended members stay in the rings, and then asleep members, so that requests still have a destination.
 """
 
 from collections.abc import Iterable
@@ -19,6 +19,7 @@ class Membership:
     def __init__(self, pool: Pool) -> None:
         self.members: dict[str, Member] = {member.id: member for member in pool.members}
         self.suspended: frozenset[str] = frozenset()
+        self.asleep: frozenset[str] = frozenset()
         self._pool = pool
         # Every response needs the member that served it. If two members have the same endpoint, the first member is
         # returned.
@@ -26,7 +27,7 @@ class Membership:
         self._rings: dict[frozenset[str] | None, DualRing] = {}
         self._ring = self._build(None)
         self.size = len(self._ring.members)
-        """The number of members that new keys may map to, including suspended members; hotness thresholds use it."""
+        """The number of members that new keys may map to, also those left out; hotness thresholds use it."""
 
     def ring(self, subset: frozenset[str] | None) -> DualRing:
         """Return the rings over the members that a request may use; an ``ip`` in ``subset`` allows all its ports."""
@@ -44,9 +45,9 @@ class Membership:
         """Return the member at ``ip:port``, or None."""
         return self._at.get(endpoint)
 
-    def suspend(self, members: Iterable[str]) -> None:
-        """Set the suspended members, and remove exactly these members from the rings."""
-        self.suspended = frozenset(members)
+    def leave_out(self, *, suspended: Iterable[str], asleep: Iterable[str]) -> None:
+        """Set the suspended and the asleep members, and remove exactly these members from the rings."""
+        self.suspended, self.asleep = frozenset(suspended), frozenset(asleep)
         self._rings.clear()
         self._ring = self._build(None)
 
@@ -54,5 +55,8 @@ class Membership:
         allowed = [
             each for each in self._pool.members if subset is None or each.endpoint in subset or each.address in subset
         ]
-        ring = DualRing([each for each in allowed if each.id not in self.suspended], self._pool.routing.ring)
-        return ring if ring.members or not self.suspended else DualRing(allowed, self._pool.routing.ring)
+        for left_out in (self.suspended | self.asleep, self.asleep, self.suspended):
+            ring = DualRing([each for each in allowed if each.id not in left_out], self._pool.routing.ring)
+            if ring.members or not left_out:
+                return ring
+        return DualRing(allowed, self._pool.routing.ring)

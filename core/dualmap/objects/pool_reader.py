@@ -14,6 +14,7 @@ from typing import Final
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.pool import (
+    Discovery,
     Engine,
     Fairness,
     KvEvents,
@@ -271,21 +272,31 @@ def _read_model(fields: _Fields) -> Model:
 
 
 def _read_engine(fields: _Fields) -> Engine:
-    events = fields.sub("kvEvents")
+    events, discovery = fields.sub("kvEvents"), fields.sub("discovery")
+    # 0 means that the engines say it; the values of Engine() are for engines that do not.
+    cache_tokens = fields.integer("cacheTokens", 0, 0, 10**10)
+    max_model_len = fields.integer("maxModelLen", 0, 0, 10**8)
     engine = Engine(
         type=fields.choice("type", "vLLM", ENGINE_TYPES),
         port=fields.integer("port", 8000, 1, 65_535),
         prefill_tokens_per_second=fields.number("prefillTokensPerSecond", 7000.0, 100, 1_000_000),
-        cache_tokens=fields.integer("cacheTokens", 1_000_000, 0, 10**10),
+        cache_tokens=cache_tokens or Engine().cache_tokens,
         kv_tokens=fields.integer("kvTokens", 0, 0, 10**10) or None,
-        max_model_len=fields.integer("maxModelLen", 0, 0, 10**8) or Engine().max_model_len,
+        max_model_len=max_model_len or Engine().max_model_len,
         kv_events=KvEvents(
             enabled=events.flag("enabled", default=False),
             port=events.integer("port", 5557, 1, 65_535),
             replay_port=events.integer("replayPort", 5558, 1, 65_535),
         ),
+        discovery=Discovery(
+            enabled=discovery.flag("enabled", default=True),
+            interval_s=discovery.duration("interval", 10.0, low_s=1.0, high_s=3600.0),
+            cache_tokens=not cache_tokens,
+            max_model_len=not max_model_len,
+        ),
     )
     events.refuse_others()
+    discovery.refuse_others()
     fields.refuse_others()
     return engine
 

@@ -82,11 +82,26 @@ class KvEvents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """What the router asks of every member's engine.
+
+    If ``enabled``, the router reads each engine's load all the time, and its other facts every ``interval_s`` seconds.
+    ``cache_tokens`` and ``max_model_len`` say whether the engine's fact replaces the value in ``Engine``, which is then
+    only the value for engines that do not say it.
+    """
+
+    enabled: bool = True
+    interval_s: float = 10.0
+    cache_tokens: bool = True
+    max_model_len: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """The engine on each member. The prefill speed is a prior; the router learns each member's speed.
 
     ``cache_tokens`` is the amount of KV that a member keeps for reuse. ``kv_tokens`` is the amount of KV that a
-    member's requests in flight can use in total; None means unknown and no limit.
+    member's requests in flight can use in total; None means that the engine says it, or else unknown and no limit.
     ``max_model_len`` is the number of tokens up to which the router counts a prompt.
     """
 
@@ -97,6 +112,7 @@ class Engine:
     kv_tokens: int | None = None
     max_model_len: int = 131_072
     kv_events: KvEvents = KvEvents()
+    discovery: Discovery = Discovery()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""The load that the other router replicas put on the members: the sum of each replica's last report.
+"""The load that others put on the members: the sum of the last report of each other router replica.
 
-A report is valid for PEER_TTL_S. After that time, the replica counts as stopped and its load is removed.
+A report is valid for PEER_TTL_S. After that time, the replica counts as stopped and its load is removed. The same
+account takes the work that came through no router, as reported by the members' engines (``dualmap.fleet.foreign``).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dualmap.replicas.update import SharedLoad
 
@@ -14,9 +15,18 @@ PEER_TTL_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OthersLoad(SharedLoad):
-    """The sum of the loads that the other replicas put on a member; ``replicas`` of them put load on the member."""
+    """The sum of the loads that others put on a member; ``replicas`` of them put load on the member.
+
+    Work that came through no router counts as the load of one replica.
+    """
 
     replicas: int = 0
+
+    def plus(self, more: "OthersLoad") -> "OthersLoad":
+        """Return the sum of two sums."""
+        if not more.replicas:
+            return self
+        return replace(_sum((self, more)), replicas=self.replicas + more.replicas)
 
 
 NO_LOAD = OthersLoad()
@@ -39,6 +49,11 @@ class Peers:
         changed = set(loads) | set(self._loads.get(peer, ()))
         self._loads[peer], self._heard_s[peer] = loads, reported_s
         return changed
+
+    def forget(self, peer: str) -> set[str]:
+        """Remove a replica's report; return the members whose sum may have changed."""
+        self._heard_s.pop(peer, None)
+        return set(self._loads.pop(peer, ()))
 
     def expire(self, now: float) -> set[str]:
         """Remove replicas without a recent report; return the members whose sum may have changed."""

@@ -6,8 +6,6 @@ never raises. A router or engine with a missing or invalid answer counts as sile
 
 import asyncio
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 from yarl import URL
 
+from dualmap.engines.profile import DIALECTS, read_metrics
 from dualmap.objects.pods import mapping_in, text_in
 from dualmap_operator.decide.observed import EndpointReport, RouterReport
 
@@ -32,31 +31,6 @@ class RouterAddress:
     host: str
     port: int
     ready: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EngineMetrics:
-    """The path and the metric names for an engine's running and waiting requests."""
-
-    path: str
-    running: str
-    waiting: str
-
-
-_ENGINE_METRICS: Final[Mapping[str, _EngineMetrics]] = {
-    "vLLM": _EngineMetrics(path="/metrics", running="vllm:num_requests_running", waiting="vllm:num_requests_waiting"),
-    "SGLang": _EngineMetrics(path="/metrics", running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs"),
-    "TensorRTLLM": _EngineMetrics(
-        path="/prometheus/metrics", running="trtllm_num_requests_running", waiting="trtllm_num_requests_waiting"
-    ),
-}
-
-# Matches a sample's line after the metric's name: labels with quoted values, a value, an optional timestamp. Possessive
-# quantifiers prevent backtracking, so that the time is linear in the line's length.
-_SAMPLE: Final = re.compile(
-    rb"""[ \t]*+(?:\{(?:[^"}\n]++|"(?:[^"\\\n]|\\[^\n])*+")*+\})?[ \t]*+([^ \t\n]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+\n"""
-)
-_NAME_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:")
 
 
 class _HttpClient:
@@ -148,14 +122,14 @@ class EngineClient:
 
         Engines of type Generic have no known metrics.
         """
-        metrics = _ENGINE_METRICS.get(engine_type)
-        if metrics is None:
+        dialect = DIALECTS.get(engine_type)
+        if dialect is None:
             return None
-        answer = await self._http.get(address, port, metrics.path, timeout_s=timeout_s)
+        answer = await self._http.get(address, port, dialect.path, timeout_s=timeout_s)
         if answer is None or answer[0] != 200:
             return None
-        running, waiting = (_sum(answer[1], name) for name in (metrics.running, metrics.waiting))
-        return None if running is None or waiting is None else running + waiting
+        profile = read_metrics(engine_type, answer[1])
+        return None if profile.running is None or profile.waiting is None else profile.running + profile.waiting
 
     async def close(self) -> None:
         """Close open connections."""
@@ -187,33 +161,3 @@ def _endpoints(value: object) -> dict[str, EndpointReport] | None:
 
 def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _sum(page: bytes, name: str) -> int | None:
-    """Return the sum of a metric's samples over all labels, from text in the Prometheus format.
-
-    The result is None without a sample, for a sample that is not a count, and for a text without a final newline.
-    """
-    if not page.endswith(b"\n"):
-        return None
-    start = b"\n" + name.encode()
-    lines = b"\n" + page
-    total, found, at = 0.0, False, lines.find(start)
-    while at >= 0:
-        rest = at + len(start)
-        if lines[rest] not in _NAME_CHARACTERS:
-            value = _sample(lines, rest)
-            if value is None:
-                return None
-            total, found = total + value, True
-        at = lines.find(start, rest)
-    return math.ceil(total) if found and total < math.inf else None
-
-
-def _sample(lines: bytes, rest: int) -> float | None:
-    match = _SAMPLE.match(lines, rest)
-    try:
-        value = float(match[1]) if match else math.nan
-    except ValueError:
-        return None
-    return value if 0 <= value < math.inf else None
