@@ -53,9 +53,17 @@ DRAIN_TIMEOUT_S: Final = 120.0
     show_default=True,
     help="Seconds of simulated time per second. With --speed 10, the engine runs ten times as fast.",
 )
+@click.option("--adapter", "adapters", multiple=True, help="Name of a LoRA adapter that the engine serves. Repeatable.")
 @click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
 def engine_sim(
-    host: str, port: int, model: str, preset: str, cache_tokens: int | None, speed: float, api_key: str | None
+    host: str,
+    port: int,
+    model: str,
+    preset: str,
+    cache_tokens: int | None,
+    speed: float,
+    adapters: tuple[str, ...],
+    api_key: str | None,
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
@@ -66,6 +74,8 @@ def engine_sim(
     The engine cuts prompts at 20480 tokens with the presets 7b and pd, at 10240 with 14b, and at 131072 with agent.
     /v1/models and /tokenize report this limit as max_model_len.
 
+    As with vLLM's development mode, POST /sleep puts the engine to sleep, and POST /wake_up wakes it.
+
     \b
     Example:
       dualmap engine-sim --port 8001 --model qwen --preset 7b --speed 10
@@ -74,7 +84,9 @@ def engine_sim(
     config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
     if cache_tokens is not None:
         config = replace(config, cache_tokens=cache_tokens)
-    settings = ServerSettings(host=host, port=port, model=model, config=config, speed=speed, api_key=api_key)
+    settings = ServerSettings(
+        host=host, port=port, model=model, config=config, speed=speed, api_key=api_key, adapters=adapters
+    )
     sys.exit(asyncio.run(_serve(settings)))
 
 

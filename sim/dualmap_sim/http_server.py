@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from itertools import count
 from typing import Final
 
@@ -47,7 +48,8 @@ class EngineHttpServer:
         self._created_s = int(time.time())
         self._numbers = count(1)
         engine = Engine(settings.config)
-        metrics = EngineMetrics(engine, model=settings.model, speed=settings.speed)
+        self._asleep = False
+        metrics = EngineMetrics(engine, model=settings.model, speed=settings.speed, asleep=lambda: self._asleep)
         self._driver = EngineDriver(engine, metrics, speed=settings.speed)
         self._unanswered = 0
         self._draining = False
@@ -90,7 +92,10 @@ class EngineHttpServer:
         app.router.add_post("/v1/embeddings", self._embeddings)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics_page)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
         app.router.add_get("/health", self._health)
         return app
 
@@ -134,7 +139,9 @@ class EngineHttpServer:
         raw = await request.read()
         request[_DIGEST] = hashlib.sha256(raw).hexdigest()
         body = openai_api.parse_body(raw)
-        openai_api.check_model(body, self._settings.model)
+        openai_api.check_model(body, (self._settings.model, *self._settings.adapters))
+        if self._asleep:
+            raise ApiError(503, "ServiceUnavailable", "the engine is asleep")
         return body
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -197,10 +204,22 @@ class EngineHttpServer:
         return _json(
             openai_answers.models(
                 self._settings.model,
+                self._settings.adapters,
                 created_s=self._created_s,
                 max_model_len=self._settings.config.input_tokens_max,
             )
         )
+
+    async def _version(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": f"{version('dualmap')}+sim"})
+
+    async def _sleep(self, _request: web.Request) -> web.StreamResponse:
+        self._asleep = True
+        return web.Response()
+
+    async def _wake_up(self, _request: web.Request) -> web.StreamResponse:
+        self._asleep = False
+        return web.Response()
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(

@@ -4,7 +4,8 @@ Names and labels are those of vLLM 0.32. Only the metrics that routers and autos
 wall-clock seconds: model seconds divided by the server's speed.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -27,9 +28,11 @@ _REQUEST_BUCKETS: Final = (
 class _EngineCollector(Collector):
     """Gauges and counters that the engine model computes."""
 
-    def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
+    def __init__(self, engine: Engine, labels: tuple[str, str], asleep: Callable[[], bool]) -> None:
         self._engine = engine
         self._labels = labels
+        self._asleep = asleep
+        self._started_s = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family with its current value."""
@@ -61,11 +64,21 @@ class _EngineCollector(Collector):
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Information of the LLMEngine CacheConfig",
-            labels=("block_size", "enable_prefix_caching", "engine", "num_gpu_blocks"),
+            labels=("block_size", "enable_prefix_caching", "engine", "kv_cache_size_tokens", "num_gpu_blocks"),
         )
-        blocks = config.cache_tokens // config.block_tokens
-        info.add_metric((str(config.block_tokens), str(blocks > 0), self._labels[0], str(blocks)), 1)
+        # In vLLM, one memory holds the KV of requests and the prefix cache. Here, the prefix cache may be larger.
+        caches = config.cache_tokens >= config.block_tokens
+        blocks = (config.cache_tokens if caches else config.kv_memory_tokens) // config.block_tokens
+        info.add_metric(
+            (str(config.block_tokens), str(caches), self._labels[0], str(config.kv_memory_tokens), str(blocks)), 1
+        )
         yield info
+        sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Engine sleep state.", labels=(*_LABELS, "sleep_state"))
+        for state, holds in (("awake", not self._asleep()), ("weights_offloaded", self._asleep()), ("discard_all", 0)):
+            sleep.add_metric((*self._labels, state), holds)
+        yield sleep
+        started = "Start time of the process since unix epoch in seconds."
+        yield GaugeMetricFamily("process_start_time_seconds", started, value=self._started_s)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
@@ -81,11 +94,13 @@ class _EngineCollector(Collector):
 class EngineMetrics:
     """One engine's metrics registry. ``speed`` is the number of model seconds per wall-clock second."""
 
-    def __init__(self, engine: Engine, *, model: str, speed: float) -> None:
+    def __init__(
+        self, engine: Engine, *, model: str, speed: float, asleep: Callable[[], bool] = lambda: False
+    ) -> None:
         self._speed = speed
         self._registry = CollectorRegistry()
         labels = ("0", model)
-        self._registry.register(_EngineCollector(engine, labels))
+        self._registry.register(_EngineCollector(engine, labels, asleep))
         self._ttft = self._histogram(
             "time_to_first_token", "Histogram of time to first token in seconds.", _TTFT_BUCKETS
         ).labels(*labels)

@@ -48,8 +48,11 @@ def error_body(error: ApiError) -> bytes:
     )
 
 
-def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
-    """Return the body of ``/v1/models`` with its single model. ``max_model_len`` is the longest computed prompt."""
+def models(model: str, adapters: Sequence[str] = (), *, created_s: int, max_model_len: int) -> bytes:
+    """Return the body of ``/v1/models``: the model, and its adapters, for which vLLM says no length.
+
+    ``max_model_len`` is the longest computed prompt.
+    """
     card = {
         "id": model,
         "object": "model",
@@ -59,7 +62,8 @@ def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
         "parent": None,
         "max_model_len": max_model_len,
     }
-    return orjson.dumps({"object": "list", "data": [card]})
+    cards = [{**card, "id": each, "root": each, "parent": model, "max_model_len": None} for each in adapters]
+    return orjson.dumps({"object": "list", "data": [card, *cards]})
 
 
 def tokens(ids: Sequence[int], *, max_model_len: int) -> bytes:

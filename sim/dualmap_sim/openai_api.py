@@ -6,7 +6,7 @@ waits and uses no sockets.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import Final, cast
@@ -90,14 +90,14 @@ def parse_body(body: bytes) -> dict[str, object]:
     return parsed
 
 
-def check_model(body: Mapping[str, object], served: str) -> None:
+def check_model(body: Mapping[str, object], served: Sequence[str]) -> None:
     """Raise ApiError 404 if the body names another model. As in vLLM, the model may be missing."""
     model = body.get("model")
     if model is None:
         return
     if not isinstance(model, str):
         raise ApiError(400, BAD_REQUEST, "model is not a string", param="model")
-    if model != served:
+    if model not in served:
         raise ApiError(404, "NotFoundError", f"The model `{model}` does not exist.", param="model")
 
 

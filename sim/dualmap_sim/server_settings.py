@@ -18,3 +18,4 @@ class ServerSettings:
     config: EngineConfig
     speed: float
     api_key: str | None
+    adapters: tuple[str, ...] = ()

@@ -3,12 +3,14 @@ queued.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dualmap.pools.pool import Pool
 from dualmap_extproc.app import adoption
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import FanOut
@@ -17,6 +19,16 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import chat, crowded_pool, pool
+
+
+class Engines(EngineProfiles):
+    """Records the pools, and asks no engine."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[Pool, ...]] = []
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.pools.append(tuple(pools))
 
 
 class Adopted:
@@ -28,7 +40,8 @@ class Adopted:
         self.picker = Picker(Limits(), FanOut().report, id_prefix="r")
         self.discovery = Discovery(self.metrics)
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
-        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.picker)
+        self.engines = Engines()
+        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.picker)
         self.adoption.adopt(pools)
 
     def hold(self) -> None:
@@ -40,6 +53,12 @@ class Adopted:
 
     def members(self) -> set[str]:
         return {member.endpoint for each in self.picker.pools for member in each.members}
+
+
+async def test_pool_update_reaches_engine_discovery():
+    adopted = Adopted(pool())
+    adopted.adoption.adopt(())
+    assert adopted.engines.pools == [(pool(),), ()]
 
 
 async def test_pool_update_without_queued_requests_applies_at_once():

@@ -61,6 +61,11 @@ class EngineProfile:
     event_sources: tuple[EventSource, ...] = ()
     reason: str = ""
 
+    @property
+    def problem(self) -> str:
+        """What could not be read, or that the engine sleeps; empty if neither."""
+        return self.reason or ("the engine is asleep" if self.asleep else "")
+
     def also(self, other: "EngineProfile") -> Self:
         """Return these facts with those of another answer, which has precedence; the reasons are joined."""
         known = {name: value for name in _FACTS if (value := getattr(other, name)) not in (None, "", ())}
@@ -91,6 +96,7 @@ class Dialect:
     sleep: str = ""
     block_tokens: str = ""
     blocks: str = ""
+    kv_tokens: str = ""
 
 
 DIALECTS: Final[Mapping[str, Dialect]] = {
@@ -103,6 +109,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
         blocks="num_gpu_blocks",
+        kv_tokens="kv_cache_size_tokens",
     ),
     "SGLang": Dialect(
         engine="SGLang",
@@ -150,16 +157,15 @@ def read_metrics(engine: str, page: bytes) -> EngineProfile:
             return EngineProfile(engine=others[0], reason=f"{dialect.path} is that of {others[0]}, not of {engine}")
         missing = dialect.running if running is None else dialect.waiting
         return EngineProfile(reason=f"{dialect.path} has no valid {missing}")
-    block_tokens, kv_tokens, reuses = _memory(dialect, samples)
-    return EngineProfile(
-        engine=engine,
-        block_tokens=block_tokens,
-        kv_tokens=kv_tokens,
-        cache_tokens=kv_tokens if reuses else 0,
-        waiting=min(waiting, _REQUESTS_MAX),
-        running=min(running, _REQUESTS_MAX),
-        asleep=_asleep(samples.get(dialect.sleep, ())),
-        started_s=_started_s(samples.get(_STARTED, ())),
+    memory = _memory(dialect, samples)
+    return memory.also(
+        EngineProfile(
+            engine=engine,
+            waiting=min(waiting, _REQUESTS_MAX),
+            running=min(running, _REQUESTS_MAX),
+            asleep=_asleep(samples.get(dialect.sleep, ())),
+            started_s=_started_s(samples.get(_STARTED, ())),
+        )
     )
 
 
@@ -228,26 +234,31 @@ def read_server_info(document: object) -> EngineProfile:
     )
 
 
-def _memory(dialect: Dialect, samples: Samples) -> tuple[int | None, int | None, bool]:
-    """Return the tokens of a block, the KV memory in tokens, and whether the engine reuses KV."""
+def _memory(dialect: Dialect, samples: Samples) -> EngineProfile:
+    """Return the tokens of a block, the KV memory, and the part of it that keeps KV for reuse."""
     if not dialect.cache:
         block, blocks = (total(samples.get(name, ())) for name in (dialect.block_tokens, dialect.blocks))
-        return block, _kv_tokens(block, blocks), True
-    block_tokens, kv_tokens, reuses = None, None, True
+        size = _blocks_tokens(block, blocks)
+        return EngineProfile(block_tokens=block if size else None, kv_tokens=size, cache_tokens=size)
+    block_tokens, kv_tokens, cache_tokens = None, 0, 0
     for sample in samples.get(dialect.cache, ()):
         labels = sample.labels()
         block, blocks = (_digits(labels.get(name)) for name in (dialect.block_tokens, dialect.blocks))
-        size = _kv_tokens(block, blocks)
+        size = _blocks_tokens(block, blocks)
         if size is None:
             continue
-        # One sample for each data-parallel rank, each with its own memory.
-        block_tokens, kv_tokens = block, size + (kv_tokens or 0)
-        reuses = reuses and labels.get("enable_prefix_caching") != "False"
-    return block_tokens, kv_tokens, reuses
+        # One sample for each data-parallel rank, each with its own memory. With several groups of layers, each token
+        # takes several blocks, so the size in tokens is smaller than that of the blocks.
+        block_tokens = block
+        kv_tokens += min(size, _digits(labels.get(dialect.kv_tokens)) or size)
+        cache_tokens += 0 if labels.get("enable_prefix_caching") == "False" else size
+    if block_tokens is None:
+        return NO_PROFILE
+    return EngineProfile(block_tokens=block_tokens, kv_tokens=kv_tokens, cache_tokens=cache_tokens)
 
 
-def _kv_tokens(block: int | None, blocks: int | None) -> int | None:
-    """Return the usable KV memory: engines keep one block as a placeholder."""
+def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
+    """Return the tokens that blocks can hold; engines keep one block as a placeholder."""
     if not block or not blocks or block > _BLOCK_MAX or block * blocks > _TOKENS_MAX:
         return None
     return block * (blocks - 1) or None

@@ -232,7 +232,7 @@ class Routing:
 class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
 
-    ``foreign_names`` are the names of the model that are reserved for other namespaces.
+    ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve.
     """
 
     namespace: str

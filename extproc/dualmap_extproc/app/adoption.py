@@ -1,4 +1,4 @@
-"""Applies each new version of the pools to metrics, autoscaling demand and discovery, and then to the picker.
+"""Applies each new version of the pools to metrics, demand, Envoy's and engines' discovery, and then to the picker.
 
 Envoy gets the new version first. Usually the picker gets the new version immediately after Envoy. If a pick names an
 endpoint that Envoy does not have yet, Envoy sends the request to another member.
@@ -13,6 +13,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.telemetry.metrics import Metrics
@@ -25,10 +26,13 @@ NOTICE_S: Final = 0.25
 class Adoption:
     """The component that applies every version of the pools, first to Envoy and then to the picker."""
 
-    def __init__(self, metrics: Metrics, demand: Demand, discovery: Discovery, picker: Picker) -> None:
+    def __init__(
+        self, metrics: Metrics, demand: Demand, discovery: Discovery, engines: EngineProfiles, picker: Picker
+    ) -> None:
         self._metrics = metrics
         self._demand = demand
         self._discovery = discovery
+        self._engines = engines
         self._picker = picker
         self._pools: Sequence[Pool] = ()
         self._due: asyncio.TimerHandle | None = None
@@ -39,6 +43,7 @@ class Adoption:
         self._metrics.set_pools(pools)
         self._demand.set_pools(pools)
         self._discovery.publish(pools)
+        self._engines.set_pools(pools)
         if not self._must_wait():
             self._set_picker_pools()
         elif self._due is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
@@ -23,6 +24,7 @@ from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
+from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
@@ -99,7 +101,12 @@ async def serve(settings: Settings) -> None:
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)
-    adoption = Adoption(metrics, demand, discovery, picker)
+
+    def take_profile(pool: str, member: str, profile: EngineProfile) -> None:
+        picker.on_profile(loop.time(), pool, member, profile)
+
+    engines = EngineProfiles(take_profile)
+    adoption = Adoption(metrics, demand, discovery, engines, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
         for entry in entries:
@@ -158,6 +165,7 @@ async def serve(settings: Settings) -> None:
         await servers.close()
         await status.close()
         await source.close()
+        await engines.close()
         await asyncio.to_thread(close_tracing)
 
 

@@ -84,10 +84,13 @@ class PoolObjects:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools to serve, oldest first: if two pools have the same model, the first pool serves it."""
+        """The pools to serve, oldest first: if two pools have the same model, the first pool serves it.
+
+        A pool's engines may serve adapters that its object does not name, so all reserved names are checked.
+        """
         aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
         return tuple(
-            replace(known.pool, foreign_names=foreign_names(key, known.pool.model.names, self._reserved))
+            replace(known.pool, foreign_names=foreign_names(key, self._reserved, self._reserved))
             for key, known in aged
             if known.pool is not None
         )

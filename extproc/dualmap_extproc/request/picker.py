@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
@@ -157,6 +158,16 @@ class Picker:
                 refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
                 self._released.append((request_id, refused))
         self._release(now, *effects)
+
+    def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
+        """Apply what the engine of a pool's member says; ignore an unknown pool or member."""
+        router = self._served.router(pool)
+        if router is None:
+            return
+        changed, outcomes = router.on_profile(now, member, profile)
+        if changed:
+            self._served.name_pools()
+        self._release(now, (router, outcomes))
 
     def stop_queueing(self, now: float) -> None:
         """Release all queued requests and stop queueing, because this router is about to end.

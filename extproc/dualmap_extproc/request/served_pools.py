@@ -14,12 +14,18 @@ Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 
 class ServedPools:
     """The routers of all pools. With ``replicated``, the pools' routers store replication updates for other
-    replicas."""
+    replicas.
+
+    A pool serves the names of its specification, and the adapters that its engines serve. A name of a specification
+    always goes to the pool that specifies it.
+    """
 
     def __init__(self, *, replicated: bool) -> None:
         self._replicated = replicated
         self._queues = True
         self._routers: dict[str, PoolRouter] = {}
+        # The pools as they were given; a router's pool also contains what its engines say.
+        self._given: tuple[Pool, ...] = ()
         self._models: dict[str, PoolRouter] = {}
         self.max_wait_s = 0.0
         """The longest time that a request may be queued in any pool."""
@@ -38,7 +44,7 @@ class ServedPools:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools of the last ``replace``, in their order."""
-        return tuple(router.pool for router in self._routers.values())
+        return self._given
 
     @property
     def only(self) -> PoolRouter | None:
@@ -63,27 +69,38 @@ class ServedPools:
         A pool that stays keeps its router. If two pools have the same model, the first pool serves it.
         """
         routers: dict[str, PoolRouter] = {}
-        models: dict[str, PoolRouter] = {}
         effects: list[Outcomes] = []
-        for given in pools:
-            pool = given if self._queues else given.never_queueing()
+        before = {pool.id: pool for pool in self._given}
+        self._given = tuple(pool if self._queues else pool.never_queueing() for pool in pools)
+        for pool in self._given:
             router = self._routers.get(pool.id)
             if router is None:
                 router = PoolRouter(pool, replicated=self._replicated)
-            elif router.pool != pool:
+            elif before[pool.id] != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
-            for name in pool.served_names:
-                models.setdefault(name, router)
         removed = frozenset(self._routers.keys() - routers.keys())
-        self._routers, self._models = routers, models
+        self._routers = routers
         self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
         self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))
-        self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
+        self.name_pools()
         self.max_body_bytes = max((pool.routing.max_body_bytes for pool in pools), default=None)
         return removed, effects
+
+    def name_pools(self) -> None:
+        """Map every model name to its pool again, after a pool or what its engines say has changed."""
+        models: dict[str, PoolRouter] = {}
+        for pool in self._given:
+            for name in pool.served_names:
+                models.setdefault(name, self._routers[pool.id])
+        # The names of specifications come first, so that no engine can take them.
+        for router in self:
+            for name in router.pool.served_names:
+                models.setdefault(name, router)
+        self._models = models
+        self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
 
     def next_deadline(self) -> float | None:
         """Return the time at which any router's ``on_deadline`` is due next, or None."""

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.connections import Connections
@@ -195,7 +196,7 @@ def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[s
     ``traffic`` contains totals that only grow, so that a client can sum them over routers and compute differences.
     ``held`` is the number of requests queued in this router, even for a pool without members. The ring version is the
     version that the picker uses, which may briefly be older than the latest version (``app.adoption``). A ``suspended``
-    endpoint failed several times and temporarily gets no requests.
+    endpoint failed several times and temporarily gets no requests. ``engine`` is what the endpoint's engine says.
     """
     return {
         "router": router,
@@ -210,7 +211,19 @@ def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[s
                 "held": endpoint.held,
                 "pending_prefill_tokens": endpoint.pending_prefill_tokens,
                 "suspended": endpoint.suspended,
+                "engine": _engine(endpoint.engine),
             }
             for endpoint in status.endpoints
         ],
+    }
+
+
+def _engine(profile: EngineProfile) -> dict[str, object]:
+    return {
+        "version": profile.version,
+        "block_tokens": profile.block_tokens,
+        "kv_tokens": profile.kv_tokens,
+        "adapters": profile.adapters,
+        "events": {"state": "Off"},
+        "reason": profile.problem,
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, PoolSnapshot
@@ -28,6 +29,9 @@ from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_
 
 _DIGITS: Final = 4
 """The decimal places of seconds and shares. More digits have no meaning and would be most of a snapshot's size."""
+
+_PROBLEM_MAX: Final = 120
+"""The longest problem of an engine, because each member may have one."""
 
 Json = dict[str, object]
 
@@ -176,6 +180,8 @@ class Snapshots:
             "hit_measured": [_short(each.hit_rate_measured) for each in pasts],
             "attainment": [_short(each.attainment) for each in pasts],
             "failed": [each.failed for each in pasts],
+            "engine": [_engine(each.engine) for each in endpoints],
+            "engine_problem": [_shortened(each.engine.problem) for each in endpoints],
         }
 
     def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -251,6 +257,17 @@ def _history(past: HistoryView) -> Json:
         "ttft_p50_s": [_short(step.ttft_p50_s) for step in past.steps],
         "ttft_p90_s": [_short(step.ttft_p90_s) for step in past.steps],
     }
+
+
+def _engine(profile: EngineProfile) -> str:
+    """Return the engine's version, or what its row says instead."""
+    if profile.asleep:
+        return "asleep"
+    return profile.version if profile.version or not profile.problem else "unknown"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _PROBLEM_MAX else f"{text[: _PROBLEM_MAX - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _short(number: float | None) -> float | None:

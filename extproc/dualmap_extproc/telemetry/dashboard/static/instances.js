@@ -18,9 +18,11 @@ const COLUMNS = [
   ["hit_predicted", "Hit rate", "Share of prompt tokens found in the cache in the last 5 minutes: predicted by the router / measured by the engine", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
   ["attainment", "Within SLO", "Share of first tokens within the SLO in the last 5 minutes", (each) => percent(each.attainment)],
   ["speed", "Tokens/s", "Measured prefill speed in tokens per second", (each) => short(each.speed)],
+  ["engine", "Engine", "Version of the instance's engine, as the engine reports it; \"unknown\" if it does not answer", (each) => each.engine],
   ["failed", "Failed", "Number of requests that failed on the instance in the last 5 minutes", (each) => count(each.failed)],
 ];
-const TEXTS = new Set(["id", "state"]);
+const TEXTS = new Set(["id", "state", "engine"]);
+const ENGINE = COLUMNS.findIndex(([field]) => field === "engine");
 
 export class Instances {
   constructor(table, filter, troubled, shown, onChange) {
@@ -68,6 +70,7 @@ export class Instances {
     showEach(this.body, rows, (each) => each.id, makeRow, (row, each) => {
       COLUMNS.forEach(([, , , text], index) => setText(row.cells[index].firstChild, text(each)));
       setAttributes(row, { "data-state": each.state, "data-troubled": isTroubled(each, pool) ? "" : null });
+      setAttributes(row.cells[ENGINE], { title: each.engine_problem || null, "data-problem": each.engine_problem ? "" : null });
       const late = each.backlog_s / pool.slo.ttft_s;
       const cell = row.cells[5];
       cell.dataset.load = late > 1 ? "late" : late > 0.5 ? "long" : "fine";
