@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
 from itertools import count
 from typing import Final
@@ -145,14 +145,15 @@ class EngineHttpServer:
         return body
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, openai_api.read_call(await self._body(request), chat=True))
+        return await self._generate(request, await self._body(request), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, openai_api.read_call(await self._body(request), chat=False))
+        return await self._generate(request, await self._body(request), chat=False)
 
-    async def _generate(self, request: web.Request, call: openai_api.Call) -> web.StreamResponse:
-        config = self._settings.config
-        chain = self._chain(call.prompt, call.cache_salt)
+    async def _generate(self, request: web.Request, body: Mapping[str, object], *, chat: bool) -> web.StreamResponse:
+        config, call = self._settings.config, openai_api.read_call(body, chat=chat)
+        adapter = str(body["model"]) if body.get("model") in self._settings.adapters else ""
+        chain = self._chain(call.prompt, call.cache_salt, adapter)
         output_tokens = call.output_tokens(room_tokens=config.kv_memory_tokens - chain.tokens)
         finish_reason = call.finish_reason
         if config.decode is None:
@@ -163,7 +164,7 @@ class EngineHttpServer:
             chat=call.chat,
             answer_id=("chatcmpl-" if call.chat else "cmpl-") + name,
             created_s=int(time.time()),
-            model=self._settings.model,
+            model=adapter or self._settings.model,
             start=chain.hashes[-1],
             prompt_tokens=chain.tokens,
             output_tokens=output_tokens,
@@ -230,11 +231,11 @@ class EngineHttpServer:
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(status=503 if self._draining else 200)
 
-    def _chain(self, prompt: bytes, cache_salt: str) -> BlockChain:
+    def _chain(self, prompt: bytes, cache_salt: str, adapter: str = "") -> BlockChain:
         config = self._settings.config
         return chain_blocks(
             prompt[: config.input_tokens_max * BYTES_PER_TOKEN],
-            root=chain_root(model=self._settings.model, cache_salt=cache_salt),
+            root=chain_root(model=self._settings.model, lora=adapter, cache_salt=cache_salt),
             block_tokens=config.block_tokens,
         )
 
