@@ -12,6 +12,7 @@ from aiohttp import web
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
+DISCOVERY_AGENT = "dualmap-router"
 # The key of a request body's digest, which the response's header reports.
 _SHA256 = web.RequestKey("sha256", str)
 
@@ -96,6 +97,9 @@ class Upstream:
             self._runner = None
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("user-agent") == DISCOVERY_AGENT:
+            # The router's own requests are no traffic of the test, and a scripted engine has nothing to say.
+            raise web.HTTPNotFound
         received = Received(
             method=request.method, path=request.path_qs, headers=dict(request.headers), body=await request.read()
         )

@@ -101,7 +101,7 @@ async def test_pool_page_has_the_documented_fields() -> None:
     endpoints = document["endpoints"]
     assert [endpoint["id"] for endpoint in endpoints] == ["m-0", "m-1"]
     assert all(
-        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens", "suspended"}
+        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens", "suspended", "engine"}
         for endpoint in endpoints
     )
     assert {endpoint["state"] for endpoint in endpoints} == {"Active"}

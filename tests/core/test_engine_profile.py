@@ -1,0 +1,252 @@
+"""Tests of the readers of engines' answers: valid answers, other engines' answers, and junk."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.engines.profile import (
+    ADAPTERS_MAX,
+    DIALECTS,
+    NO_PROFILE,
+    EngineProfile,
+    EventSource,
+    read_event_sources,
+    read_metrics,
+    read_models,
+    read_server_info,
+    read_version,
+)
+from shared_data import shared_file
+
+VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+process_start_time_seconds 1.7951498656e+09
+vllm:num_requests_running{engine="0",model_name="tiny"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 100.0
+vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0
+vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="weights_offloaded"} 0.0
+vllm:cache_config_info{block_size="32",enable_prefix_caching="True",kv_cache_size_tokens="2048",num_gpu_blocks="64"} 1.0
+"""
+SGLANG = b"""sglang:num_running_reqs{model_name="m"} 4.0
+sglang:num_queue_reqs{model_name="m"} 1.0
+sglang:cache_config_info{page_size="64",num_pages="101"} 1.0
+"""
+TENSORRT = b"""trtllm_num_requests_running 4
+trtllm_num_requests_waiting 0
+trtllm_kv_cache_tokens_per_block 32
+trtllm_kv_cache_max_blocks 11
+"""
+LOAD_ONLY = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+
+
+class TestMetrics:
+    def test_vllm_page_gives_load_memory_sleep_and_start(self) -> None:
+        assert read_metrics("vLLM", VLLM) == EngineProfile(
+            engine="vLLM",
+            block_tokens=32,
+            kv_tokens=63 * 32,  # One block is a placeholder.
+            cache_tokens=63 * 32,
+            waiting=3,
+            running=2,
+            asleep=False,
+            started_s=1795149865.6,
+        )
+
+    def test_recorded_vllm_page_is_read(self) -> None:
+        profile = read_metrics("vLLM", shared_file("fixtures/vllm/metrics_8001.txt").read_bytes())
+        assert (profile.kv_tokens, profile.block_tokens, profile.waiting, profile.running) == (2016, 32, 0, 0)
+        assert (profile.asleep, profile.started_s, profile.reason) == (False, 1795149865.6, "")
+
+    def test_sglang_page_gives_load_and_memory(self) -> None:
+        profile = read_metrics("SGLang", SGLANG)
+        assert (profile.running, profile.waiting, profile.block_tokens, profile.kv_tokens) == (4, 1, 64, 6400)
+        assert (profile.asleep, profile.started_s) == (None, None)
+
+    def test_tensorrt_page_gives_load_and_memory(self) -> None:
+        profile = read_metrics("TensorRTLLM", TENSORRT)
+        assert (profile.running, profile.waiting, profile.block_tokens, profile.kv_tokens) == (4, 0, 32, 320)
+
+    def test_ranks_behind_one_endpoint_are_summed(self) -> None:
+        page = b"".join(
+            b'vllm:num_requests_running{engine="%d"} 2\nvllm:num_requests_waiting{engine="%d"} 1\n'
+            b'vllm:cache_config_info{engine="%d",block_size="16",num_gpu_blocks="11"} 1\n' % (rank, rank, rank)
+            for rank in range(3)
+        )
+        profile = read_metrics("vLLM", page)
+        assert (profile.running, profile.waiting, profile.kv_tokens, profile.block_tokens) == (6, 3, 480, 16)
+
+    def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
+        profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))
+        assert (profile.kv_tokens, profile.cache_tokens) == (2016, 0)
+
+    def test_hybrid_model_has_fewer_tokens_than_its_blocks(self) -> None:
+        profile = read_metrics("vLLM", VLLM.replace(b'size_tokens="2048"', b'size_tokens="512"'))
+        assert profile.kv_tokens == 512
+
+    @pytest.mark.parametrize("state", ["weights_offloaded", "discard_all"])
+    def test_engine_that_is_not_awake_is_asleep(self, state: str) -> None:
+        page = VLLM.replace(b'"awake"} 1.0', b'"awake"} 0.0') + (
+            f'vllm:engine_sleep_state{{sleep_state="{state}"}} 1.0\n'.encode()
+        )
+        assert read_metrics("vLLM", page).asleep is True
+
+    def test_engine_of_another_type_is_named(self) -> None:
+        assert read_metrics("vLLM", SGLANG).reason == "/metrics is that of SGLang, not of vLLM"
+        assert read_metrics("SGLang", VLLM).running is None
+
+    @pytest.mark.parametrize(
+        "labels",
+        ['block_size="None",num_gpu_blocks="64"', 'block_size="32"', 'block_size="-1",num_gpu_blocks="9"', "junk", ""],
+    )
+    def test_memory_that_cannot_be_read_is_unknown(self, labels: str) -> None:
+        profile = read_metrics("vLLM", LOAD_ONLY + f"vllm:cache_config_info{{{labels}}} 1\n".encode())
+        assert (profile.kv_tokens, profile.cache_tokens, profile.running, profile.reason) == (None, None, 0, "")
+
+    @pytest.mark.parametrize(
+        "page",
+        [
+            b"",
+            b"<html>not found</html>\n",
+            LOAD_ONLY[:-1],
+            b"vllm:num_requests_running 1\n",
+            b"vllm:num_requests_running -1\nvllm:num_requests_waiting 0\n",
+            b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n",
+            b"vllm:num_requests_running +Inf\nvllm:num_requests_waiting 0\n",
+            b'vllm:num_requests_running{a="} 1\nvllm:num_requests_waiting 0\n',
+        ],
+    )
+    def test_page_without_a_valid_load_gives_a_reason(self, page: bytes) -> None:
+        profile = read_metrics("vLLM", page)
+        assert profile.reason.startswith("/metrics ")
+        assert profile == EngineProfile(reason=profile.reason)
+
+    def test_absurd_load_is_bounded(self) -> None:
+        page = b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e300\n"
+        profile = read_metrics("vLLM", page)
+        assert profile.running == profile.waiting == 10**6
+
+    @given(engine=st.sampled_from(sorted(DIALECTS)), page=st.binary(max_size=300))
+    def test_any_page_is_read_without_an_error(self, engine: str, page: bytes) -> None:
+        name = DIALECTS[engine].running.encode()
+        for each in (page, name + page + b"\n", name + b" 1\n" + DIALECTS[engine].waiting.encode() + page + b"\n"):
+            profile = read_metrics(engine, each)
+            assert (profile.running is None) == bool(profile.reason)
+
+
+def model(name: object, parent: object = None, **more: object) -> dict[str, object]:
+    return {"id": name, "parent": parent, "object": "model", **more}
+
+
+class TestDocuments:
+    def test_version_is_read(self) -> None:
+        assert read_version({"version": "0.32.0"}).version == "0.32.0"
+
+    @pytest.mark.parametrize(
+        "document", [None, [], 7, {}, {"version": 1}, {"version": ""}, {"version": "x" * 65}, {"version": "a\nb"}]
+    )
+    def test_invalid_version_gives_a_reason(self, document: object) -> None:
+        assert read_version(document) == EngineProfile(reason="/version has no valid version")
+
+    def test_models_give_length_and_adapters(self) -> None:
+        document = {"data": [model("m", max_model_len=1024), model("sql", "m"), model("math", "m", max_model_len=None)]}
+        assert read_models(document) == EngineProfile(max_model_len=1024, adapters=("sql", "math"))
+
+    def test_recorded_models_are_read(self) -> None:
+        document = json.loads(shared_file("fixtures/vllm/v1_models.json").read_text())
+        assert read_models(document) == EngineProfile(max_model_len=1024)
+
+    @pytest.mark.parametrize("document", [None, [], {}, {"data": {}}, {"data": "m"}])
+    def test_invalid_models_give_a_reason(self, document: object) -> None:
+        assert read_models(document) == EngineProfile(reason="/v1/models has no list of models")
+
+    @pytest.mark.parametrize(
+        "odd",
+        [7, None, model(None, "m"), model("", "m"), model("x" * 254, "m"), model("a\nb", "m"), model("a", ""),
+         model("a", 1), model("a", max_model_len=-1), model("a", max_model_len=True), model("a", max_model_len=1e9)],
+    )  # fmt: skip
+    def test_odd_models_are_ignored(self, odd: object) -> None:
+        assert read_models({"data": [odd]}) == NO_PROFILE
+
+    def test_adapters_are_bounded(self) -> None:
+        profile = read_models({"data": [model(f"a{n}", "m") for n in range(ADAPTERS_MAX + 1)]})
+        assert (len(profile.adapters), profile.reason) == (
+            ADAPTERS_MAX,
+            f"/v1/models has {ADAPTERS_MAX + 1} adapters, of which {ADAPTERS_MAX} are served",
+        )
+
+    def test_event_sources_are_read_by_rank(self) -> None:
+        source = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::]:5657"}
+        document = {"1": {**source, "endpoint": "tcp://*:5558", "topic": "kv"}, "0": source}
+        assert read_event_sources(document).event_sources == (
+            EventSource(rank=0, port=5557, replay_port=5657, topic=""),
+            EventSource(rank=1, port=5558, replay_port=5657, topic="kv"),
+        )
+
+    @pytest.mark.parametrize(
+        ("source", "port"),
+        [({"endpoint": "ipc:///tmp/x"}, None), ({"endpoint": "tcp://*:0"}, None), ({"endpoint": "tcp://*:70000"}, None),
+         ({"endpoint": 5557}, None), ({}, None), ({"endpoint": "tcp://10.0.0.1:9"}, 9)],
+    )  # fmt: skip
+    def test_event_source_without_a_port_is_kept(self, source: dict[str, object], port: int | None) -> None:
+        (read,) = read_event_sources({"0": {"enable_kv_cache_events": True, **source}}).event_sources
+        assert (read.port, read.replay_port) == (port, None)
+
+    def test_event_source_that_is_off_is_left_out(self) -> None:
+        assert read_event_sources({"0": {"enable_kv_cache_events": False}}) == NO_PROFILE
+
+    @pytest.mark.parametrize("document", [None, [], {"x": {}}, {"0": 1}, {"1" * 9: {}}, {"\N{SUPERSCRIPT TWO}": {}}])
+    def test_invalid_event_sources_give_a_reason(self, document: object) -> None:
+        profile = read_event_sources(document)
+        assert profile.reason.startswith("/kv_event_sources")
+        assert not profile.event_sources
+
+    def test_sglang_server_info_is_read(self) -> None:
+        events = {"endpoint_port_base": 5557, "dp_size": 2, "topic": "kv", "replay_endpoint_port_base": 5657}
+        document = {"version": "0.5.22", "max_total_num_tokens": 9000, "context_length": 4096, "page_size": 64}
+        assert read_server_info({**document, "kv_events": events}) == EngineProfile(
+            version="0.5.22",
+            block_tokens=64,
+            kv_tokens=9000,
+            cache_tokens=9000,
+            max_model_len=4096,
+            event_sources=(
+                EventSource(rank=0, port=5557, replay_port=5657, topic="kv"),
+                EventSource(rank=1, port=5558, replay_port=5658, topic="kv"),
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"kv_events": None}, {"kv_events": []}, {"kv_events": {"endpoint_port_base": 65_535, "dp_size": 2}},
+         {"kv_events": {"endpoint_port_base": "5557"}}, {"version": None}, {"page_size": 0}],
+    )  # fmt: skip
+    def test_odd_server_info_gives_what_is_valid(self, change: dict[str, Any]) -> None:
+        profile = read_server_info({"version": "0.5", "max_total_num_tokens": 9000, "page_size": 1, **change})
+        assert profile.kv_tokens == 9000
+        assert len(profile.event_sources) <= 1
+
+    @pytest.mark.parametrize("document", [None, [], "x"])
+    def test_invalid_server_info_gives_a_reason(self, document: object) -> None:
+        assert read_server_info(document) == EngineProfile(reason="/server_info is no object")
+
+
+class TestProfile:
+    def test_later_answers_have_precedence_and_reasons_join(self) -> None:
+        first = EngineProfile(version="1", waiting=3, asleep=True, reason="a")
+        assert first.also(EngineProfile(version="2", asleep=False, waiting=0, reason="b")) == EngineProfile(
+            version="2", waiting=0, asleep=False, reason="a; b"
+        )
+        assert first.also(NO_PROFILE) == first
+
+    def test_silent_engine_keeps_all_but_the_moment(self) -> None:
+        profile = EngineProfile(version="1", kv_tokens=9, waiting=1, running=2, asleep=True)
+        assert profile.failed("silent") == EngineProfile(version="1", kv_tokens=9, reason="silent")
+
+    def test_problem_is_the_reason_or_that_the_engine_sleeps(self) -> None:
+        assert EngineProfile(asleep=True).problem == "the engine is asleep"
+        assert EngineProfile(asleep=True, reason="a").problem == "a"
+        assert EngineProfile(asleep=False).problem == ""
