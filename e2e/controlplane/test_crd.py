@@ -112,6 +112,7 @@ RULES = (
         ),
         named="spec.model.adapters",
     ),
+    duration("spec.engine.discovery.interval", "1s", "1h", too_short="999ms", too_long="61m"),
     duration("spec.slo.ttft", "100ms", "10m", too_short="99ms", too_long="10.1m"),
     Rule(
         "spec.slo.attainment",

@@ -94,9 +94,7 @@ class _EngineCollector(Collector):
 class EngineMetrics:
     """One engine's metrics registry. ``speed`` is the number of model seconds per wall-clock second."""
 
-    def __init__(
-        self, engine: Engine, *, model: str, speed: float, asleep: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, engine: Engine, *, model: str, speed: float, asleep: Callable[[], bool] = lambda: False) -> None:
         self._speed = speed
         self._registry = CollectorRegistry()
         labels = ("0", model)

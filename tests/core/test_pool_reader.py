@@ -16,6 +16,7 @@ OBJECT: dict[str, Any] = {
         "model": {"name": "Qwen/Qwen2.5-7B-Instruct", "aliases": ["qwen"]},
         "engine": {"type": "vLLM", "port": 8000, "prefillTokensPerSecond": 9000, "cacheTokens": 500000,
                    "maxModelLen": 32768,
+                   "discovery": {"enabled": True, "interval": "10s"},
                    "kvEvents": {"enabled": True, "port": 1, "replayPort": 2}},
         "replicas": 4,
         "workload": {"template": {"anything": ["goes"]}},
@@ -89,6 +90,27 @@ def test_pool_fields_are_all_parsed() -> None:
     assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens", "discovered"),
+    [({}, 1_000_000, True), ({"cacheTokens": 0}, 1_000_000, True), ({"cacheTokens": 5000}, 5000, False)],
+)
+def test_pool_cache_tokens_of_0_are_discovered(given: dict[str, int], tokens: int, discovered: bool) -> None:
+    (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}, "engine": given}})
+    assert (pool.engine.cache_tokens, pool.engine.discovery.cache_tokens) == (tokens, discovered)
+
+
+@pytest.mark.parametrize(("given", "tokens", "discovered"), [(0, 131_072, True), (4096, 4096, False)])
+def test_pool_max_model_len_of_0_is_discovered(given: int, tokens: int, discovered: bool) -> None:
+    (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}, "engine": {"maxModelLen": given}}})
+    assert (pool.engine.max_model_len, pool.engine.discovery.max_model_len) == (tokens, discovered)
+
+
+def test_pool_discovery_is_read() -> None:
+    discovery = {"enabled": False, "interval": "1m"}
+    (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}, "engine": {"discovery": discovery}}})
+    assert (pool.engine.discovery.enabled, pool.engine.discovery.interval_s) == (False, 60.0)
+
+
 def test_pool_defaults_equal_the_schema_defaults() -> None:
     (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}}, "status": None})
     assert (pool.engine, pool.routing, pool.members) == (Engine(), Routing(), ())
@@ -136,6 +158,10 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/engine/prefillTokensPerSecond", float("nan"), "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/kvEvents/prt", 1, "spec.engine.kvEvents.prt"),
         ("spec/engine/maxModelLen", -1, "spec.engine.maxModelLen"),
+        ("spec/engine/discovery/enabled", 1, "spec.engine.discovery.enabled"),
+        ("spec/engine/discovery/interval", "500ms", "spec.engine.discovery.interval"),
+        ("spec/engine/discovery/interval", "2h", "spec.engine.discovery.interval"),
+        ("spec/engine/discovery/every", "10s", "spec.engine.discovery.every"),
         ("spec/slo/ttft", 5, "spec.slo.ttft"),
         ("spec/slo/ttft", "50ms", "spec.slo.ttft"),
         ("spec/slo/ttft", "11m", "spec.slo.ttft"),

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 import builders
+from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import MemberState, Model, Pool, Ring, RingAlgorithm
 from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.demand import Demand
@@ -345,6 +346,21 @@ def test_snapshot_shows_a_rejection_with_its_reason() -> None:
     (refused,) = router.document()["pool"]["decisions"]
     assert (refused["refused"], refused["number"]) == ("no_endpoint", 0)
     assert refused["at"] == 1_700_000_000.0
+
+
+def test_snapshot_shows_version_or_problem_of_engines() -> None:
+    router = Router(builders.pool(4))
+    for member, profile in (
+        ("m-0", EngineProfile(version="0.32.0")),
+        ("m-1", EngineProfile(version="0.32.0", asleep=True)),
+        ("m-2", EngineProfile(reason="x" * 500)),
+    ):
+        router.picker.on_profile(0.0, "llm/qwen", member, profile)
+    columns = router.document()["pool"]["endpoints"]
+    assert columns["engine"] == ["0.32.0", "asleep", "unknown", ""]
+    assert columns["engine_problem"][:2] == ["", "the engine is asleep"]
+    assert len(columns["engine_problem"][2]) == 120
+    assert columns["ring_1"][1] == 0.0
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))

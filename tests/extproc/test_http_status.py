@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 import builders
+from dualmap.engines.profile import EngineProfile
 from dualmap.requests import Decision, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.scaling.scaling import PoolSignals
@@ -63,6 +64,24 @@ async def serving(
             yield session
     finally:
         await server.close()
+
+
+async def test_pool_page_shows_what_engines_say() -> None:
+    router = PoolRouter(builders.pool(3))
+    router.on_profile(0.0, "m-0", EngineProfile(version="0.32.0", block_tokens=16, kv_tokens=1600, adapters=("sql",)))
+    router.on_profile(0.0, "m-1", EngineProfile(reason="/metrics was answered with 404"))
+    async with serving(router) as session, session.get("/pools/llm/qwen") as response:
+        described, failed, unknown = [each["engine"] for each in (await response.json())["endpoints"]]
+    assert described == {
+        "version": "0.32.0",
+        "block_tokens": 16,
+        "kv_tokens": 1600,
+        "adapters": ["sql"],
+        "events": {"state": "Off"},
+        "reason": "",
+    }
+    assert (failed["version"], failed["kv_tokens"], failed["reason"]) == ("", None, "/metrics was answered with 404")
+    assert unknown["reason"] == ""
 
 
 async def test_metrics_page_has_counters_and_loads() -> None:

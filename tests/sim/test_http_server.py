@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
+from dualmap.engines.profile import read_metrics
 from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
@@ -318,6 +320,23 @@ async def test_engine_metrics_have_vllm_names_and_values(start: Start) -> None:
     assert int(info.labels["block_size"]) * int(info.labels["num_gpu_blocks"]) == 1_000_000
     assert families["vllm:generation_tokens"].samples[0].value == 6 + 32
     assert families["vllm:kv_cache_usage_perc"].samples[0].value == 0
+
+
+async def test_engine_says_its_version_start_and_memory_as_vllm_does(start: Start) -> None:
+    client = await start()
+    async with client.get("/version") as response:
+        assert (await response.json())["version"].endswith("+sim")
+    async with client.get("/metrics") as response:
+        profile = read_metrics("vLLM", await response.read())
+    assert profile.started_s == pytest.approx(time.time(), abs=60)
+    assert (profile.kv_tokens, profile.cache_tokens) == (CONFIG.kv_memory_tokens, 1_000_000 - 16)
+
+
+async def test_engine_without_cache_says_so_and_its_kv_memory(start: Start) -> None:
+    client = await start(cache_tokens=0)
+    async with client.get("/metrics") as response:
+        profile = read_metrics("vLLM", await response.read())
+    assert (profile.kv_tokens, profile.cache_tokens) == (CONFIG.kv_memory_tokens - 16, 0)
 
 
 async def test_draining_engine_rejects_work_and_fails_health(start: Start) -> None:

@@ -17,8 +17,10 @@ TIMEOUT_S: Final = 1.0
 """The longest time for one answer."""
 PAGE_MAX_BYTES: Final = 1024 * 1024
 """The largest answer. A metrics page of a real engine has 59 KB for each data-parallel rank."""
-AT_ONCE: Final = 32
-"""The most requests at the same time, over all pools."""
+AT_ONCE: Final = 64
+"""The most requests at the same time to engines that answered their last request, over all pools."""
+SILENT_AT_ONCE: Final = 16
+"""The most requests at the same time to all other engines, whose timeouts must not delay the first ones."""
 _CHUNK_BYTES: Final = 64 * 1024
 
 
@@ -44,10 +46,14 @@ class EngineClient:
             trust_env=False,
         )
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self._silent_turns = asyncio.Semaphore(SILENT_AT_ONCE)
 
-    async def page(self, member: Member, path: str) -> bytes:
-        """Return a page's content. Raises AnswerError if it is missing, late, incomplete or too large."""
-        async with self._turns:
+    async def page(self, member: Member, path: str, *, silent: bool = False) -> bytes:
+        """Return a page's content. Raises AnswerError if it is missing, late, incomplete or too large.
+
+        ``silent`` is whether the engine has not answered its last request.
+        """
+        async with self._silent_turns if silent else self._turns:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     return await self._get(member, path)

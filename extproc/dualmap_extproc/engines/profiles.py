@@ -120,7 +120,7 @@ class _AskedEngine:
         self._load = NO_PROFILE
         self._pages: dict[str, EngineProfile] = {}
         self._pages_due_s = 0.0
-        self._silent = False
+        self._silent = self._dialect is not None
 
     async def follow(self, report: Callable[[EngineProfile], None]) -> None:
         """Ask the engine until cancelled; report each profile."""
@@ -146,13 +146,13 @@ class _AskedEngine:
         """Read the metrics page; return whether it contains the load, or the type of engine has none."""
         if self._dialect is None:
             return True
-        self._silent = False
         try:
-            page = await self._client.page(self._member, self._dialect.path)
+            page = await self._client.page(self._member, self._dialect.path, silent=self._silent)
         except AnswerError as error:
             self._silent = error.silent
             self._load = self._load.failed(str(error))
             return False
+        self._silent = False
         load = read_metrics(self._type, page)
         if load.running is None:
             self._load = self._load.failed(load.reason)

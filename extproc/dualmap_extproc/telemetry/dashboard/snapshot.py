@@ -185,13 +185,13 @@ class Snapshots:
         }
 
     def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        suspended = frozenset(each.id for each in status.endpoints if each.suspended)
+        left_out = frozenset(each.id for each in status.endpoints if each.suspended or each.engine.asleep)
         known = self._shares.get(pool.id)
-        if known is None or known[0] is not pool or known[1] != suspended:
-            members = [member for member in pool.members if member.id not in suspended]
-            # If all members are suspended, the router uses all members, so their shares are shown.
+        if known is None or known[0] is not pool or known[1] != left_out:
+            members = [member for member in pool.members if member.id not in left_out]
+            # If all members are left out, the router uses some of them all the same, so their shares are shown.
             shares = DualRing(members or pool.members, pool.routing.ring).shares()
-            known = self._shares[pool.id] = (pool, suspended, shares)
+            known = self._shares[pool.id] = (pool, left_out, shares)
         return known[2]
 
     def _happening(self, happening: Happening) -> Json:

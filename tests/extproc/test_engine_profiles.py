@@ -1,0 +1,448 @@
+"""Tests of the requests to engines, against a scripted HTTP server and the simulated engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+import builders
+from dualmap.engines.profile import EngineProfile
+from dualmap.pools.pool import Discovery, Engine, Member, Model, Pool
+from dualmap_extproc.engines import client, profiles
+from dualmap_extproc.engines.client import PAGE_MAX_BYTES, AnswerError, EngineClient
+from dualmap_extproc.engines.profiles import EngineProfiles
+from dualmap_extproc.request.picked import Picked
+from dualmap_sim.http_server import EngineHttpServer
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.server_settings import ServerSettings
+from extproc.desks import Desk
+from extproc.envoy_messages import chat
+from waiting import until
+
+HOST = "127.0.0.1"
+METRICS = """vllm:num_requests_running 2
+vllm:num_requests_waiting 1
+vllm:engine_sleep_state{sleep_state="awake"} 1
+vllm:cache_config_info{block_size="16",num_gpu_blocks="101"} 1
+process_start_time_seconds %s
+"""
+MODELS = {"data": [{"id": "m", "parent": None, "max_model_len": 4096}, {"id": "sql", "parent": "m"}]}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True)
+class Scripted:
+    """An engine with the test's answers by path: text, JSON values or handlers. Other paths are answered with 404."""
+
+    answers: dict[str, str | object]
+    asked: list[str] = field(default_factory=list)
+    heads: list[Mapping[str, str]] = field(default_factory=list)
+    peers: set[object] = field(default_factory=set)
+    at_once: int = 0
+    most_at_once: int = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        self.heads.append(request.headers)
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            answer = self.answers.get(request.path)
+            if answer is None:
+                raise web.HTTPNotFound
+            if callable(answer):
+                response = await answer(request)
+                assert isinstance(response, web.StreamResponse)
+                return response
+            return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
+        finally:
+            self.at_once -= 1
+
+
+def vllm(started_s: float = 100.0, **answers: object) -> Scripted:
+    usual = {"/metrics": METRICS % started_s, "/version": {"version": "0.32.0"}, "/v1/models": MODELS}
+    return Scripted({**usual, **{f"/{path}": answer for path, answer in answers.items()}})
+
+
+@asynccontextmanager
+async def serving(engine: Scripted) -> AsyncIterator[Member]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, HOST, 0).start()
+    try:
+        yield Member(id="m-0", address=HOST, port=runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+def pool_of(*members: Member, type: str = "vLLM", interval_s: float = 10.0, enabled: bool = True) -> Pool:
+    discovery = Discovery(enabled=enabled, interval_s=interval_s)
+    return replace(builders.pool(0, engine=Engine(type=type, discovery=discovery)), members=members)
+
+
+class Reports:
+    """The reported profiles by member, newest last."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[EngineProfile]] = {}
+
+    def take(self, pool: str, member: str, profile: EngineProfile) -> None:
+        assert pool == "llm/qwen"
+        self.of.setdefault(member, []).append(profile)
+
+    async def next(self, member: str = "m-0", count: int = 1) -> EngineProfile:
+        """Return the profile after ``count`` further reports."""
+        wanted = len(self.of.get(member, ())) + count
+        await until(lambda: len(self.of.get(member, ())) >= wanted)
+        return self.of[member][-1]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask ten times as often as usual."""
+    monkeypatch.setattr(profiles, "LOAD_PERIOD_S", (0.075, 0.095))
+    monkeypatch.setattr(profiles, "_JOIN_JITTER_S", 0.0)
+    monkeypatch.setattr(profiles, "_FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.3)
+
+
+@asynccontextmanager
+async def asking(*pools: Pool) -> AsyncIterator[tuple[EngineProfiles, Reports]]:
+    reports = Reports()
+    engines = EngineProfiles(reports.take)
+    engines.set_pools(pools)
+    try:
+        yield engines, reports
+    finally:
+        await engines.close()
+
+
+class TestProfiles:
+    async def test_vllm_engine_is_described(self) -> None:
+        async with serving(vllm()) as member, asking(pool_of(member)) as (_, reports):
+            assert await reports.next() == EngineProfile(
+                engine="vLLM",
+                version="0.32.0",
+                block_tokens=16,
+                kv_tokens=1600,
+                cache_tokens=1600,
+                max_model_len=4096,
+                adapters=("sql",),
+                waiting=1,
+                running=2,
+                asleep=False,
+                started_s=100.0,
+            )
+
+    async def test_sglang_engine_is_described(self) -> None:
+        engine = Scripted(
+            {
+                "/metrics": "sglang:num_running_reqs 1\nsglang:num_queue_reqs 0\n",
+                "/server_info": {"version": "0.5.22", "max_total_num_tokens": 9000, "page_size": 64},
+                "/v1/models": MODELS,
+            }
+        )
+        async with serving(engine) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
+            profile = await reports.next()
+        assert (profile.engine, profile.version, profile.kv_tokens, profile.running) == ("SGLang", "0.5.22", 9000, 1)
+        assert (profile.max_model_len, profile.adapters, profile.reason) == (4096, ("sql",), "")
+
+    async def test_engine_without_metrics_is_described_by_its_other_pages(self) -> None:
+        engine = vllm(metrics=None)
+        async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
+            profile = await reports.next()
+        assert (profile.version, profile.max_model_len, profile.running) == ("0.32.0", 4096, None)
+        assert profile.reason == "/metrics was answered with 404"
+
+    async def test_generic_engine_is_asked_for_its_models_only(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, type="Generic", interval_s=0.1)) as (_, reports):
+            profile = await reports.next(count=3)
+        assert profile == EngineProfile(engine="Generic", max_model_len=4096, adapters=("sql",))
+        assert set(engine.asked) == {"/v1/models"}
+
+    async def test_load_is_read_often_and_the_rest_at_intervals(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.5)) as (_, reports):
+            await reports.next(count=11)
+        assert engine.asked.count("/metrics") >= 11
+        assert 2 <= engine.asked.count("/version") <= 4
+        assert len(engine.peers) == 1
+
+    async def test_new_start_time_asks_for_everything_at_once(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=3600.0)) as (_, reports):
+            await reports.next()
+            engine.answers |= {"/metrics": METRICS % 200.0, "/version": {"version": "0.33.0"}, "/v1/models": None}
+            profile = await reports.next(count=2)
+        assert (profile.version, profile.started_s, profile.adapters) == ("0.33.0", 200.0, ())
+        assert profile.reason == "/v1/models was answered with 404"
+
+    async def test_page_without_an_answer_keeps_its_last_values(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.1)) as (_, reports):
+            await reports.next()
+            engine.answers["/v1/models"] = "junk"
+            await until(lambda: reports.of["m-0"][-1].reason == "/v1/models is not JSON")
+            assert reports.of["m-0"][-1].adapters == ("sql",)
+
+    async def test_silent_engine_keeps_its_facts_without_its_load(self) -> None:
+        async with serving(vllm()) as member, asking(pool_of(member)) as (_, reports):
+            await reports.next()
+            engine_gone = member
+        async with asking(pool_of(engine_gone)) as (_, reports):
+            profile = await reports.next()
+        assert profile.reason.startswith("/metrics: no connection")
+        assert (profile.running, profile.kv_tokens) == (None, None)
+
+    async def test_engine_that_hangs_later_keeps_its_facts(self) -> None:
+        async def hang(_request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(30)
+            raise AssertionError
+
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
+            await reports.next()
+            engine.answers["/metrics"] = hang
+            profile = await reports.next(count=2)
+        assert profile.reason == "/metrics was not answered within 0.3 s"
+        assert (profile.version, profile.kv_tokens, profile.running, profile.asleep) == ("0.32.0", 1600, None, None)
+
+    async def test_silent_engine_is_asked_less_often(self) -> None:
+        engine = vllm(metrics=None, version=None)
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.4)) as (_, _reports):
+            await asyncio.sleep(1.5)
+        assert 3 <= engine.asked.count("/metrics") <= 6
+
+    async def test_engine_of_another_type_is_named(self) -> None:
+        async with serving(vllm()) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
+            profile = await reports.next()
+        assert "/metrics is that of vLLM, not of SGLang" in profile.reason
+        assert "/server_info was answered with 404" in profile.reason
+
+    async def test_event_sources_are_optional(self) -> None:
+        source = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": ""}
+        engine = vllm(kv_event_sources={"0": source})
+        async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
+            (found,) = (await reports.next()).event_sources
+        assert (found.rank, found.port, found.replay_port) == (0, 5557, None)
+
+    async def test_pools_without_discovery_are_not_asked(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, enabled=False)):
+            await asyncio.sleep(0.3)
+        assert engine.asked == []
+
+    async def test_removed_member_is_asked_no_more(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member)) as (engines, reports):
+            await reports.next()
+            engines.set_pools([pool_of(member)])  # The same member is asked on.
+            await reports.next()
+            engines.set_pools([pool_of()])
+            await asyncio.sleep(0)
+            asked = len(engine.asked)
+            await asyncio.sleep(0.3)
+            assert len(engine.asked) == asked
+
+    async def test_another_incarnation_is_asked_anew(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=3600.0)) as (engines, reports):
+            await reports.next()
+            engines.set_pools([pool_of(replace(member, incarnation="2"), interval_s=3600.0)])
+            await reports.next(count=2)
+        assert engine.asked.count("/version") == 2
+
+    async def test_silent_members_do_not_delay_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def hang(_request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(30)
+            raise AssertionError
+
+        monkeypatch.setattr(client, "SILENT_AT_ONCE", 4)
+        dead, alive = Scripted({"/metrics": hang}), vllm()
+        async with serving(dead) as silent, serving(alive) as member:
+            many = tuple(replace(silent, id=f"dead-{n}") for n in range(20))
+            async with asking(pool_of(member, *many, interval_s=60.0)) as (_, reports):
+                await reports.next()
+                await asyncio.sleep(1.0)
+                assert len(reports.of["m-0"]) >= 4
+        assert dead.most_at_once == 4
+
+    async def test_unexpected_error_is_reported_and_ends_only_its_member(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: object) -> EngineProfile:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(profiles, "read_metrics", broken)
+        async with serving(vllm()) as member, asking(pool_of(member)) as (_, reports):
+            assert await reports.next() == EngineProfile(reason="discovery failed: RuntimeError")
+
+
+class TestClient:
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[EngineClient]:
+        each = EngineClient()
+        try:
+            yield each
+        finally:
+            await each.close()
+
+    async def refused(self, engine: Scripted, path: str = "/metrics") -> str:
+        async with serving(engine) as member, self.client() as each:
+            with pytest.raises(AnswerError) as refusal:
+                await each.page(member, path)
+        return str(refusal.value)
+
+    async def test_page_above_the_limit_is_refused(self) -> None:
+        largest = Scripted({"/metrics": "x" * PAGE_MAX_BYTES})
+        async with serving(largest) as member, self.client() as each:
+            assert len(await each.page(member, "/metrics")) == PAGE_MAX_BYTES
+        assert await self.refused(vllm(metrics="x" * (PAGE_MAX_BYTES + 1))) == "/metrics has more than 1048576 bytes"
+
+    async def test_endless_page_is_refused(self) -> None:
+        async def endless(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(b"\n" * 60_000)
+
+        assert await self.refused(vllm(metrics=endless)) == "/metrics has more than 1048576 bytes"
+
+    async def test_trickling_page_is_refused(self) -> None:
+        async def trickling(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(b"\n")
+                await asyncio.sleep(0.05)
+
+        assert await self.refused(vllm(metrics=trickling)) == "/metrics was not answered within 0.3 s"
+
+    async def test_compressed_page_is_refused(self) -> None:
+        async def compressed(_request: web.Request) -> web.StreamResponse:
+            return web.Response(body=b"bomb", headers={"Content-Encoding": "gzip"})
+
+        assert await self.refused(vllm(metrics=compressed)) == "/metrics is compressed"
+
+    async def test_redirect_is_not_followed(self) -> None:
+        async with serving(vllm()) as other:
+
+            async def elsewhere(_request: web.Request) -> web.StreamResponse:
+                raise web.HTTPFound(f"http://{other.endpoint}/metrics")
+
+            assert await self.refused(vllm(metrics=elsewhere)) == "/metrics was answered with 302"
+
+    async def test_request_carries_no_credentials_and_keeps_no_cookies(self) -> None:
+        async def answer(_request: web.Request) -> web.StreamResponse:
+            response = web.Response(text="{}")
+            response.set_cookie("a", "b")
+            return response
+
+        engine = vllm(version=answer)
+        async with serving(engine) as member, self.client() as each:
+            for _ in range(2):
+                assert await each.document(member, "/version") == {}
+        for head in engine.heads:
+            assert set(head) == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
+            assert head["Accept-Encoding"] == "identity"
+
+    @pytest.mark.parametrize("said", [b"junk\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"])
+    async def test_invalid_http_is_refused(self, said: bytes) -> None:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(said)
+            writer.close()
+
+        server = await asyncio.start_server(talk, HOST, 0)
+        member = Member(id="m", address=HOST, port=server.sockets[0].getsockname()[1])
+        async with server, self.client() as each:
+            with pytest.raises(AnswerError, match="/metrics"):
+                await each.page(member, "/metrics")
+
+    @pytest.mark.parametrize("address", ["fe80::1%nowhere", "::1"])
+    async def test_unreachable_address_is_refused(self, address: str) -> None:
+        async with self.client() as each:
+            with pytest.raises(AnswerError, match="/metrics"):
+                await each.page(Member(id="m", address=address, port=9), "/metrics")
+
+    @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
+    async def test_page_that_is_no_json_is_refused(self, text: str) -> None:
+        async with serving(Scripted({"/version": text or " "})) as member, self.client() as each:
+            with pytest.raises(AnswerError, match="/version is not JSON"):
+                await each.document(member, "/version")
+
+
+class TestPicker:
+    def test_discovered_adapter_is_routed_under_its_own_key(self) -> None:
+        desk = Desk(builders.pool(2))
+        assert desk.refused(chat(model="sql")) == 404
+        desk.picker.on_profile(1.0, "llm/qwen", "m-0", EngineProfile(adapters=("sql",)))
+        of_adapter, of_model = desk.pick(chat(model="sql")), desk.pick(chat(model="m"))
+        assert isinstance(of_adapter, Picked)
+        assert of_adapter.decision is not None
+        assert of_model.decision is not None
+        assert of_adapter.decision.receipt.key.hash != of_model.decision.receipt.key.hash
+
+    def test_engine_cannot_take_the_name_of_another_pool(self) -> None:
+        mine = replace(builders.pool(1), name="a", model=Model(name="mine"))
+        theirs = replace(builders.pool(2), name="b", model=Model(name="theirs"))
+        desk = Desk(mine, theirs)
+        desk.picker.on_profile(1.0, "llm/a", "m-0", EngineProfile(adapters=("theirs",)))
+        assert desk.pick(chat(model="theirs")).cluster == desk.pick(chat(model="theirs")).cluster
+        assert (
+            desk.picker.statuses(["llm/b"])[0].endpoints[0].in_flight
+            + sum(each.in_flight for each in desk.picker.statuses(["llm/b"])[0].endpoints[1:])
+            == 2
+        )
+
+    def test_discovered_length_bounds_prompts(self) -> None:
+        desk = Desk(builders.pool(1))
+        desk.picker.on_profile(1.0, "llm/qwen", "m-0", EngineProfile(max_model_len=100))
+        assert desk.picker.bounds["m"].tokens == 100
+        receipt = desk.pick(chat(model="m", text="x" * 4000)).receipt
+        assert receipt is not None
+        assert "prompt=100," in receipt
+
+    def test_profile_of_an_unknown_pool_is_ignored(self) -> None:
+        desk = Desk(builders.pool(1))
+        desk.picker.on_profile(1.0, "llm/gone", "m-0", EngineProfile(adapters=("sql",)))
+        assert desk.refused(chat(model="sql")) == 404
+
+
+class TestSimulatedEngine:
+    async def test_simulated_engine_is_described(self) -> None:
+        config = replace(PRESETS["7b"], block_tokens=16, cache_tokens=160_016)
+        settings = ServerSettings(
+            host=HOST, port=0, model="m", config=config, speed=1.0, api_key=None, adapters=("sql",)
+        )
+        engine = EngineHttpServer(settings)
+        address = await engine.start()
+        member = Member(id="m-0", address=HOST, port=int(address.rpartition(":")[2]))
+        try:
+            async with asking(pool_of(member)) as (_, reports), aiohttp.ClientSession() as session:
+                profile = await reports.next()
+                assert profile.version.endswith("+sim")
+                assert (profile.block_tokens, profile.cache_tokens, profile.kv_tokens) == (16, 160_000, 160_000)
+                assert (profile.max_model_len, profile.adapters) == (config.input_tokens_max, ("sql",))
+                assert (profile.waiting, profile.running, profile.asleep, profile.reason) == (0, 0, False, "")
+                assert profile.started_s is not None
+                await session.post(f"http://{address}/sleep")
+                await until(lambda: reports.of["m-0"][-1].asleep is True)
+                async with session.post(f"http://{address}/v1/completions", json={"prompt": "a"}) as response:
+                    assert response.status == 503
+                await session.post(f"http://{address}/wake_up")
+                await until(lambda: reports.of["m-0"][-1].asleep is False)
+                url = f"http://{address}/v1/completions"
+                async with session.post(url, json={"model": "sql", "prompt": "a"}) as response:
+                    assert (await response.json())["model"] == "sql"
+        finally:
+            await engine.close()
