@@ -12,6 +12,7 @@ TARGETS: Final = {
     "pools": "pool files: YAML to pools that route",
     "access_log": "Envoy's access log: protobuf to entries",
     "stream": "ext_proc streams: messages to answers, without leaks",
+    "profile": "engines' answers: metrics pages and JSON to profiles that route",
     "news": "replication updates: the store's bytes to values",
 }
 
