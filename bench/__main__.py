@@ -6,6 +6,8 @@
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
+  profile                    the cost of asking engines for their profile and load (a minute)
+
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
@@ -39,6 +41,11 @@ def main(names: list[str]) -> None:
         from bench.tracing import main as tracing
 
         tracing(names[1:], prog_name="python -m bench tracing")
+    if names[:1] == ["profile"]:
+        # Imported here because the HTTP client takes a second to load.
+        from bench.profile import main as profile
+
+        profile(names[1:], prog_name="python -m bench profile")
     if names[:1] == ["autoscaling"]:
         # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
@@ -53,7 +60,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "profile", "autoscaling"])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")

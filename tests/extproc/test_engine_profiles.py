@@ -111,6 +111,7 @@ class Reports:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask ten times as often as usual."""
     monkeypatch.setattr(profiles, "LOAD_PERIOD_S", (0.075, 0.095))
+    monkeypatch.setattr(profiles, "_TICK_S", 0.01)
     monkeypatch.setattr(profiles, "_JOIN_JITTER_S", 0.0)
     monkeypatch.setattr(profiles, "_FIRST_RETRY_S", 0.1)
     monkeypatch.setattr(client, "TIMEOUT_S", 0.3)

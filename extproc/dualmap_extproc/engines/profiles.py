@@ -26,9 +26,10 @@ from dualmap.pools.pool import Engine, Member, Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.engines.client import AnswerError, EngineClient
 
-LOAD_PERIOD_S: Final = (0.75, 0.95)
+LOAD_PERIOD_S: Final = (0.85, 0.95)
 """The shortest and the longest time between two requests for a load. Load of other sources needs two of them."""
 _JOIN_JITTER_S: Final = 0.5
+_TICK_S: Final = 0.1
 _FIRST_RETRY_S: Final = 1.0
 
 Report = Callable[[str, str, EngineProfile], None]
@@ -119,6 +120,8 @@ class _AskedEngine:
         self._clock = asyncio.get_running_loop().time
         self._load = NO_PROFILE
         self._pages: dict[str, EngineProfile] = {}
+        # The facts of all pages together.
+        self._facts = EngineProfile(engine=engine.type)
         self._pages_due_s = 0.0
         self._silent = self._dialect is not None
 
@@ -132,15 +135,20 @@ class _AskedEngine:
                 # The jitter keeps routers that started together from asking together.
                 self._pages_due_s = self._clock() + self._interval_s * random.uniform(0.9, 1.0)
                 await self._ask_pages()
-            report(self._profile())
+            report(self._facts.also(self._load))
             if self._dialect is None:
                 await asyncio.sleep(max(0.0, self._pages_due_s - self._clock()))
             elif load_known:
                 retry_s = _FIRST_RETRY_S
-                await asyncio.sleep(random.uniform(*LOAD_PERIOD_S))
+                await asyncio.sleep(self._until_tick_s(random.uniform(*LOAD_PERIOD_S)))
             else:
                 await asyncio.sleep(retry_s * random.uniform(0.9, 1.0))
                 retry_s = min(2 * retry_s, self._interval_s)
+
+    def _until_tick_s(self, seconds: float) -> float:
+        """Return about so many seconds, so that several members' requests fall into one wake-up of the process."""
+        now = self._clock()
+        return (now + seconds) // _TICK_S * _TICK_S - now
 
     async def _ask_load(self) -> bool:
         """Read the metrics page; return whether it contains the load, or the type of engine has none."""
@@ -172,12 +180,9 @@ class _AskedEngine:
                     continue
                 page = self._pages.get(path, NO_PROFILE).failed(str(error))
             self._pages[path] = page
-
-    def _profile(self) -> EngineProfile:
-        profile = EngineProfile(engine=self._type)
+        self._facts = EngineProfile(engine=self._type)
         for page in self._pages.values():
-            profile = profile.also(page)
-        return profile.also(self._load)
+            self._facts = self._facts.also(page)
 
 
 def _asked(pool: Pool, member: Member) -> _Asked:
