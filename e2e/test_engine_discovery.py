@@ -1,0 +1,115 @@
+"""What the router learns from engines by itself: their profile, their sleep, and work that passed no router."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from dualmap_extproc.envoy.config.settings import Mode
+from harness.deployment import Deployment
+from harness.documents import receipt
+from harness.stack import Engine, pool_document
+from harness.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+POOL = "qwen"
+OTHERS = 8
+
+
+@pytest_asyncio.fixture(loop_scope="session", name="sims")
+async def _sims(tmp_path: Path) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Two slow engines that decode for minutes."""
+    slow = ("--speed", "0.2", "--adapter", "sql")
+    left, right = (Engine(directory=tmp_path, name=name, arguments=slow) for name in ("left", "right"))
+    async with left, right:
+        yield left, right
+
+
+@pytest_asyncio.fixture(loop_scope="session", name="routed")
+async def _routed(sims: tuple[Engine, Engine], tmp_path: Path) -> AsyncIterator[Deployment]:
+    document = pool_document([each.member for each in sims], spec={"routing": {"policy": "least_requests"}})
+    async with Deployment({POOL: document}, mode=Mode.STREAMED, directory=tmp_path) as deployment:
+        await until(lambda: described(deployment), "the engines are described", timeout_s=20.0)
+        yield deployment
+
+
+async def described(deployment: Deployment) -> bool:
+    return all(each["engine"]["version"] for each in (await deployment.page(POOL)).values())
+
+
+async def chosen(deployment: Deployment, count: int = 6) -> set[str]:
+    """Return the members of several short requests, one after the other."""
+    members = set()
+    for number in range(count):
+        body = {"model": "qwen-model", "messages": [{"role": "user", "content": f"hi {number}"}], "max_tokens": 1}
+        reply = await deployment.ask(body)
+        assert reply.status == 200
+        members.add(receipt(reply)["chosen"])
+    return members
+
+
+async def test_engines_are_described_and_their_adapters_served(routed: Deployment) -> None:
+    for each in (await routed.page(POOL)).values():
+        assert each["engine"] == {
+            "version": each["engine"]["version"],
+            "block_tokens": 16,
+            "kv_tokens": 190_000,
+            "adapters": ["sql"],
+            "events": {"state": "Off"},
+            "reason": "",
+        }
+    reply = await routed.ask({"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
+    assert (reply.status, json.loads(reply.body)["model"]) == (200, "sql")
+
+
+async def test_work_past_the_router_counts_within_two_seconds(routed: Deployment, sims: tuple[Engine, Engine]) -> None:
+    left, _ = sims
+    body = {"model": "qwen-model", "prompt": "a batch job", "max_tokens": 5000, "stream": True}
+
+    async def decode(session: aiohttp.ClientSession) -> None:
+        async with session.post(f"http://{left.endpoint}/v1/completions", json=body) as response:
+            await response.read()
+
+    assert await chosen(routed) == {"left", "right"}
+    async with aiohttp.ClientSession() as session:
+        jobs = [asyncio.create_task(decode(session)) for _ in range(OTHERS)]
+        try:
+            await asyncio.sleep(2.0)
+            assert await chosen(routed) == {"right"}
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+
+    async def both() -> bool:
+        return await chosen(routed) == {"left", "right"}
+
+    await until(both, "the work has ended", timeout_s=20.0)
+
+
+async def test_asleep_engine_gets_requests_only_if_all_are_asleep(
+    routed: Deployment, sims: tuple[Engine, Engine]
+) -> None:
+    left, _ = sims
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{left.endpoint}/sleep") as response:
+            assert response.status == 200
+
+        async def asleep() -> bool:
+            return bool((await routed.page(POOL))["left"]["engine"]["reason"] == "the engine is asleep")
+
+        await until(asleep, "the router knows that the engine is asleep", timeout_s=20.0)
+        assert await chosen(routed) == {"right"}
+        async with session.post(f"http://{left.endpoint}/wake_up") as response:
+            assert response.status == 200
+
+        async def awake() -> bool:
+            return not await asleep()
+
+        await until(awake, "the engine is awake", timeout_s=20.0)
+        assert await chosen(routed) == {"left", "right"}
