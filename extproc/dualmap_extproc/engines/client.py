@@ -33,18 +33,10 @@ class AnswerError(Exception):
 
 
 class EngineClient:
-    """Requests pages from engines over one kept-alive connection for each member. Construct it in an event loop."""
+    """Requests pages from engines over one kept-alive connection for each member."""
 
     def __init__(self) -> None:
-        # Answers are not decompressed, because the decompressed size has no limit and decompression takes time.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, use_dns_cache=False),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
-            timeout=aiohttp.ClientTimeout(),
-            auto_decompress=False,
-            trust_env=False,
-        )
+        self._session: aiohttp.ClientSession | None = None
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._silent_turns = asyncio.Semaphore(SILENT_AT_ONCE)
 
@@ -74,9 +66,12 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close open connections."""
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def _get(self, member: Member, path: str) -> bytes:
+        if self._session is None:
+            self._session = _session()
         url = URL.build(scheme="http", host=member.address, port=member.port, path=path)
         async with self._session.get(url, allow_redirects=False) as response:
             if response.status != 200:
@@ -89,6 +84,18 @@ class EngineClient:
                 if len(body) > PAGE_MAX_BYTES:
                     raise AnswerError(f"{path} has more than {PAGE_MAX_BYTES} bytes")
             return bytes(body)
+
+
+def _session() -> aiohttp.ClientSession:
+    # Answers are not decompressed, because the decompressed size has no limit and decompression takes time.
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, use_dns_cache=False),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
+        timeout=aiohttp.ClientTimeout(),
+        auto_decompress=False,
+        trust_env=False,
+    )
 
 
 def _said(error: OSError) -> str:
