@@ -63,6 +63,13 @@ def test_speed_is_learnt_from_prefills_whose_usage_agrees() -> None:
     assert max(site.speeds) > 1.3 * SPEED
 
 
+def test_speed_is_not_learnt_from_a_short_prefill() -> None:
+    speed = LearntSpeed(SPEED, Agreement())
+    for tokens, learns in ((63, False), (64, True)):
+        lesson = speed.observe(0.0, client=0, new_tokens=tokens, cached_tokens=0, service_s=1.0, solo=True)
+        assert (lesson is not None) == learns
+
+
 def test_speed_usage_after_the_end_takes_a_lesson_back() -> None:
     site = Site()
     for number in range(20):
@@ -89,7 +96,13 @@ def test_recent_prefills_minority_does_not_change_the_bound() -> None:
     assert [recent.accept(0.0, client, 0.01) for client in range(10, 17)] == [0.5] * 7
 
 
-def test_recent_prefills_of_one_client_fill_at_most_half() -> None:
+@pytest.mark.parametrize(("slowness", "taught"), [(0.01, 0.5), (0.6, 0.6), (2.9, 2.9), (100.0, 3.0)])
+def test_recent_prefills_outlier_counts_as_the_nearest_allowed_one(slowness: float, taught: float) -> None:
+    recent = RecentPrefills(Agreement())
+    assert recent.accept(0.0, HOSTILE, slowness) == taught
+
+
+def test_recent_prefills_of_one_client_fill_about_half() -> None:
     recent = RecentPrefills(Agreement())
     recent.accept(0.0, HONEST, 1.0)
     taught = [recent.accept(1.0, HOSTILE, 0.1) for _ in range(20)]
