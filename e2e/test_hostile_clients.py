@@ -1,4 +1,4 @@
-"""Hostile clients through Envoy: crafted prompts that would change the learnt speed, and a client that floods a pool."""
+"""Hostile clients through Envoy: crafted prompts that would change the learnt speed, and a flood of one client."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ async def test_flood_of_one_client_neither_delays_nor_rejects_others(engines: Sh
     engines.left.answer = sse([b"data: [DONE]\n\n"], first_after=gate)
     pool = document("pool", [member_of(engines.left)], **BUSY, **queue(maxHeld=20, maxOvertaken=0))
     async with Deployment({"pool": pool}, mode=Mode.STREAMED, directory=tmp_path) as site:
-        # A streamed prefill is pending until its first token, so the engine takes no other request before the gate opens.
+        # A streamed prefill is pending until its first token, so no other request is dispatched before the gate opens.
         long = chat("pool", prompt_of(100, seed="running"), stream=True)
         running = [asyncio.create_task(site.ask(long))]
         await site.wait_for_load("pool", "one in flight", lambda flying, _: flying == 1)
