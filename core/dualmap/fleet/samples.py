@@ -1,9 +1,9 @@
 """Recent prefills of one member, which bound what a further prefill may teach about the member's speed.
 
 A prefill may teach a wrong speed, because the token count of a prompt is an estimate and a client may craft prompts
-whose estimate is far off. Three bounds hold. The median of recent prefills follows no minority of them. One client
-provides at most half of them while other clients have some. A member contradicts the other members of its pool only
-after many prefills that say so.
+whose estimate is far off. Three bounds hold. One client provides at most half of the recent prefills (rounded up) while
+other clients have some. The median of recent prefills follows no minority of them, and no half that is faster than the
+others. A member contradicts the other members of its pool only after many prefills that say so.
 """
 
 from bisect import bisect_left, insort
@@ -85,7 +85,7 @@ class RecentPrefills:
         self._prefills.append(_Prefill(slowness, client, now))
         self._of_client[client] = self._of_client.get(client, 0) + 1
         insort(self._sorted, slowness)
-        median = self._sorted[len(self._sorted) // 2]
+        median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
         agreed = self._agreement.bound(bounded)
@@ -98,8 +98,13 @@ class RecentPrefills:
             if prefill.slowness == slowness and prefill.client == client:
                 self._prefills.remove(prefill)
                 self._remove(prefill)
-                self._agreement.report(self, self._sorted[len(self._sorted) // 2] if self._sorted else 1.0)
+                self._agreement.report(self, self._median() if self._sorted else 1.0)
                 return
+
+    def _median(self) -> float:
+        """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
+        number = len(self._sorted)
+        return self._sorted[min((number + 1) // 2, number - 1)]
 
     def _has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients had prefills lately."""
