@@ -51,9 +51,6 @@ async def test_500_slow_bodies_stay_below_the_memory_limits(
             await attack
         envoy_bytes = peak_bytes(deployment.envoy.child.pid)
         router_bytes = sum(map(peak_bytes, _with_children(deployment.router.pid)))
-        stats = await deployment.envoy.stats("failure_mode|ext_proc|_5xx")
-        refused = await deployment.metric("dualmap_refused_requests_total", code="overloaded")
-        print(replies, Counter(attackers.output().split()), envoy_bytes >> 20, router_bytes >> 20, refused, {n: v for n, v in stats.items() if v}, deployment.router.output())
 
     assert envoy_bytes < _bytes(envoy_limit)
     assert router_bytes < _bytes(router_limit)

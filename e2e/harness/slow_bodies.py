@@ -11,6 +11,8 @@ import socket
 import sys
 
 SLOW_S = 3.0
+# With the kernel's default, 500 connections take the memory that the kernel allows for TCP, also from other processes.
+SEND_BUFFER_BYTES = 64 * 1024
 _HEAD = "POST /v1/chat/completions HTTP/1.1\r\nhost: e\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
 
 
@@ -18,6 +20,7 @@ async def attack(port: int, body: bytes) -> None:
     """Send most of a request, and a byte now and then until Envoy ends the connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         connection.setblocking(False)
         await loop.sock_connect(connection, ("127.0.0.1", port))
         ended = asyncio.create_task(_ended(connection))
