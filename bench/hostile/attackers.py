@@ -4,14 +4,11 @@ Each body has ``BODY_BYTES`` bytes; its numbers have DIGITS digits. The process 
 """
 
 import asyncio
-import os
 import sys
 
 from bench.gateway.prompts import MODEL
 
 BODY_BYTES = 16_000_000
-# In production, clients have other CPU cores than the router.
-_NICE = 10
 
 
 def body_of(digits: int) -> bytes:
@@ -43,7 +40,6 @@ async def attack(port: int, body: bytes) -> None:
 
 async def main(port: int, connections: int, digits: int) -> None:
     """Attack until the process is killed."""
-    os.nice(_NICE)
     body = body_of(digits)
     await asyncio.gather(*(attack(port, body) for _ in range(connections)))
 

@@ -149,19 +149,19 @@ class Experiment:
 
 FIGURES: Mapping[str, Callable[[Sample], float]] = {
     "others' first byte p50, ms": lambda each: each.others.ttfb_p50_ms,
-    "p90, ms": lambda each: each.others.ttfb_p90_ms,
+    "others' first byte p90, ms": lambda each: each.others.ttfb_p90_ms,
     "gRPC health p50, ms": lambda each: quantile(each.grpc_s, 0.5) * 1e3,
-    "p99, ms": lambda each: quantile(each.grpc_s, 0.99) * 1e3,
+    "gRPC health p99, ms": lambda each: quantile(each.grpc_s, 0.99) * 1e3,
     "HTTP p50, ms": lambda each: quantile(each.http_s, 0.5) * 1e3,
-    "p99, ms ": lambda each: quantile(each.http_s, 0.99) * 1e3,
+    "HTTP p99, ms": lambda each: quantile(each.http_s, 0.99) * 1e3,
     "longest step of the loop, ms of CPU": lambda each: each.step_cpu_ms,
-    "ms of wall time": lambda each: each.step_wall_ms,
+    "the same, ms of wall time": lambda each: each.step_wall_ms,
 }
 
 
 def table(samples: Sequence[Sample]) -> str:
     """Return a Markdown table: the median over the rounds, and its ratio to the median without attackers."""
-    head = ["attack", *(name.strip() for name in FIGURES), "others not answered 200", "answers to attackers"]
+    head = ["attack", *FIGURES, "others not answered 200", "answers to attackers"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for attack in ATTACKS:
         mine = [each for each in samples if each.attack == attack]
