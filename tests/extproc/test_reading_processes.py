@@ -24,7 +24,7 @@ BOUNDS = {"m": Bounds(body_bytes=16 * 1024 * 1024, tokens=10**6)}
 
 
 def large(body: bytes) -> LargeBody:
-    return LargeBody(body=body, api=Api.CHAT, bounds=BOUNDS)
+    return LargeBody(chunks=(body,), api=Api.CHAT, bounds=BOUNDS)
 
 
 @asynccontextmanager

@@ -47,7 +47,7 @@ class HeldReader:
 
     def finish(self, now: float = 500.0, result: Prompt | Refused | None = None) -> None:
         large, done = self.readings.pop(0)
-        done(now, result or read_body(large.body, large.api))
+        done(now, result or read_body(b"".join(large.chunks), large.api))
 
 
 def sent(config=None, *pools) -> tuple[Conversation, HeldReader]:
