@@ -84,6 +84,14 @@ def test_large_body_is_answered_as_if_it_was_read_here(config):
     assert talk.delivered == answers[-len(talk.delivered) :]
 
 
+def test_large_body_is_passed_on_in_the_chunks_that_arrived():
+    _, reader = sent(NO_WAIT)
+    [(large, _)] = reader.readings
+
+    assert large.chunks == tuple(BODY[i : i + 65_536] for i in range(0, len(BODY), 65_536))
+    assert large.size_bytes == len(BODY)
+
+
 def test_full_duplex_body_goes_back_whole_and_in_order():
     talk, reader = sent(DUPLEX)
     talk.send(request_trailers())
