@@ -4,6 +4,8 @@
 
   gateway                    the router behind a real Envoy (6 minutes; --quick: 2)
 
+  hostile                    the router behind a real Envoy while clients send hostile bodies (3 minutes)
+
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
@@ -34,6 +36,11 @@ def main(names: list[str]) -> None:
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
+    if names[:1] == ["hostile"]:
+        # Imported here for the same reason.
+        from bench.hostile.command import hostile
+
+        hostile(names[1:], prog_name="python -m bench hostile")
     if names[:1] == ["tracing"]:
         # Imported here because the module needs the extra `otlp`.
         from bench.tracing import main as tracing
@@ -53,7 +60,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "autoscaling"])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
