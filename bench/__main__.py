@@ -1,6 +1,8 @@
 """python -m bench [NAME] [OPTIONS]: the benchmarks. Results are recorded in bench/results/.
 
-  rings, decisions, memory   parts of core; without NAME, all three run (5 minutes)
+  rings, decisions, memory   parts of core; without NAME, these three and picks run (5 minutes)
+
+  picks                      the picker's CPU time per request (seconds)
 
   gateway                    the router behind a real Envoy (6 minutes; --quick: 2)
 
@@ -14,15 +16,15 @@
 
   paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
 
-All benchmarks except the first three have a --help option: python -m bench gateway --help.
+All benchmarks except the first four have a --help option: python -m bench gateway --help.
 """
 
 import os
 import sys
 
-from bench import decisions, memory, replicas, rings, window
+from bench import decisions, memory, picks, replicas, rings, window
 
-CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main}
+CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main, "picks": picks.main}
 VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 

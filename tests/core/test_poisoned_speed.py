@@ -173,3 +173,17 @@ def test_speed_retracted_lessons_leave_the_prior() -> None:
         assert lesson is not None
         speed.retract(lesson)
     assert speed.current.tokens_per_second == pytest.approx(SPEED)
+
+
+def test_speed_retracted_after_a_disturbed_prefill_leaves_both_speeds() -> None:
+    speed = LearntSpeed(SPEED, Agreement())
+    lessons = [
+        speed.observe(0.0, client=0, new_tokens=5000, cached_tokens=0, service_s=0.3, solo=solo)
+        for solo in (True, True, False, True)
+    ]
+    assert speed.solo_tokens_per_second != speed.current.tokens_per_second
+    for lesson in lessons:
+        assert lesson is not None
+        speed.retract(lesson)
+    assert speed.current.tokens_per_second == pytest.approx(SPEED)
+    assert speed.solo_tokens_per_second == pytest.approx(SPEED)

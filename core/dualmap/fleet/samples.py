@@ -108,7 +108,10 @@ class RecentPrefills:
 
     def _has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients had prefills lately."""
-        return any(each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._prefills)
+        # Without names of clients, all requests are one client's, and the search would examine every prefill.
+        return len(self._of_client) > 1 and any(
+            each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._prefills
+        )
 
     def _remove(self, prefill: _Prefill) -> None:
         """Remove a prefill from the sorted list and from its client's number."""
