@@ -1,8 +1,12 @@
 """python -m bench [NAME] [OPTIONS]: the benchmarks. Results are recorded in bench/results/.
 
-  rings, decisions, memory   parts of core; without NAME, all three run (5 minutes)
+  rings, decisions, memory   parts of core; without NAME, these three and picks run (5 minutes)
+
+  picks                      the picker's CPU time per request (seconds)
 
   gateway                    the router behind a real Envoy (6 minutes; --quick: 2)
+
+  hostile                    the router behind a real Envoy while clients send hostile bodies (3 minutes)
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
@@ -14,15 +18,15 @@
 
   paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
 
-All benchmarks except the first three have a --help option: python -m bench gateway --help.
+All benchmarks except the first four have a --help option: python -m bench gateway --help.
 """
 
 import os
 import sys
 
-from bench import decisions, memory, replicas, rings, window
+from bench import decisions, memory, picks, replicas, rings, window
 
-CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main}
+CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main, "picks": picks.main}
 VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 
@@ -36,6 +40,11 @@ def main(names: list[str]) -> None:
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
+    if names[:1] == ["hostile"]:
+        # Imported here for the same reason.
+        from bench.hostile.command import hostile
+
+        hostile(names[1:], prog_name="python -m bench hostile")
     if names[:1] == ["tracing"]:
         # Imported here because the module needs the extra `otlp`.
         from bench.tracing import main as tracing
@@ -60,7 +69,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "profile", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "autoscaling"])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")

@@ -1,4 +1,4 @@
-"""Tests that a minimal run of the gateway benchmark measures each stack under each load and evaluates each goal.
+"""Tests that minimal runs of the benchmarks with a real Envoy measure everything that they should.
 
 A short run gives no meaningful figures, so the tests assert no figures.
 """
@@ -60,3 +60,17 @@ async def test_gateway_bench_with_invalid_option_exits_2() -> None:
     _, said = await bench.communicate()
     assert bench.returncode == 2
     assert b"--rounds" in said
+
+
+@pytest.mark.slow
+async def test_hostile_bench_table_has_a_row_for_each_attack() -> None:
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench", "hostile", "--rounds", "1", "--seconds", "2", "--connections", "2"),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    printed, progress = await bench.communicate()
+    assert bench.returncode == 0, progress.decode()[-4000:]
+    rows = [line.split("|")[1].strip() for line in printed.decode().splitlines() if line.startswith("|")]
+    assert rows[2:] == ["none", "8,000,000 numbers", "941,000 numbers"]

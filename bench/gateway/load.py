@@ -17,7 +17,7 @@ import os
 import selectors
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,6 +59,7 @@ class Result:
     seconds: float
     cpu_s: Mapping[str, float]
     ttfb_p50_ms: float
+    ttfb_p90_ms: float
     ttfb_p99_ms: float
 
 
@@ -171,8 +172,9 @@ class _Clients:
             errors=self.errors,
             seconds=seconds,
             cpu_s={name: after[name] - before[name] for name in after},
-            ttfb_p50_ms=_quantile(self.ttfb_s, 0.5) * 1e3,
-            ttfb_p99_ms=_quantile(self.ttfb_s, 0.99) * 1e3,
+            ttfb_p50_ms=quantile(self.ttfb_s, 0.5) * 1e3,
+            ttfb_p90_ms=quantile(self.ttfb_s, 0.9) * 1e3,
+            ttfb_p99_ms=quantile(self.ttfb_s, 0.99) * 1e3,
         )
 
     def ended(self, connection: _Connection) -> None:
@@ -238,7 +240,7 @@ class _Clients:
         return {"load": cpu_s(os.getpid())} | {name: cpu_s(pid) for name, pid in self._job.pids.items()}
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least ``share`` of the values do not exceed; NaN without values."""
     if not values:
         return float("nan")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,17 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One Envoy with its pickers. ``envoy``, ``pickers`` and ``others`` are process ids."""
+    """One Envoy with its pickers. ``envoy``, ``pickers`` and ``others`` are process ids.
+
+    ``addresses`` are those of each picker's ports, by name.
+    """
 
     name: str
     port: int
     admin: str
     envoy: int
     pickers: tuple[int, ...] = ()
+    addresses: tuple[Mapping[str, str], ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -130,10 +134,19 @@ class Lab:
         document = _without(to_yaml(bootstrap(settings)), _LUA)
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
-    async def routers(self, name: str, count: int, *, redis: bool = False, members: int = ENGINES) -> Stack:
+    async def routers(
+        self,
+        name: str,
+        count: int,
+        *,
+        redis: bool = False,
+        members: int = ENGINES,
+        program: Sequence[str] = ("dualmap_cli",),
+    ) -> Stack:
         """Start ``count`` routers with the product's command line, and an Envoy that uses them.
 
-        With ``redis``, the routers share a Redis server.
+        With ``redis``, the routers share a Redis server. ``program`` is the module that runs ``dualmap``, with its own
+        arguments.
         """
         tag = name.replace(" ", "-")
         pool, store, url = self._pool(tag, members), {}, None
@@ -141,7 +154,7 @@ class Lab:
             server, url = await self._redis(tag)
             store["redis"] = server.process.pid
         started = [
-            await self._children.start(f"{tag}-{number}", router_command(pool, f"{tag}-{number}", url))
+            await self._children.start(f"{tag}-{number}", router_command(pool, f"{tag}-{number}", url, program))
             for number in range(count)
         ]
         ports = [await child.ready(within_s=START_S) for child in started]
@@ -150,7 +163,8 @@ class Lab:
             routers=tuple(_address(each["grpc"]) for each in ports),
             access_logs=tuple(_address(each["als"]) for each in ports),
         )
-        return await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
+        stack = await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
+        return replace(stack, addresses=tuple(ports))
 
     async def _redis(self, tag: str) -> tuple[Child, str]:
         # Imported here because only the `demo` extra installs the package.
@@ -232,7 +246,7 @@ class Lab:
         )
 
 
-def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ...]:
+def router_command(pool: Path, replica: str, redis: str | None, program: Sequence[str]) -> tuple[str, ...]:
     """Return a router's command line as in production, with free ports."""
     ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
     shared = ("--redis", redis) if redis else ()
@@ -240,7 +254,7 @@ def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ..
     hash_key = pool.with_name("hash-key")
     hash_key.write_text("the hash key of the benchmarks")
     return (
-        *_module("dualmap_cli", "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
+        *_module(*program, "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
         *("--hash-key-file", str(hash_key), *ports, *shared),
     )
 

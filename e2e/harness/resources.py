@@ -33,8 +33,17 @@ def resources_of(pid: int) -> ProcessResources:
 
 def resident_mib(pid: int) -> float:
     """Return the resident memory of a running process, in MiB."""
+    return _status_kib(pid, "VmRSS") / 1024
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the largest resident memory that a running process has had."""
+    return _status_kib(pid, "VmHWM") * 1024
+
+
+def _status_kib(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 async def wait_for_release(before: Mapping[str, ProcessResources], pids: Mapping[str, int]) -> None:

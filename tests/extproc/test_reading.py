@@ -31,7 +31,7 @@ BOUNDS = {"m": Bounds(body_bytes=16 * 1024 * 1024, tokens=131_072), "s": Bounds(
 
 
 def read(body: bytes, api: Api = Api.CHAT) -> Prompt | Refused:
-    return read_large(LargeBody(body=body, api=api, bounds=BOUNDS))
+    return read_large(LargeBody(chunks=(body,), api=api, bounds=BOUNDS))
 
 
 def refused(body: bytes) -> tuple[int, str]:
@@ -161,8 +161,8 @@ def test_session_name_that_is_too_long_does_not_come_back():
 
 
 def test_frame_of_a_body_is_decoded_to_the_same_body():
-    large = LargeBody(body=chat(), api=Api.RESPONSES, bounds=BOUNDS)
-    begin, body = encode_body(large)
+    large = LargeBody(chunks=(chat(),), api=Api.RESPONSES, bounds=BOUNDS)
+    begin, (body,) = encode_body(large), large.chunks
     header, payload = lengths(begin[:PREFIX_BYTES])
 
     assert (header, payload) == (len(begin) - PREFIX_BYTES, len(body))

@@ -24,7 +24,8 @@ BOUNDS = {"m": Bounds(body_bytes=16 * 1024 * 1024, tokens=10**6)}
 
 
 def large(body: bytes) -> LargeBody:
-    return LargeBody(body=body, api=Api.CHAT, bounds=BOUNDS)
+    chunks = tuple(body[start : start + 65_536] for start in range(0, len(body), 65_536))
+    return LargeBody(chunks=chunks, api=Api.CHAT, bounds=BOUNDS)
 
 
 @asynccontextmanager

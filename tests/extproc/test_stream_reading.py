@@ -47,7 +47,7 @@ class HeldReader:
 
     def finish(self, now: float = 500.0, result: Prompt | Refused | None = None) -> None:
         large, done = self.readings.pop(0)
-        done(now, result or read_body(large.body, large.api))
+        done(now, result or read_body(b"".join(large.chunks), large.api))
 
 
 def sent(config=None, *pools) -> tuple[Conversation, HeldReader]:
@@ -82,6 +82,14 @@ def test_large_body_is_answered_as_if_it_was_read_here(config):
     answers = here.send(request_headers(config), *request_bodies(BODY[i : i + step] for i in range(0, len(BODY), step)))
 
     assert talk.delivered == answers[-len(talk.delivered) :]
+
+
+def test_large_body_is_passed_on_in_the_chunks_that_arrived():
+    _, reader = sent(NO_WAIT)
+    [(large, _)] = reader.readings
+
+    assert large.chunks == tuple(BODY[i : i + 65_536] for i in range(0, len(BODY), 65_536))
+    assert large.size_bytes == len(BODY)
 
 
 def test_full_duplex_body_goes_back_whole_and_in_order():

@@ -7,7 +7,7 @@ regularised towards a prior and bounded, so that a burst of outliers cannot make
 ``dualmap.fleet.samples`` limits what each prefill can change. A prefill with a wrong token count can be retracted.
 """
 
-from dataclasses import dataclass
+from copy import copy
 from typing import NamedTuple
 
 from dualmap.fleet.samples import Agreement, RecentPrefills
@@ -16,25 +16,26 @@ from dualmap.fleet.samples import Agreement, RecentPrefills
 _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
 # The learnt speed is at most this factor above or below the pool's prior.
-_SPEED_BOUND = 20.0
+SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
+_RIDGE_N = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
+_RIDGE_Q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
 # A sample is clipped to this factor of the prediction, because stalls and preemptions do not show the prefill speed.
-_SAMPLE_CLIP = 3.0
+SAMPLE_CLIP = 3.0
 # The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
 # number, the prefills have the same weight as the prior.
 _SOLO_SAMPLES = 4.0
 # In the least-squares fit, a longer prefill weighs no more than one of this many tokens.
 _HEAVIEST_TOKENS = 20_000.0
 # Shorter prefills do not show a member's speed, because scheduling and network take most of their time.
-_SHORTEST_SAMPLE_TOKENS = 64
+SHORTEST_SAMPLE_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(NamedTuple):
     """A prefill speed: seconds per token of linear work, and seconds per squared token of attention work."""
 
     linear_s: float
@@ -65,7 +66,7 @@ class PrefillModel:
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
         self._prior = Speed(linear_s, linear_s * _PRIOR_ATTENTION / 2)
-        self._bounds_s = (linear_s / _SPEED_BOUND, linear_s * _SPEED_BOUND)
+        self._bounds_s = (linear_s / SPEED_BOUND, linear_s * SPEED_BOUND)
         # Sums of the normal equations for the features n (new tokens) and q (attention work), with seconds as the
         # target.
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
@@ -77,18 +78,14 @@ class PrefillModel:
 
         Return the value that ``retract`` needs; None if nothing was learnt.
         """
-        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+        if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
-        expected_s = self.speed.compute_s(new_tokens, cached_tokens)
-        target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
+        attention = _attention(new_tokens, cached_tokens)
+        expected_s = self.speed.linear_s * new_tokens + self.speed.quadratic_s * attention
+        target_s = min(max(service_s, expected_s / SAMPLE_CLIP), expected_s * SAMPLE_CLIP)
         scale = min(1.0, _HEAVIEST_TOKENS / new_tokens)
         self._number += 1
-        term = _Term(
-            n=scale * new_tokens,
-            q=scale * _attention(new_tokens, cached_tokens),
-            target_s=scale * target_s,
-            number=self._number,
-        )
+        term = _Term(scale * new_tokens, scale * attention, scale * target_s, self._number)
         self._add(term, kept=_FORGET, weight=1.0)
         return term
 
@@ -112,18 +109,9 @@ class PrefillModel:
         ``a``. At a limit, only one parameter remains to fit. Separate limits for the two parameters are not sufficient:
         noise could make an instance look many times faster than its samples.
         """
-        ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
-        ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
-        nn, nq, qq = self._nn + ridge_n, self._nq, self._qq + ridge_q
-        nt = self._nt + ridge_n * self._prior.linear_s
-        qt = self._qt + ridge_q * self._prior.quadratic_s
-
-        def error(linear_s: float, ratio: float) -> float:
-            quadratic_s = linear_s * ratio
-            return (
-                nn * linear_s**2 + 2 * nq * linear_s * quadratic_s + qq * quadratic_s**2
-                - 2 * (nt * linear_s + qt * quadratic_s)
-            )  # fmt: skip
+        nn, nq, qq = self._nn + _RIDGE_N, self._nq, self._qq + _RIDGE_Q
+        nt = self._nt + _RIDGE_N * self._prior.linear_s
+        qt = self._qt + _RIDGE_Q * self._prior.quadratic_s
 
         determinant = nn * qq - nq * nq
         linear_s = (nt * qq - qt * nq) / determinant
@@ -132,6 +120,14 @@ class PrefillModel:
         if linear_s > 0.0 and 0.0 <= quadratic_s <= most * linear_s:
             ratio = quadratic_s / linear_s
         else:
+
+            def error(linear_s: float, ratio: float) -> float:
+                quadratic_s = linear_s * ratio
+                return (
+                    nn * linear_s**2 + 2 * nq * linear_s * quadratic_s + qq * quadratic_s**2
+                    - 2 * (nt * linear_s + qt * quadratic_s)
+                )  # fmt: skip
+
             borders = ((nt + c * qt) / (nn + 2 * c * nq + c * c * qq) for c in (0.0, most))
             linear_s, ratio = min(zip(borders, (0.0, most), strict=True), key=lambda fit: error(*fit))
         low, high = self._bounds_s
@@ -160,8 +156,9 @@ class LearntSpeed:
         self._agreement = agreement
         self._recent = RecentPrefills(agreement)
         self._model = PrefillModel(prior_tokens_per_second)
-        # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports.
-        self._solo_model = PrefillModel(prior_tokens_per_second)
+        # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports. It is
+        # the same object until the first other prefill, so that a single replica learns only once.
+        self._solo_model = self._model
         # The number of such prefills among the samples that still have an effect.
         self._solo_samples = 0.0
         self.current = self._model.speed
@@ -186,7 +183,7 @@ class LearntSpeed:
         ``solo`` is true if no other replica's prefill delayed it. Return the value that ``retract`` needs; None if
         nothing was learnt.
         """
-        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+        if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
         prior_s = self._prior.compute_s(new_tokens, cached_tokens)
         slowness = service_s / prior_s
@@ -194,14 +191,17 @@ class LearntSpeed:
         if accepted is None:
             return None
         service_s = prior_s * accepted
+        if not solo and self._solo_model is self._model:
+            self._solo_model = copy(self._model)
         term = self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
-        solo_term = None
+        solo_term = term if solo else None
         self._solo_samples *= _FORGET
         if solo:
             self._solo_samples += 1.0
-            solo_term = self._solo_model.observe(
-                new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
-            )
+            if self._solo_model is not self._model:
+                solo_term = self._solo_model.observe(
+                    new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+                )
         self.current = self._model.speed
         return None if term is None else Lesson(self, client, slowness, term, solo_term)
 
@@ -213,10 +213,10 @@ class LearntSpeed:
         """Take back what was learnt from a prefill."""
         self._recent.withdraw(lesson.client, lesson.slowness)
         self._model.retract(lesson.term)
-        if lesson.solo_term is not None:
+        if lesson.solo_term is not None and self._solo_model is not self._model:
             self._solo_model.retract(lesson.solo_term)
         self.current = self._model.speed
 
 
 def _attention(new_tokens: int, cached_tokens: int) -> float:
-    return float((new_tokens + cached_tokens) ** 2 - cached_tokens**2)
+    return float(new_tokens * (new_tokens + 2 * cached_tokens))

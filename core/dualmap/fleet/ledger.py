@@ -16,7 +16,7 @@ from dualmap.fleet.samples import Agreement
 IN_FLIGHT_TTL_S = 600.0
 TAUGHT_MAX = 4096
 # A prefill teaches no speed if its prompt has more or fewer tokens than estimated by more than this factor.
-_ESTIMATE_ERROR = 2.0
+ESTIMATE_ERROR = 2.0
 
 
 class _Loads(dict[str, MemberLoad]):
@@ -109,7 +109,7 @@ class Ledger:
         request = self._taught.pop(request_id, None)
         if request is None or request.lesson is None:
             return
-        if not 1 / _ESTIMATE_ERROR <= prompt_tokens / request.chain.tokens <= _ESTIMATE_ERROR:
+        if not 1 / ESTIMATE_ERROR <= prompt_tokens / request.chain.tokens <= ESTIMATE_ERROR:
             load = self.loads.get(request.member)
             if load is not None:
                 load.retract(request.lesson)

@@ -1,9 +1,9 @@
 """Recent prefills of one member, which bound what a further prefill may teach about the member's speed.
 
 A prefill may teach a wrong speed, because the token count of a prompt is an estimate and a client may craft prompts
-whose estimate is far off. Three bounds hold. The median of recent prefills follows no minority of them. One client
-provides at most half of them while other clients have some. A member contradicts the other members of its pool only
-after many prefills that say so.
+whose estimate is far off. Three bounds hold. One client provides at most half of the recent prefills (rounded up) while
+other clients have some. The median of recent prefills follows no minority of them, and no half that is faster than the
+others. A member contradicts the other members of its pool only after many prefills that say so.
 """
 
 from bisect import bisect_left, insort
@@ -12,17 +12,17 @@ from math import inf
 from typing import Final, NamedTuple
 
 # The median is taken over this many prefills. The first ones stand for the prior.
-_WINDOW = 15
+WINDOW = 15
 _PRIOR_PREFILLS = 4
 # Prefills of other clients limit a client's share for this long.
-_CLIENT_MEMORY_S = 60.0
+CLIENT_MEMORY_S = 60.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
 _SLOWEST = 3.0
 # Members whose medians differ by less than this factor agree.
-_AGREEMENT = 3.0
+AGREEMENT = 3.0
 # A member differs from the other members by more only after this many prefills in a row outside the agreement.
-_DISSENTING_PREFILLS = 50
+DISSENTING_PREFILLS = 50
 # The client of the prefills that stand for the prior.
 _NO_CLIENT: Final = -1
 # The number of members from which on their common median is meaningful.
@@ -54,7 +54,7 @@ class Agreement:
         """Return ``slowness``, or the nearest value that agrees with the members' common median."""
         if self._median is None:
             return slowness
-        return min(max(slowness, self._median / _AGREEMENT), self._median * _AGREEMENT)
+        return min(max(slowness, self._median / AGREEMENT), self._median * AGREEMENT)
 
 
 class _Prefill(NamedTuple):
@@ -69,7 +69,7 @@ class RecentPrefills:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         prior = [_Prefill(1.0, _NO_CLIENT, -inf)] * _PRIOR_PREFILLS
-        self._prefills: deque[_Prefill] = deque(prior, maxlen=_WINDOW)
+        self._prefills: deque[_Prefill] = deque(prior, maxlen=WINDOW)
         self._sorted = [each.slowness for each in prior]
         self._of_client: dict[int, int] = {}
         self._dissenting = 0
@@ -78,19 +78,19 @@ class RecentPrefills:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
         own = self._of_client.get(client, 0)
         # Most prefills need only this comparison.
-        if 2 * own >= _WINDOW and self._has_rivals(now, client):
+        if 2 * own >= WINDOW and self._has_rivals(now, client):
             return None
-        if len(self._prefills) == _WINDOW:
+        if len(self._prefills) == WINDOW:
             self._remove(self._prefills[0])
         self._prefills.append(_Prefill(slowness, client, now))
         self._of_client[client] = self._of_client.get(client, 0) + 1
         insort(self._sorted, slowness)
-        median = self._sorted[len(self._sorted) // 2]
+        median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
         agreed = self._agreement.bound(bounded)
         self._dissenting = 0 if agreed == bounded else self._dissenting + 1
-        return bounded if self._dissenting > _DISSENTING_PREFILLS else agreed
+        return bounded if self._dissenting > DISSENTING_PREFILLS else agreed
 
     def withdraw(self, client: int, slowness: float) -> None:
         """Remove a prefill that turned out to be wrong, if it is still among the recent ones."""
@@ -98,12 +98,20 @@ class RecentPrefills:
             if prefill.slowness == slowness and prefill.client == client:
                 self._prefills.remove(prefill)
                 self._remove(prefill)
-                self._agreement.report(self, self._sorted[len(self._sorted) // 2] if self._sorted else 1.0)
+                self._agreement.report(self, self._median() if self._sorted else 1.0)
                 return
+
+    def _median(self) -> float:
+        """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
+        number = len(self._sorted)
+        return self._sorted[min((number + 1) // 2, number - 1)]
 
     def _has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients had prefills lately."""
-        return any(each.client != client and now - each.at_s < _CLIENT_MEMORY_S for each in self._prefills)
+        # Without names of clients, all requests are one client's, and the search would examine every prefill.
+        return len(self._of_client) > 1 and any(
+            each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._prefills
+        )
 
     def _remove(self, prefill: _Prefill) -> None:
         """Remove a prefill from the sorted list and from its client's number."""

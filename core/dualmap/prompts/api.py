@@ -1,6 +1,5 @@
 """The APIs of inference engines, determined from a request's path or guessed from its body (docs/prompts.md)."""
 
-from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -47,7 +46,7 @@ def api_of(path: str) -> Api:
 
 def guess_api(body: object) -> Api:
     """Return the probable API of a parsed body without a path, from fields that only this API has."""
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         return Api.UNKNOWN
     if "messages" in body:
         return Api.MESSAGES if "system" in body or _has_anthropic_tool(body.get("tools")) else Api.CHAT
@@ -61,9 +60,9 @@ def guess_api(body: object) -> Api:
 
 
 def _has_anthropic_tool(tools: object) -> bool:
-    return isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools)
+    return isinstance(tools, list) and any(isinstance(tool, dict) and "input_schema" in tool for tool in tools)
 
 
 def _is_batch(value: object) -> bool:
     """Return whether an ``input`` is a list of token ids or texts; the items of a Responses API input are objects."""
-    return isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
+    return isinstance(value, list) and not any(isinstance(item, dict) for item in value)

@@ -86,7 +86,7 @@ class Conversation:
 
     def _turn(self, turn: object) -> Iterator[str]:
         """Yield one message, or one item of a Responses API input (which may be a tool call or its output)."""
-        if not isinstance(turn, Mapping):
+        if not isinstance(turn, dict):
             yield RECORD
             yield from self.content(turn)
             return
@@ -105,8 +105,8 @@ class Conversation:
 
     def _block(self, block: object) -> Iterator[str]:
         """Yield one of Anthropic's content blocks."""
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if not isinstance(block, Mapping) or kind not in ("tool_use", "tool_result", "redacted_thinking"):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(block, dict) or kind not in ("tool_use", "tool_result", "redacted_thinking"):
             yield from self._part(block)
         elif kind == "tool_use":
             yield f"{UNIT}tool_use"
@@ -120,7 +120,7 @@ class Conversation:
         # Engines skip redacted thinking, which they cannot read.
 
     def _part(self, part: object) -> Iterator[str]:
-        if not isinstance(part, Mapping):
+        if not isinstance(part, dict):
             yield f"{UNIT}{spelled(part)}"
             return
         kind = part.get("type")
@@ -146,7 +146,7 @@ def as_json(value: object, shape: Shape | None) -> str:
 
 def digest(value: object) -> str:
     """Return a fixed-size hash of a value; for media, the hash of the URL or data (``{"url": ...}`` or a text)."""
-    reference = value.get("url", value) if isinstance(value, Mapping) else value
+    reference = value.get("url", value) if isinstance(value, dict) else value
     text = reference if isinstance(reference, str) else compact(reference)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -168,7 +168,7 @@ def compact(value: object) -> str:
 def _shaped(value: object, shape: Shape) -> object:
     if isinstance(value, list):
         return [_shaped(item, shape) for item in value]
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return value
     return {
         key: item if (inner := shape[key]) is None else _shaped(item, inner)
@@ -178,5 +178,5 @@ def _shaped(value: object, shape: Shape) -> object:
 
 
 def _is_billing_header(block: object) -> bool:
-    text = block.get("text") if isinstance(block, Mapping) else None
+    text = block.get("text") if isinstance(block, dict) else None
     return isinstance(text, str) and text.startswith(_BILLING_HEADER)

@@ -203,7 +203,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     also for more than MAX_PIECES messages, parts or prompts, and for a LoRA adapter or cache salt longer than MAX_NAME.
     Content of an unexpected type is converted to JSON text: the engine decides whether to reject the request.
     """
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     model = body.get("model")
     if not isinstance(model, str) or not model:
@@ -267,7 +267,7 @@ def _pieces(body: Mapping[str, object], api: Api) -> Iterator[str]:
     for name, path, read in _PATHS[api]:
         value: object = body
         for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            value = value.get(key) if isinstance(value, dict) else None
         if value:
             yield from read(name, value)
 

@@ -83,7 +83,7 @@ class ReadingProcesses:
                 await worker.start()
                 self._arrived.clear()
                 await self._arrived.wait()
-            reading = min(self._waiting, key=lambda each: len(each.large.body))
+            reading = min(self._waiting, key=lambda each: each.large.size_bytes)
             self._waiting.remove(reading)
             result = await worker.read(reading.large)
             if reading.done is not None:
@@ -132,11 +132,11 @@ class _Worker:
                 async with asyncio.timeout(self._read_s):
                     return await _exchange(self.process, large)
             except TimeoutError:
-                _log.warning("Replaced a process that took too long to read a body", bytes=len(large.body))
+                _log.warning("Replaced a process that took too long to read a body", bytes=large.size_bytes)
                 await self.end()
                 return invalid_body("the body takes too long to read")
             except (OSError, asyncio.IncompleteReadError):
-                _log.warning("Replaced a process that ended while it read a body", bytes=len(large.body))
+                _log.warning("Replaced a process that ended while it read a body", bytes=large.size_bytes)
                 await self.end()
         return overloaded()
 
@@ -156,12 +156,12 @@ async def _exchange(process: Process, large: LargeBody) -> Prompt | Refused:
     """Send a body to a process and return the result. Raises OSError or IncompleteReadError if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
-    begin, body = encode_body(large)
-    process.stdin.write(begin)
-    view = memoryview(body)
-    # In pieces: the transport copies what the pipe does not take at once.
-    for start in range(0, len(view), _PIECE_BYTES):
-        process.stdin.write(view[start : start + _PIECE_BYTES])
-        await process.stdin.drain()
+    process.stdin.write(encode_body(large))
+    for chunk in large.chunks:
+        view = memoryview(chunk)
+        # In pieces: the transport copies what the pipe does not take at once.
+        for start in range(0, len(view), _PIECE_BYTES):
+            process.stdin.write(view[start : start + _PIECE_BYTES])
+            await process.stdin.drain()
     header, payload = lengths(await process.stdout.readexactly(PREFIX_BYTES))
     return decode_result(await process.stdout.readexactly(header), await process.stdout.readexactly(payload))

@@ -48,18 +48,17 @@ class ReceivedBody:
         """Append the next chunk."""
         self.size_bytes += len(chunk)
         if not chunk:
-            # Envoy may end a body with an empty message. This method skips an empty chunk, so that ``take`` need not
-            # copy a body of one chunk.
+            # Envoy may end a body with an empty message. Without the empty chunk, a body of one chunk is not copied.
             return
         if self._chunks and len(self._chunks[-1]) < _JOINED_BYTES:
             self._chunks[-1] += chunk
         else:
             self._chunks.append(chunk)
 
-    def take(self) -> bytes:
-        """Return the body in one piece and keep only its size; a body of one chunk is not copied."""
+    def take(self) -> tuple[bytes, ...]:
+        """Return the chunks of the body and keep only its size."""
         chunks, self._chunks = self._chunks, []
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return tuple(chunks)
 
     def looks_complete(self, last_chunk: bytes, content_length: int) -> bool:
         """Return whether the body has its announced length, or without a length, whether it ends with ``}``."""

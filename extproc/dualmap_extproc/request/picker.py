@@ -12,6 +12,8 @@ request. The event's outcomes then include the request, and the picker resumes t
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Final
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Pool
@@ -59,6 +61,9 @@ from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
 
+# At most this many roots of models and their adapters are kept, of about 200 bytes each.
+_COMMON_ROOTS_MAX: Final = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Queued:
@@ -105,6 +110,9 @@ class Picker:
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._hash_key = hash_key
+        # The roots of prompts without an adapter or a salt from the body. Clients cannot fill this cache, nor measure
+        # whether a salt is in use.
+        self._common_root = lru_cache(_COMMON_ROOTS_MAX)(partial(chain_root, key=hash_key))
         self._client_key = client_key
         self._served = ServedPools(replicated=replicated)
         # The router of every request that is queued or in flight, by request id.
@@ -223,8 +231,12 @@ class Picker:
         pool = router.pool
         if size_bytes > pool.routing.max_body_bytes:
             return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
-        lora = pool.model.adapter_of(prompt.model) or prompt.lora
-        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt, key=self._hash_key)
+        adapter = pool.model.adapter_of(prompt.model)
+        if prompt.lora or prompt.cache_salt:
+            lora, salt = adapter or prompt.lora, prompt.cache_salt
+            root = chain_root(model=pool.model.name, lora=lora, cache_salt=salt, key=self._hash_key)
+        else:
+            root = self._common_root(model=pool.model.name, lora=adapter)
         request = Request(
             id=self.ids.new(peer),
             chain=chain_blocks(

@@ -45,11 +45,19 @@ BoundsOfModels: TypeAlias = Mapping[str, Bounds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeBody:
-    """A complete body that is to be read, the API it was sent to, and the bounds of all models."""
+    """A complete body that is to be read, the API it was sent to, and the bounds of all models.
 
-    body: bytes
+    The event loop does not join the chunks: a copy of 16 MiB takes 10 ms, and more while memory is busy.
+    """
+
+    chunks: tuple[bytes, ...]
     api: Api
     bounds: BoundsOfModels
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the body."""
+        return sum(map(len, self.chunks))
 
 
 Done: TypeAlias = Callable[[float, Prompt | Refused], None]
@@ -125,28 +133,29 @@ def read_large(large: LargeBody) -> Prompt | Refused:
     The cheap checks precede the parser: the number of elements, then whether the body contains the name of a model.
     """
     most = MAX_ELEMENTS + max((each.tokens for each in large.bounds.values()), default=0)
-    if has_more_elements(large.body, most):
+    body = b"".join(large.chunks)
+    if has_more_elements(body, most):
         return invalid_body(f"the body has more than {most} JSON elements")
-    names = model_names(large.body)
+    names = model_names(body)
     if names and not any(name in large.bounds for name in names):
         return model_not_found(names[-1])
-    prompt = read_body(large.body, large.api)
+    prompt = read_body(body, large.api)
     if isinstance(prompt, Refused):
         return prompt
     bounds = large.bounds.get(prompt.model)
     if bounds is None:
         return model_not_found(prompt.model)
-    if len(large.body) > bounds.body_bytes:
+    if len(body) > bounds.body_bytes:
         return body_too_large(bounds.body_bytes)
     # The router ignores session names above MAX_NAME, so the process does not send such a name back.
     session = prompt.session if len(prompt.session) <= MAX_NAME else ""
     return replace(prompt, text=prompt.text[: bounds.tokens * BYTES_PER_TOKEN], session=session)
 
 
-def encode_body(large: LargeBody) -> tuple[bytes, bytes]:
-    """Return what begins the frame of a body, and the body, which follows it."""
+def encode_body(large: LargeBody) -> bytes:
+    """Return what begins the frame of a body; the body's chunks follow it."""
     header = json.dumps([large.api.name, large.bounds]).encode()
-    return _PREFIX.pack(len(header), len(large.body)) + header, large.body
+    return _PREFIX.pack(len(header), large.size_bytes) + header
 
 
 def lengths(prefix: bytes) -> tuple[int, int]:
@@ -158,7 +167,7 @@ def lengths(prefix: bytes) -> tuple[int, int]:
 def decode_body(header: bytes, payload: bytes) -> LargeBody:
     """Return the body of a frame."""
     api, bounds = json.loads(header)
-    return LargeBody(body=payload, api=Api[api], bounds={name: Bounds(*each) for name, each in bounds.items()})
+    return LargeBody(chunks=(payload,), api=Api[api], bounds={name: Bounds(*each) for name, each in bounds.items()})
 
 
 def encode_result(result: Prompt | Refused) -> bytes:

@@ -38,7 +38,7 @@ from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
-from dualmap_extproc.request.reading import LargeBody, Reader, read_small
+from dualmap_extproc.request.reading import INLINE_BYTES, LargeBody, Reader, read_small
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
@@ -303,25 +303,27 @@ class Stream:
         ``retries`` is true if Envoy may retry the request.
         """
         self._retries = retries
-        body = self._body.take()
+        chunks = self._body.take()
         if self._modes.answering is DUPLEX:
-            self._unanswered.body = body
-            if not self._hold_whole(now, body):
+            chunks = (b"".join(chunks),)
+            self._unanswered.body = chunks[0]
+            if not self._hold_whole(now):
                 return self._refuse(now, overloaded())
         if self._modes.request_body is _NO_BODY or not self._expects_prompt():
             return self._after_pick(self._picker.pick_bodiless(now, self._head.subset, model=self._head.named_model))
+        prompt: Prompt | Refused | None = None
         if self._reader is None:
-            prompt: Prompt | Refused | None = read_body(body, self._head.api)
-        else:
-            prompt = read_small(body, self._head.api)
+            prompt = read_body(b"".join(chunks), self._head.api)
+        elif self._body.size_bytes <= INLINE_BYTES:
+            prompt = read_small(b"".join(chunks), self._head.api)
         if prompt is None:
-            return self._read_elsewhere(now, body)
+            return self._read_elsewhere(now, chunks)
         self.decided = True
         return self._after_pick(self._pick(now, prompt))
 
-    def _hold_whole(self, now: float, body: bytes) -> bool:
+    def _hold_whole(self, now: float) -> bool:
         """Count the rest of a complete body as buffered; return False if the request must be refused instead."""
-        held = self._buffered.hold(now, self, len(body) - self.held_bytes)
+        held = self._buffered.hold(now, self, self._body.size_bytes - self.held_bytes)
         self._buffered.arrived(self)
         return held
 
@@ -338,7 +340,7 @@ class Stream:
             peer=self._peer,
         )
 
-    def _read_elsewhere(self, now: float, body: bytes) -> _Answers:
+    def _read_elsewhere(self, now: float, chunks: tuple[bytes, ...]) -> _Answers:
         """Have a large body read; ask the picker when its prompt is there."""
         assert self._reader is not None, "a stream without a reader reads its body itself"
 
@@ -350,9 +352,9 @@ class Stream:
             if answers:
                 self._deliver(answers)
 
-        if not self._hold_whole(now, body):
+        if not self._hold_whole(now):
             return self._refuse(now, overloaded())
-        large = LargeBody(body=body, api=self._head.api, bounds=self._picker.bounds)
+        large = LargeBody(chunks=chunks, api=self._head.api, bounds=self._picker.bounds)
         self._cancel_reading = self._reader.read(large, done)
         if self._cancel_reading is None:
             return self._refuse(now, overloaded())
