@@ -133,7 +133,7 @@ class EventSource:
         self._failure = ""
         self._missing = ""
         self._due = 0
-        self._heard: int | None = None
+        self._heard = -1
         self._queue: deque[Message] = deque()
         self._queued_bytes = 0
         self._attempts = 0
@@ -183,8 +183,9 @@ class EventSource:
         if self._phase in (SourceState.OFF, SourceState.FAILED):
             return []
         effects: list[Effect] = []
-        if self._heard is not None and message.number <= self._heard:
-            # A publisher sends each number once in a life.
+        # A publisher sends each number once in a life. Before the first live number, an engine that restarts while it
+        # is idle shows itself by number 0.
+        if message.number <= self._heard or (message.number == 0 and self._due):
             effects = self.on_restart(now)
         self._heard = message.number
         if self._phase is SourceState.SYNCING:
@@ -196,7 +197,7 @@ class EventSource:
     def on_restart(self, now: float) -> list[Effect]:
         """Return the effects of another life of the engine, such as one with a later start time."""
         self._due = 0
-        self._heard = None
+        self._heard = -1
         self._missing = ""
         self._end_replay()
         if self._phase not in (SourceState.OFF, SourceState.FAILED):
@@ -329,7 +330,7 @@ class EventSource:
 
     def _is_behind(self) -> bool:
         """Return whether live messages were heard that are not applied."""
-        return self._heard is not None and self._due <= self._heard
+        return self._due <= self._heard
 
 
 def replays_to_begin(now: float, sources: Iterable[EventSource]) -> list[EventSource]:
