@@ -13,6 +13,7 @@ TARGETS: Final = {
     "access_log": "Envoy's access log: protobuf to entries",
     "stream": "ext_proc streams: messages to answers, without leaks",
     "news": "replication updates: the store's bytes to values",
+    "kv_events": "engines' KV events: frames to the blocks that a member holds",
 }
 
 

@@ -189,7 +189,6 @@ PLANTED_INDIRECT = [
 UNLISTED = [
     ("core/dualmap/planted.py", "dualmap.planted", "The core's folders"),
     ("core/dualmap/policies/planted.py", "dualmap.policies.planted", "Policies import downwards only"),
-    ("core/dualmap/engines/planted.py", "dualmap.engines.planted", "The modules of engines"),
     ("operator/dualmap_operator/planted.py", "dualmap_operator.planted", "The operator's packages"),
     (
         "operator/dualmap_operator/decide/planted.py",

@@ -7,7 +7,7 @@ from dualmap.engines.events import Stored
 from dualmap.engines.token_chain import TOKEN_BYTES
 
 PARKED_TOKENS_MAX: Final = 131072
-"""The most tokens of one member's blocks that wait for their parent; above, the oldest blocks are dropped."""
+"""The most tokens of one group's blocks that wait for their parent; above, the oldest blocks are dropped."""
 
 
 class ParkedStores:

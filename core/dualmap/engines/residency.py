@@ -19,8 +19,10 @@ ids (``dualmap.engines.token_chain``). The rules:
   another way. Then copies are no longer counted; if too many blocks remain, the rank's blocks are forgotten.
 - A member has at most ``BLOCKS_MAX`` blocks. Further blocks are ignored until the engine removes others.
 
-Memory per million cached tokens in blocks of 16 (62500 blocks): MEASURE for the member's table, and MEASURE for the
-pool's dictionary, which members with the same blocks share (``python -m bench memory``).
+Memory per million cached tokens in blocks of 16 (``python -m bench memory``): 7.2 MB, of which 2.3 MB are the member's
+table and 4.9 MB the pool's dictionary. Members that hold the same blocks share the dictionary's part. Two blocks with
+the same tokens and different hashes (by lookahead tokens, for example) are one block of the dictionary. The removal of
+one of them removes both.
 """
 
 from collections.abc import Iterator, Mapping

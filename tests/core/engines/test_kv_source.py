@@ -195,6 +195,13 @@ def test_live_number_below_the_last_one_is_another_life() -> None:
     assert (source.state, source.sequence) == (SourceState.LIVE, 0)
 
 
+def test_another_life_is_found_by_any_lower_number() -> None:
+    source = started(0, 1)
+    # The first messages of the new life were lost.
+    assert live(source, 2, 3, 4, 3) == [2, 3, 4, "clear"]
+    assert replay(source, 0, 1, 2, 3, END, start=0) == [0, 1, 2, 3]
+
+
 def test_repeated_live_number_is_another_life() -> None:
     source = started()
     assert live(source, 0, 0) == [0, "clear"]
