@@ -11,10 +11,10 @@ from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.residency import BLOCKS_MAX, GROUPS_MAX, Residency
 from dualmap.engines.source import (
     QUEUE_MESSAGES,
-    Apply,
     Clear,
     Effect,
     EventSource,
+    ForgetCopies,
     Message,
     ReplayEnd,
     SourceState,
@@ -109,7 +109,9 @@ def _check_source(choices: Choices) -> None:
                 residency.clear(0)
                 applied = -1
                 continue
-            assert isinstance(effect, Apply)
+            if isinstance(effect, ForgetCopies):
+                residency.forget_copies(0)
+                continue
             assert effect.message.number > applied, "an older message is applied after a newer one"
             applied = effect.message.number
             residency.apply(0, _read(effect.message.payload))

@@ -17,6 +17,7 @@ ids (``dualmap.engines.token_chain``). The rules:
   index blocks. An index block is held while the engine holds the block that completes it.
 - A rank cannot hold more blocks than its GPU memory has. If more copies are counted, the engine reports removals in
   another way. Then copies are no longer counted; if too many blocks remain, the rank's blocks are forgotten.
+- After lost messages, copies are no longer counted either, because their removals may be among the lost messages.
 - A member has at most ``BLOCKS_MAX`` blocks. Further blocks are ignored until the engine removes others.
 
 Memory per million cached tokens in blocks of 16 (``python -m bench memory``): 7.2 MB, of which 2.3 MB are the member's
@@ -82,7 +83,8 @@ class Residency:
         self._key = key
         self._secret = int.from_bytes(blake2b(digest_size=8, key=key, person=b"block table").digest(), "little")
         self._capacity = capacity_blocks
-        self._counts_copies = True
+        # The ranks whose copies are no longer counted.
+        self._uncounted: set[int] = set()
         # None stands for a group whose blocks have no positions.
         self._groups: dict[tuple[int, int | None], _Group | None] = {}
         self._faults: dict[int, str] = {}
@@ -138,9 +140,22 @@ class Residency:
                 self._held.leave(group.holder, group.table.ending_links())
         if rank is None:
             self._faults.clear()
-            self._counts_copies = True
+            self._uncounted.clear()
         else:
             self._faults.pop(rank, None)
+            self._uncounted.discard(rank)
+
+    def forget_copies(self, rank: int) -> None:
+        """Count each block of a rank once until the rank is cleared, because removals of copies may be missing.
+
+        The counting does not start again earlier, so that a source with many gaps cannot make the router go through all
+        blocks again and again.
+        """
+        if rank not in self._uncounted:
+            self._uncounted.add(rank)
+            for (each, _), group in self._groups.items():
+                if each == rank and group is not None:
+                    group.table.forget_copies()
 
     def matched_tokens(self, chain: TokenChain, found: Mapping[int, int] | None = None) -> int:
         """Return how many tokens of a prompt the member reuses, at its best rank.
@@ -233,13 +248,14 @@ class Residency:
             link, tail = table.place(slot)
         index_bytes, size = group.index_tokens * TOKEN_BYTES, event.block_tokens * TOKEN_BYTES
         free = BLOCKS_MAX - self.blocks
+        counts_copies = rank not in self._uncounted
         for number, block in enumerate(event.hashes):
             slot = table.find(block)
             if slot >= 0:
                 link, tail = table.place(slot)
                 if not event.new:
                     counts.reported += 1
-                elif self._counts_copies:
+                elif counts_copies:
                     counts.copied += 1
                     table.add_copy(slot)
                 continue
@@ -266,9 +282,7 @@ class Residency:
         if self._capacity is None or sum(group.table.copies for group in groups) <= self._capacity:
             return
         self.counts.drifts += 1
-        self._counts_copies = False
-        for group in groups:
-            group.table.forget_copies()
+        self.forget_copies(rank)
         if sum(len(group.table) for group in groups) > self._capacity:
             self.clear(rank)
             self._faults[rank] = "the engine reported more blocks than its memory has"

@@ -89,7 +89,12 @@ class Clear:
     """Forget all blocks of the source's rank."""
 
 
-Effect = Apply | Clear
+@dataclass(frozen=True, slots=True)
+class ForgetCopies:
+    """Count one copy of each block of the source's rank: lost messages may have removed the others."""
+
+
+Effect = Apply | Clear | ForgetCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +238,7 @@ class EventSource:
         is_first, self._is_first_answer = self._is_first_answer, False
         effects: list[Effect] = []
         if answer.number == self._due or (is_first and answer.number > self._due):
-            if answer.number > self._due:
-                self._skip_to(answer.number)
-            effects = self._apply(answer)
+            effects = self._skip_to(answer.number) + self._apply(answer)
             self._progressed = True
         elif answer.number > self._due:
             return self._end_attempt(now, complete=False)
@@ -283,15 +286,18 @@ class EventSource:
                 self._want_replay(now)
                 self._enqueue(message)
                 return []
-            self._skip_to(message.number)
         elif message.number == 0:
             # The source hears this life of the engine from its beginning.
             self._missing = ""
-        return self._apply(message)
+        return self._skip_to(message.number) + self._apply(message)
 
-    def _skip_to(self, number: int) -> None:
+    def _skip_to(self, number: int) -> list[Effect]:
+        """Give up the messages before a number, if any are missing."""
+        if number == self._due:
+            return []
         self._missing = f"messages {self._due} to {number - 1} are lost"
-        self._due = number
+        # Before the first message, there are no blocks.
+        return [ForgetCopies()] if self._due else []
 
     def _apply(self, message: Message) -> list[Effect]:
         self._due = message.number + 1
@@ -321,10 +327,10 @@ class EventSource:
             if message.number > self._due:
                 if not skip:
                     break
-                self._skip_to(message.number)
+                effects += self._skip_to(message.number)
             self._queue.popleft()
             self._queued_bytes -= len(message.payload)
-            if message.number == self._due:
+            if message.number >= self._due:
                 effects += self._apply(message)
         return effects
 

@@ -11,7 +11,7 @@ from dualmap.engines.block_table import COPIES_MAX
 from dualmap.engines.events import Batch, read_batch
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.residency import Residency
-from dualmap.engines.source import Apply, Effect, EventSource, Message, ReplayEnd, SourceState
+from dualmap.engines.source import Apply, Clear, Effect, EventSource, Message, ReplayEnd, SourceState
 from dualmap.engines.token_chain import chain_tokens, pack_tokens, token_root
 
 USABLE = 24
@@ -50,8 +50,10 @@ class Scene:
                 assert isinstance(batch, Batch)
                 assert not batch.invalid_events
                 self.residency.apply(0, batch)
-            else:
+            elif isinstance(effect, Clear):
                 self.residency.clear(0)
+            else:
+                self.residency.forget_copies(0)
 
     def publish(self, *, lost: bool) -> None:
         message = self.publisher.publish(self.pool)

@@ -17,6 +17,7 @@ from dualmap.engines.source import (
     Clear,
     Effect,
     EventSource,
+    ForgetCopies,
     Message,
     ReplayEnd,
     SourceState,
@@ -32,8 +33,9 @@ def message(number: int) -> Message:
 
 
 def numbers(effects: Iterable[Effect]) -> list[int | str]:
-    """Return the numbers of the applied messages, and "clear" for each clear."""
-    return [each.message.number if isinstance(each, Apply) else "clear" for each in effects]
+    """Return the numbers of the applied messages, "clear" for each clear, and "copies" for forgotten copies."""
+    names = {Clear(): "clear", ForgetCopies(): "copies"}
+    return [each.message.number if isinstance(each, Apply) else names[each] for each in effects]
 
 
 def live(source: EventSource, *sent: int, now: float = 10.0) -> list[int | str]:
@@ -108,6 +110,13 @@ def test_lost_front_of_a_replay_makes_the_source_partial() -> None:
     assert live(source, 9) == [9]
 
 
+def test_lost_front_after_a_gap_forgets_copies() -> None:
+    source = started(0, 1)
+    live(source, 9)
+    assert replay(source, 5, 6, 7, 8, 9, END, start=2) == ["copies", 5, 6, 7, 8, 9]
+    assert (source.state, source.reason) == (SourceState.PARTIAL, "messages 2 to 4 are lost")
+
+
 def test_hole_in_the_middle_of_a_replay_starts_another_attempt() -> None:
     source = EventSource(replays=True)
     source.start(0.0)
@@ -151,7 +160,7 @@ def test_attempts_without_progress_end_and_live_messages_go_on() -> None:
     live(source, 4, 6)
     for attempt in range(ATTEMPTS_MAX):
         assert source.state is SourceState.SYNCING
-        assert replay(source, END) == ([4, 6] if attempt == ATTEMPTS_MAX - 1 else [])
+        assert replay(source, END) == (["copies", 4, "copies", 6] if attempt == ATTEMPTS_MAX - 1 else [])
     assert (source.state, source.reason) == (SourceState.PARTIAL, "messages 5 to 5 are lost")
     assert live(source, 7) == [7]
 
@@ -161,7 +170,7 @@ def test_gap_during_the_backoff_starts_no_replay() -> None:
     live(source, 2)
     for _ in range(ATTEMPTS_MAX):
         replay(source, END)
-    assert live(source, 5, now=10.0 + BACKOFF_S - 1) == [5]
+    assert live(source, 5, now=10.0 + BACKOFF_S - 1) == ["copies", 5]
     assert source.replay_wanted_s is None
     assert live(source, 8, now=10.0 + BACKOFF_S) == []
     assert source.state is SourceState.SYNCING
@@ -258,10 +267,14 @@ def test_source_without_replays_is_live_from_number_zero() -> None:
     assert source.state is SourceState.LIVE
 
 
-@pytest.mark.parametrize(("sent", "gaps"), [((3, 4), 0), ((0, 2), 1)], ids=["late", "gap"])
-def test_source_without_replays_is_partial_after_a_skip(sent: tuple[int, ...], gaps: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "applied", "gaps"), [((3, 4), [3, 4], 0), ((0, 2), [0, "copies", 2], 1)], ids=["late", "gap"]
+)
+def test_source_without_replays_is_partial_after_a_skip(
+    sent: tuple[int, ...], applied: list[int | str], gaps: int
+) -> None:
     source = without_replays()
-    assert live(source, *sent) == list(sent)
+    assert live(source, *sent) == applied
     assert (source.state, source.gaps, source.replay_wanted_s) == (SourceState.PARTIAL, gaps, None)
 
 

@@ -282,6 +282,20 @@ def test_more_copies_than_the_memory_has_end_the_counting() -> None:
     assert (member.counts.drifts, member.blocks()) == (1, 2)
 
 
+def test_copies_are_not_counted_after_lost_messages() -> None:
+    member = Member()
+    for rank in (0, 1):
+        member.send(store(100, 101), store(101, parent=100), rank=rank)
+    member.residency.forget_copies(0)
+    member.send(store(101, parent=100), remove(101), rank=0)
+    member.send(remove(101), rank=1)
+    assert member.residency.blocks == 3
+    # Another life of the engine is counted again.
+    member.residency.clear(0)
+    member.send(store(100, 101), store(101, parent=100), remove(101), rank=0)
+    assert member.residency.blocks == 4
+
+
 def test_more_blocks_than_the_memory_has_are_forgotten() -> None:
     member = Member(capacity_blocks=4)
     member.send(store(100, 101, 102, 103, 104))
