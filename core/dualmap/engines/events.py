@@ -275,8 +275,7 @@ def _read_extra_keys(
     salt = ""
     if at_start and keys and keys[0].plain:
         last = keys[0].plain[-1]
-        has_pairs = any(each.pairs for each in keys)
-        if has_pairs or len(keys) < 2 or last not in keys[1].plain:
+        if len(keys) < 2 or last not in keys[1].plain:
             salt = last
             keys[0] = _BlockKeys(plain=keys[0].plain[:-1], pairs=keys[0].pairs, digests=keys[0].digests)
     media: tuple[tuple[MediaId, ...], ...] = tuple((*each.plain, *each.pairs, *each.digests) for each in keys)
