@@ -1,4 +1,4 @@
-"""Measures the memory of the router's index per cached block, and of a router.
+"""Measures the memory of the router's index per cached block, of a router, and of the blocks that engines report.
 
 The baseline for the index is a dictionary with one entry per block.
 """
@@ -12,11 +12,17 @@ from typing import Protocol
 
 from bench.decisions import BLOCK_TOKENS, chain_of, pool_of
 
+from dualmap.engines.events import Batch, Stored
+from dualmap.engines.held_blocks import HeldBlocks
+from dualmap.engines.residency import Residency
+from dualmap.engines.token_chain import pack_tokens
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.requests import Request
 from dualmap.router import PoolRouter
 
 MEMBERS = 8
+# The number of members whose engines report their blocks.
+REPORTING = 3
 # The capacity of the default cache of 1 000 000 tokens.
 CAPACITY_BLOCKS = 1_000_000 // BLOCK_TOKENS
 
@@ -135,6 +141,42 @@ def router_bytes(requests: int) -> tuple[float, float]:
     return used / MEMBERS, used / sum(each.indexed_blocks for each in router.status().endpoints)
 
 
+def reported(block_tokens: int, shared: float) -> tuple[float, float]:
+    """Return the bytes of a member with a million cached tokens, and the bytes per block.
+
+    ``shared`` is the share of the tokens that all members hold.
+    """
+    chance = random.Random(7)
+    tokens = 1_000_000
+    blocks = 500
+
+    def prompts(share: float) -> list[Stored]:
+        return [
+            Stored(
+                hashes=tuple(fresh(chance, blocks)),
+                parent=None,
+                tokens=pack_tokens(chance.choices(range(150_000), k=blocks * block_tokens)),
+                block_tokens=block_tokens,
+            )
+            for _ in range(round(tokens * share / block_tokens / blocks))
+        ]
+
+    common = prompts(shared)
+    own = [prompts(1.0 - shared) for _ in range(REPORTING)]
+    gc.collect()
+    tracemalloc.start()
+    held = HeldBlocks()
+    members = [Residency(held, model="m") for _ in range(REPORTING)]
+    outside = tracemalloc.get_traced_memory()[0]
+    for member, events in zip(members, own, strict=True):
+        for event in (*common, *events):
+            member.apply(0, Batch(events=(event,)))
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - outside
+    tracemalloc.stop()
+    return used / REPORTING, used / sum(member.blocks for member in members)
+
+
 def main() -> None:
     print(f"memory: bytes per block held, {MEMBERS} members of {CAPACITY_BLOCKS} blocks, all full and evicting")
     print("| prompts | tree of runs | an entry a block | ratio |")
@@ -144,3 +186,10 @@ def main() -> None:
         print(f"| {(workload.__doc__ or '').rstrip('.')} | {tree:.0f} | {flat:.0f} | {tree / flat:.2f} |")
     member_bytes, block_bytes = router_bytes(4000)
     print(f"\na whole router: {member_bytes / 1024:.0f} KiB per member, {block_bytes:.0f} bytes per block held\n")
+    print(f"blocks that engines report: {REPORTING} members with a million cached tokens each")
+    print("| tokens of a block | share of the tokens that all members hold | MB per member | bytes per block |")
+    print("|---|---|---|---|")
+    for block_tokens, shared in ((16, 0.0), (16, 1.0), (32, 0.0)):
+        of_member, of_block = reported(block_tokens, shared)
+        print(f"| {block_tokens} | {shared:.0%} | {of_member / 1e6:.1f} | {of_block:.0f} |")
+    print()

@@ -20,6 +20,12 @@ PLANTED = [
     ("core/dualmap/replicas/update.py", "import dualmap.pools.pool", "The core's folders"),
     ("core/dualmap/policies/situation.py", "import dualmap.requests", "The core's folders"),
     ("core/dualmap/fleet/fleet.py", "import dualmap.chooser", "The core's folders"),
+    ("core/dualmap/engines/residency.py", "import dualmap.fleet.fleet", "The core's folders"),
+    ("core/dualmap/engines/events.py", "import dualmap.keys.rings", "The core's folders"),
+    ("core/dualmap/engines/events.py", "import msgspec", "The core is pure"),
+    ("core/dualmap/engines/source.py", "import zmq", "The core is pure"),
+    ("core/dualmap/engines/source.py", "import dualmap.replicas.update", "What engines report"),
+    ("core/dualmap/engines/held_blocks.py", "import dualmap.engines.residency", "The modules of engines"),
     ("core/dualmap/scaling/reports.py", "import dualmap.objects.pods", "The core's folders"),
     ("core/dualmap/router.py", "import dualmap.scaling.reports", "The core's folders"),
     (

@@ -1,4 +1,4 @@
-"""What an engine says about itself, as values and state machines without I/O.
+"""What an engine reports about itself, as values and state machines without I/O.
 
-This package may import pools and prompts. ``dualmap_extproc.engines`` sends the requests.
+This package may import ``dualmap.prompts``, ``dualmap.pools`` and xxhash. ``dualmap_extproc.engines`` sends the requests.
 """

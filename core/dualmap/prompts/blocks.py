@@ -40,14 +40,17 @@ class BlockChain:
         return min(blocks * self.block_tokens, self.tokens)
 
 
-def chain_root(*, model: str, lora: str = "", cache_salt: str = "", key: bytes = PUBLIC_KEY) -> int:
+def chain_root(
+    *, model: str, lora: str = "", cache_salt: str = "", key: bytes = PUBLIC_KEY, purpose: bytes = b""
+) -> int:
     """Return the root of a chain, hashed with ``key`` (at most 64 bytes).
 
-    Length prefixes ensure that different arguments have different encodings.
+    Length prefixes ensure that different arguments have different encodings. ``purpose`` (at most 16 bytes) separates
+    the chains over text, whose purpose is empty, from other chains.
     """
     parts = [part.encode("utf-8", "surrogatepass") for part in (model, lora, cache_salt)]
     encoded = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return int.from_bytes(blake2b(encoded, digest_size=8, key=key).digest(), "little")
+    return int.from_bytes(blake2b(encoded, digest_size=8, key=key, person=purpose).digest(), "little")
 
 
 def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:

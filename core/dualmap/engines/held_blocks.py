@@ -1,0 +1,89 @@
+"""The index blocks that the members of a pool hold, as one dictionary from a block's key to a mask of holders.
+
+A holder is one rank of one member (more precisely one group of its blocks). One walk along a prompt's chain finds the
+number of leading blocks of every holder. An engine may lack a block in the middle of a prompt. A holder's number
+therefore ends at its first missing block, also if it holds later blocks.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from dualmap.engines.token_chain import KEY_SHIFT, TokenChain
+
+
+class HeldBlocks:
+    """The blocks of all holders of a pool. A holder is the number of its bit in the masks."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._free: list[int] = []
+        self._holders = 0
+        # The masks of a single holder are shared objects, so that most values of the dictionary take no memory.
+        self._bits: list[int] = []
+
+    def __len__(self) -> int:
+        """The number of different blocks."""
+        return len(self._masks)
+
+    def join(self) -> int:
+        """Return a new holder."""
+        if self._free:
+            holder = self._free.pop()
+        else:
+            holder = len(self._bits)
+            self._bits.append(1 << holder)
+        self._holders |= self._bits[holder]
+        return holder
+
+    def leave(self, holder: int, links: Iterable[int]) -> None:
+        """Remove a holder and its blocks."""
+        self.drop(holder, links)
+        self._holders ^= self._bits[holder]
+        self._free.append(holder)
+
+    def hold(self, holder: int, link: int) -> None:
+        """Add a block to a holder."""
+        key, bit = link >> KEY_SHIFT, self._bits[holder]
+        mask = self._masks.get(key)
+        if mask is None:
+            self._masks[key] = bit
+        elif not mask & bit:
+            self._masks[key] = mask | bit
+
+    def drop(self, holder: int, links: Iterable[int]) -> None:
+        """Remove blocks from a holder; blocks that it does not hold are ignored."""
+        masks, bit = self._masks, self._bits[holder]
+        for link in links:
+            key = link >> KEY_SHIFT
+            mask = masks.get(key, 0)
+            if mask == bit:
+                del masks[key]
+            elif mask & bit:
+                rest = mask ^ bit
+                masks[key] = rest if rest & (rest - 1) else self._bits[rest.bit_length() - 1]
+
+    def leading_blocks(self, chain: TokenChain) -> Mapping[int, int]:
+        """Return each holder's number of held blocks of a chain from block 0 on, without holders that hold none."""
+        found = self._masks.get
+        held = self._holders
+        blocks: dict[int, int] = {}
+        number = 0
+        for key in chain.keys:
+            still = found(key, 0) & held
+            if still != held:
+                if number:
+                    _set_all(blocks, held ^ still, number)
+                if not still:
+                    return blocks
+                held = still
+            number += 1
+        if number:
+            _set_all(blocks, held, number)
+        return blocks
+
+
+def _set_all(blocks: dict[int, int], mask: int, number: int) -> None:
+    """Set ``number`` for each holder of a mask."""
+    while mask:
+        bit = mask & -mask
+        blocks[bit.bit_length() - 1] = number
+        mask ^= bit

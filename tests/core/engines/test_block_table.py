@@ -1,0 +1,64 @@
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.engines.block_table import COPIES_MAX, BlockTable
+
+SECRET = 0x9E3779B97F4A7C15
+
+
+def test_table_finds_what_was_added_with_any_hash() -> None:
+    table = BlockTable(SECRET)
+    for block in (0, 1, 2**64 - 1, 2**63):
+        assert table.find(block) == -1
+        table.add(block, block ^ 5, b"", ends=True)
+    assert [table.place(table.find(block)) for block in (0, 1, 2**64 - 1, 2**63)] == [
+        (5, b""),
+        (4, b""),
+        (2**64 - 6, b""),
+        (2**63 + 5, b""),
+    ]
+    assert len(table) == table.copies == 4
+
+
+@given(st.lists(st.tuples(st.sampled_from(("add", "remove", "forget")), st.integers(0, 60)), max_size=400))
+def test_table_equals_a_dictionary(steps: list[tuple[str, int]]) -> None:
+    table = BlockTable(SECRET)
+    copies: dict[int, int] = {}
+    for kind, number in steps:
+        # Many hashes have the same position, so that runs of slots grow and shrink, also around the table's end.
+        block = number % 7 * 2**61 + number
+        slot = table.find(block)
+        assert (slot >= 0) == (block in copies)
+        if kind == "forget":
+            table.forget_copies()
+            copies = dict.fromkeys(copies, 1)
+        elif kind == "add":
+            if slot < 0:
+                table.add(block, block + 1, bytes(number % 3), ends=number % 2 == 0)
+                copies[block] = 1
+            else:
+                table.add_copy(slot)
+                copies[block] = min(copies[block] + 1, COPIES_MAX)
+        elif slot >= 0:
+            assert table.remove_copy(slot) == (copies[block] == 1)
+            copies[block] -= 1
+            if not copies[block]:
+                del copies[block]
+        assert (len(table), table.copies) == (len(copies), sum(copies.values()))
+        assert table.tail_bytes == sum(block % 2**61 % 3 for block in copies)
+    for block in copies:
+        assert table.place(table.find(block)) == (block + 1, bytes(block % 2**61 % 3))
+    assert sorted(table.ending_links()) == sorted(block + 1 for block in copies if block % 2 == 0)
+
+
+def test_search_in_a_full_table_of_chosen_hashes_is_short() -> None:
+    # Without a secret factor, multiples of a power of two would all have the same position.
+    table = BlockTable(SECRET)
+    chance = random.Random(3)
+    for block in range(40_000):
+        table.add(block << 20, chance.getrandbits(64), b"", ends=True)
+    states = table._states
+    runs = bytes(1 if state else 0 for state in states).split(b"\0")
+    assert max(map(len, runs)) < 200
