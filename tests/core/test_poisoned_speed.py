@@ -6,7 +6,7 @@ import pytest
 
 from builders import pool, request, text_of
 from dualmap.fleet.estimate import LearntSpeed
-from dualmap.fleet.ledger import TAUGHT_MAX
+from dualmap.fleet.ledger import ENDED_MAX
 from dualmap.fleet.samples import Agreement, RecentPrefills
 from dualmap.requests import Decision, Usage
 from dualmap.router import PoolRouter
@@ -67,18 +67,18 @@ def test_speed_usage_after_the_end_takes_a_lesson_back() -> None:
     site = Site()
     for number in range(20):
         site.prefill(tokens=20_000, computed=1000, client=0)
-        site.router.on_usage(str(number), Usage(prompt_tokens=1000))
+        site.router.on_usage(site.now, str(number), Usage(prompt_tokens=1000))
     assert max(site.speeds) == pytest.approx(SPEED)
 
 
 def test_speed_late_usage_corrects_a_bounded_number_of_requests() -> None:
     site = Site()
-    for _ in range(TAUGHT_MAX + 1):
+    for _ in range(ENDED_MAX + 1):
         site.prefill(tokens=1000, computed=100, client=0)
     learnt = site.speeds
-    site.router.on_usage("0", Usage(prompt_tokens=100))
+    site.router.on_usage(site.now, "0", Usage(prompt_tokens=100))
     assert site.speeds == learnt
-    site.router.on_usage(str(TAUGHT_MAX), Usage(prompt_tokens=100))
+    site.router.on_usage(site.now, str(ENDED_MAX), Usage(prompt_tokens=100))
     assert site.speeds != learnt
 
 

@@ -5,6 +5,7 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.usage import Prediction, UsageReports, Witnesses, predict
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
@@ -22,7 +24,7 @@ from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
-from dualmap.requests import EndpointStatus, Usage
+from dualmap.requests import EndpointStatus, Request, Usage
 
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
@@ -56,7 +58,9 @@ class Fleet:
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._tree = PrefixTree()
-        self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
+        self._usage = _usage_reports(pool)
+        self._capacity_blocks = self._cache_blocks()
+        self._instances = {member.id: self._new_instance(member) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
     # The pool's members, and the members that may be picked.
@@ -158,10 +162,22 @@ class Fleet:
 
     # The progress of requests.
 
+    def recounted(self, request: Request) -> Request:
+        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        chain, block_tokens = request.chain, self._usage.block_tokens
+        if chain.block_tokens == block_tokens or chain.exact:
+            return request
+        return replace(request, chain=chain.recounted(block_tokens))
+
     def will_cache(self, member: str, chain: BlockChain) -> None:
         """Record that a member caches a prompt or will cache it; ignore a member that has left."""
         if member in self._instances:
             self._instances[member].index.add(chain.cacheable)
+
+    def has_computed(self, request: InFlightRequest) -> None:
+        """Record that a request's member has computed its prompt; ignore a member that has left."""
+        if request.member in self._instances:
+            self._instances[request.member].index.add(request.chain.cacheable, computed=True)
 
     def will_not_cache(self, request: QueuedRequest) -> None:
         """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
@@ -176,6 +192,7 @@ class Fleet:
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
+            prediction=self._predict(now, queued.member, request.chain, request.client, queued.matched_tokens),
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -202,9 +219,8 @@ class Fleet:
             return None
         self._uncache(left, request.chain, request.matched_tokens)
         candidate = self.view(now, request.chain).candidate(serving.id)
-        self._ledger.move(
-            now, request, to=serving.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
-        )
+        prediction = self._predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
+        self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
         self.will_cache(serving.id, request.chain)
         return request, left
 
@@ -217,7 +233,7 @@ class Fleet:
         request = self._ledger.first_token(now, request_id)
         if request is not None:
             # The member now certainly caches the prompt. An aborted request may have removed the prompt from the index.
-            self.will_cache(request.member, request.chain)
+            self.has_computed(request)
             self._succeeded(now, request.member)
         return request
 
@@ -226,16 +242,22 @@ class Fleet:
         request = self._ledger.finish(now, request_id)
         if request is not None:
             self._succeeded(now, request.member)
+            if not request.streamed:
+                self.has_computed(request)
             if usage is not None:
-                self.measured(request_id, usage)
+                self.measured(now, request_id, usage)
             if usage is not None and usage.completion_tokens is not None:
                 self._output_tokens += _OUTPUT_WEIGHT * (usage.completion_tokens - self._output_tokens)
         return request
 
-    def measured(self, request_id: str, usage: Usage) -> None:
-        """Compare an ended request's prompt tokens as the engine counted them with those that were estimated."""
-        if usage.prompt_tokens is not None:
-            self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
+    def measured(self, now: float, request_id: str, usage: Usage) -> None:
+        """Compare an ended request's tokens as the engine counted them with those that were estimated."""
+        if usage.prompt_tokens is None:
+            return
+        prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
+        if prediction is not None:
+            self._usage.learn(now, prediction, usage)
+            self._resize()
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
@@ -290,15 +312,17 @@ class Fleet:
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
         if pool.routing.prefix.block_tokens != previous.routing.prefix.block_tokens:
             self._tree, instances = PrefixTree(), {}
-        indexes = {member: instance.index for member, instance in instances.items()}
-        for member in indexes.keys() - stayed:
-            indexes.pop(member).clear()
-        for index in indexes.values():
-            index.resize(_capacity_blocks(pool))
+            self._usage = _usage_reports(pool)
+        self._usage.longest_tokens = pool.engine.max_model_len
+        for member in instances.keys() - stayed:
+            instances[member].index.clear()
         self._instances = {
-            member.id: self._instance(member, indexes[member.id] if member.id in indexes else self._new_index())
+            member.id: replace(instances[member.id], member=member, endpoint=member.endpoint, state=member.state.value)
+            if member.id in instances and member.id in stayed
+            else self._new_instance(member)
             for member in pool.members
         }
+        self._resize()
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.
@@ -400,12 +424,37 @@ class Fleet:
             roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
         return roster
 
-    def _new_index(self) -> PrefixIndex:
-        return PrefixIndex(_capacity_blocks(self._pool), self._tree)
+    def _new_instance(self, member: Member) -> Instance:
+        return Instance(
+            member=member,
+            endpoint=member.endpoint,
+            state=member.state.value,
+            load=self._ledger.loads[member.id],
+            index=PrefixIndex(self._capacity_blocks, self._tree),
+            witnesses=Witnesses(),
+        )
 
-    def _instance(self, member: Member, index: PrefixIndex) -> Instance:
-        load = self._ledger.loads[member.id]
-        return Instance(member=member, endpoint=member.endpoint, state=member.state.value, load=load, index=index)
+    def _predict(self, now: float, member: str, chain: BlockChain, client: int, matched_tokens: int) -> Prediction:
+        instance = self._instances[member]
+        return predict(
+            now,
+            chain,
+            index=instance.index,
+            witnesses=instance.witnesses,
+            client=client,
+            matched_tokens=matched_tokens,
+        )
+
+    def _cache_blocks(self) -> int:
+        return self._pool.engine.cache_tokens // self._usage.block_tokens
+
+    def _resize(self) -> None:
+        """Change the capacity of every index if a cache of the engine holds another number of blocks than before."""
+        capacity_blocks = self._cache_blocks()
+        if capacity_blocks != self._capacity_blocks:
+            self._capacity_blocks = capacity_blocks
+            for instance in self._instances.values():
+                instance.index.resize(capacity_blocks)
 
     def _status(self, member: Member) -> EndpointStatus:
         load = self._ledger.loads[member.id]
@@ -431,8 +480,8 @@ def _credit_tokens(pool: Pool) -> int:
     return round(pool.slo.ttft_s * pool.engine.prefill_tokens_per_second) * len(pool.members)
 
 
-def _capacity_blocks(pool: Pool) -> int:
-    return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+def _usage_reports(pool: Pool) -> UsageReports:
+    return UsageReports(pool.routing.prefix.block_tokens, pool.engine.max_model_len)
 
 
 def _load_limits(pool: Pool) -> LoadLimits:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.usage import Witnesses
 from dualmap.policies.situation import Candidate, Weights
 from dualmap.pools.pool import Member
 from dualmap.prompts.blocks import BlockChain
@@ -26,6 +27,7 @@ class Instance:
     state: str
     load: MemberLoad
     index: PrefixIndex
+    witnesses: Witnesses
 
 
 class Roster:

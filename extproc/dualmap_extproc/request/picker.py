@@ -327,7 +327,7 @@ class Picker:
                 router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
                 if router is not None and entry.usage is not None:
-                    router.on_usage(entry.request_id, entry.usage)
+                    router.on_usage(now, entry.request_id, entry.usage)
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
@@ -499,6 +499,6 @@ class Picker:
         pool, completion = measured
         router = self._served.router(pool)
         if router is not None:
-            router.on_usage(request_id, usage)
+            router.on_usage(now, request_id, usage)
         if completion.measured_cached_tokens is not None:
             self._report(Measured(now=now, pool=pool, completion=completion))
