@@ -116,6 +116,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 f" / sum by (pool) ({_rate('dualmap_prompt_tokens_total')})",
                 "{{pool}} measured / predicted": f"sum by (pool) ({_rate(_MEASURED)})"
                 f" / sum by (pool) ({_rate(_CHECKED)})",
+                "{{pool}} stale hits": f"sum by (pool) ({_rate('dualmap_stale_hit_requests_total')})"
+                f" / sum by (pool) ({_rate('dualmap_predicted_hit_requests_total')})",
             },
         ),
         Panel(

@@ -7,6 +7,9 @@ from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import SILENT_DECODE_S
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S, Ledger
 from dualmap.fleet.prefills import SILENT_PREFILL_S
+from dualmap.fleet.prefix_index import PrefixIndex
+from dualmap.fleet.usage import Prediction, Witnesses, predict
+from dualmap.prompts.blocks import BlockChain
 
 SPEED = 1000.0
 
@@ -20,6 +23,7 @@ def entry(
         member=member,
         chain=prompt,
         matched_tokens=matched,
+        prediction=prediction(now, prompt, matched),
         arrived_s=now,
         dispatched_s=now,
         predicted_ttft_s=0.0,
@@ -27,6 +31,11 @@ def entry(
         heard_s=now,
         streamed=streamed,
     )
+
+
+def prediction(now: float, prompt: BlockChain, matched: int) -> Prediction:
+    index = PrefixIndex(0)
+    return predict(now, prompt, index=index, witnesses=Witnesses(), client=0, matched_tokens=matched)
 
 
 class LedgerMachine(RuleBasedStateMachine):

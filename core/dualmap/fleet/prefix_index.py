@@ -19,6 +19,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+# The factor of an index's limit when blocks were missing in the cache, or when the cache had more than the index.
+_SHRINK = 7 / 8
+_GROW = 9 / 8
+
 
 class _Run:
     """A node of the tree: consecutive blocks between two branches."""
@@ -99,12 +103,16 @@ class _Use(NamedTuple):
 class PrefixIndex:
     """The blocks that one member is assumed to cache, at most ``capacity_blocks``.
 
-    The members of a pool share one tree; an index without ``tree`` creates its own.
+    The limit is lower if the member's cache turned out to be smaller. The members of a pool share one tree; an index
+    without ``tree`` creates its own.
     """
 
     def __init__(self, capacity_blocks: int, tree: PrefixTree | None = None) -> None:
         self._tree = tree or PrefixTree()
         self._capacity = capacity_blocks
+        # The part of the capacity that is in use.
+        self._share = 1.0
+        self._limit = capacity_blocks
         self._blocks = 0
         # The least recently used run is first, and every run is after all its next runs in the tree.
         self._held: dict[_Run, _Use] = {}
@@ -142,9 +150,9 @@ class PrefixIndex:
         """Record that a prompt's blocks are cached or will be cached, as the most recently used blocks.
 
         ``computed`` is true if the member's prefill of the prompt has ended.
-        If a prompt is longer than the capacity, only its leading blocks are recorded, because only they can be reused.
+        If a prompt is longer than the limit, only its leading blocks are recorded, because only they can be reused.
         """
-        head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
+        head = hashes[: self._limit] if len(hashes) > self._limit else hashes
         path = self._tree.path(head)
         runs = [run for run, _ in path]
         at = path[-1][1] if path else 0
@@ -162,7 +170,7 @@ class PrefixIndex:
         self._drop_excess()
 
     def drop_unused_since(self, use: int) -> None:
-        """Remove the blocks whose last use is not later than ``use``."""
+        """Remove the blocks whose last use is not later than ``use``; if there are any, lower the limit."""
         unused = []
         for run, last in self._held.items():
             if last.used > use:
@@ -170,6 +178,12 @@ class PrefixIndex:
             unused.append(run)
         for run in unused:
             self._give_up(run)
+        if unused:
+            self._set_share(max(self._share * _SHRINK, self._blocks / max(self._capacity, 1)))
+
+    def grow(self) -> None:
+        """Raise the limit, at most to the capacity: the member had cached blocks that the index had evicted."""
+        self._set_share(self._share * _GROW)
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
         """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
@@ -185,14 +199,19 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity; evict the least recently used blocks above the capacity."""
+        """Set another capacity; evict the least recently used blocks above the limit."""
         self._capacity = capacity_blocks
-        self._drop_excess()
+        self._set_share(self._share)
 
     def clear(self) -> None:
         """Remove all blocks: the member restarted or left the pool, or its cache was reset."""
         for run in list(self._held):
             self._give_up(run)
+
+    def _set_share(self, share: float) -> None:
+        self._share = min(share, 1.0)
+        self._limit = round(self._capacity * self._share)
+        self._drop_excess()
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
         """Append new blocks to the last of a prompt's runs, or start its first run."""
@@ -227,7 +246,7 @@ class PrefixIndex:
             held[each] = held.pop(each)
 
     def _drop_excess(self) -> None:
-        excess = self._blocks - self._capacity
+        excess = self._blocks - self._limit
         if excess <= 0:
             return
         victims = []

@@ -6,8 +6,9 @@ for the whole pool. Only numbers of tokens change: keys and blocks stay as they 
 **Stale entries.** A request with fewer cached tokens than predicted says nothing about its own prompt, which the member
 has computed and cached by now. It does say that a block was missing that the member once had, at the use ``u``. Engines
 evict the least recently used block first, so every block without a use after ``u`` is missing as well. The same holds
-if the cache was lost as a whole. The index therefore drops these blocks. One such request is enough for an unnoticed
-restart, a cache that is smaller than ``cacheTokens``, and traffic that bypasses the router.
+if the cache was lost as a whole. The index therefore drops these blocks and lowers its limit a little. A few requests
+correct the index after an unnoticed restart. If the cache is smaller than ``cacheTokens``, or other traffic uses a part
+of it, the limit approaches the size that is left. A request with more cached tokens than predicted raises the limit.
 
 **Trust.** The engine counts the tokens, but a client can make the engine report few cached tokens: a request for the
 log probabilities of its prompt reads no cache in vLLM. Therefore:
@@ -119,8 +120,8 @@ class Witnesses:
 class Prediction(NamedTuple):
     """What the router assumed of a request when it was dispatched.
 
-    ``blocks`` is the index of the request's member. ``computed`` are the parts of the prompt that the member is known to
-    have had in its cache.
+    ``blocks`` is the index of the request's member. ``computed`` are the parts of the prompt that the member is known
+    to have had in its cache.
     """
 
     blocks: PrefixIndex
@@ -196,6 +197,8 @@ class UsageReports:
         if found is not None:
             prediction.witnesses.found(found, prediction.at_s)
         rounding_blocks = 1.0 + (self._engine_block_tokens or prediction.block_tokens) / tokens_per_block
+        if cached_blocks * (1.0 - spread) - rounding_blocks > predicted_blocks:
+            prediction.blocks.grow()
         if cached_blocks >= predicted_blocks * (1.0 - spread) - rounding_blocks:
             return
         missing = _first_behind(computed, cached_blocks * (1.0 + spread) + rounding_blocks)

@@ -221,6 +221,7 @@ class Picker:
                 root=root,
                 block_tokens=pool.routing.prefix.block_tokens,
                 max_tokens=pool.engine.max_model_len,
+                exact=prompt.exact,
             ),
             arrived_s=arrived_s,
             subset=subset,
