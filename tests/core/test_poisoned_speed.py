@@ -23,8 +23,13 @@ class Site:
         self.now = 0.0
         self._ids = count()
 
-    def prefill(self, *, tokens: int, computed: int, client: int, usage: bool = False, text: str = "") -> None:
-        """Send a prompt that is estimated as ``tokens``, and answer when the engine has computed ``computed``."""
+    def prefill(
+        self, *, tokens: int, computed: int, client: int, usage: bool = False, counted: int = 0, text: str = ""
+    ) -> None:
+        """Send a prompt that is estimated as ``tokens``, and answer when the engine has computed ``computed``.
+
+        The engine's usage has ``counted`` tokens, 0 for as many as were computed.
+        """
         name = str(next(self._ids))
         decision = self.router.on_request(
             self.now, request(name, text_of(tokens, text or name), now=self.now, client=client)
@@ -32,7 +37,7 @@ class Site:
         assert isinstance(decision, Decision)
         self.now += computed / SPEED
         self.router.on_first_token(self.now, name)
-        self.router.on_finished(self.now, name, Usage(prompt_tokens=computed) if usage else None)
+        self.router.on_finished(self.now, name, Usage(prompt_tokens=counted or computed) if usage else None)
 
     @property
     def speeds(self) -> list[float]:
@@ -59,7 +64,7 @@ def test_speed_is_not_poisoned_by_prefills_whose_usage_disagrees() -> None:
 def test_speed_is_learnt_from_prefills_whose_usage_agrees() -> None:
     site = Site()
     for _ in range(200):
-        site.prefill(tokens=3000, computed=2000, client=0, usage=True)
+        site.prefill(tokens=3000, computed=2000, client=0, usage=True, counted=3000)
     assert max(site.speeds) > 1.3 * SPEED
 
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 # The median is taken over this many prefills. The first ones stand for the prior.
 _WINDOW = 15
+_MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
 # Samples of other clients limit a client's share for this long.
 _CLIENT_MEMORY_S = 60.0
@@ -64,13 +65,14 @@ class _Sample(NamedTuple):
 
 
 class RecentSamples:
-    """The last ``window`` samples of a number, of which one client provides at most half while others have some.
+    """The last ``window`` samples of a number. One client provides at most ``most`` while others have some.
 
     The first ``priors`` samples have the value ``prior``.
     """
 
-    def __init__(self, *, window: int, prior: float, priors: int) -> None:
+    def __init__(self, *, window: int, most: int, prior: float, priors: int) -> None:
         self._window = window
+        self._most = most
         self._samples: deque[_Sample] = deque([_Sample(prior, _NO_CLIENT, -inf)] * priors, maxlen=window)
         self._of_client: dict[int, int] = {}
         self._prior = prior
@@ -85,7 +87,7 @@ class RecentSamples:
     def add(self, now: float, client: int, value: float) -> bool:
         """Add a client's sample; return False if the client has its share of the samples already."""
         # Most samples need only this comparison.
-        if 2 * self._of_client.get(client, 0) >= self._window and self.has_rivals(now, client):
+        if self._of_client.get(client, 0) >= self._most and self.has_rivals(now, client):
             return False
         if len(self._samples) == self._window:
             self._forget(self._samples[0])
@@ -122,7 +124,7 @@ class RecentPrefills:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._samples = RecentSamples(window=_WINDOW, prior=1.0, priors=_PRIOR_PREFILLS)
+        self._samples = RecentSamples(window=_WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=_PRIOR_PREFILLS)
         self._dissenting = 0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:

@@ -36,6 +36,7 @@ _FEWEST_BYTES_PER_TOKEN = 1.5
 _MOST_BYTES_PER_TOKEN = 8.0
 # The median is taken over this many prompts. The first ones stand for the prior.
 _WINDOW = 31
+_MOST_OF_CLIENT = 15
 _PRIOR_PROMPTS = 8
 # Engines add the chat template's tokens to a prompt, which would distort the estimate of shorter prompts.
 _SHORTEST_PROMPT_TOKENS = 256
@@ -44,7 +45,7 @@ _TOLERANCE = 0.02
 # Prompts differ from the pool's median. With fewer prompts than this, their spread is unknown.
 _FEWEST_PROMPTS = 8
 # The part of prompts that is outside the spread, at each end; and the smallest spread that is assumed.
-_OUTLIERS = 0.1
+_OUTLIERS = 0.25
 _LEAST_SPREAD = 0.05
 # The last reports of missing blocks that are kept for each member.
 _WITNESSES = 8
@@ -56,7 +57,9 @@ class TokensPerBlock:
     def __init__(self, block_tokens: int) -> None:
         self._lowest = block_tokens * BYTES_PER_TOKEN / _MOST_BYTES_PER_TOKEN
         self._highest = block_tokens * BYTES_PER_TOKEN / _FEWEST_BYTES_PER_TOKEN
-        self._samples = RecentSamples(window=_WINDOW, prior=float(block_tokens), priors=_PRIOR_PROMPTS)
+        self._samples = RecentSamples(
+            window=_WINDOW, most=_MOST_OF_CLIENT, prior=float(block_tokens), priors=_PRIOR_PROMPTS
+        )
         self._prompts = 0
         self.estimate = block_tokens
 

@@ -47,8 +47,7 @@ class BlockChain:
 
         The hashes and the number of full blocks do not change, so all routers agree on keys whatever they estimate.
         """
-        tokens = max(self.tokens * block_tokens // self.block_tokens, 1) if self.tokens else 0
-        return replace(self, block_tokens=block_tokens, tokens=tokens)
+        return replace(self, block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
 
 
 def chain_root(*, model: str, lora: str = "", cache_salt: str = "", key: bytes = PUBLIC_KEY) -> int:
