@@ -88,7 +88,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(name=names, to=st.sampled_from("abcd"))
     def move(self, name: str, to: str) -> None:
         if live := self.ledger.request(name):
-            self.ledger.move(self.now, live, to=to, matched_tokens=0, compute_s=live.chain.tokens / SPEED)
+            moved = prediction(self.now, live.chain, 0)
+            self.ledger.move(self.now, live, to=to, prediction=moved, compute_s=live.chain.tokens / SPEED)
 
     @rule(dt=st.sampled_from([1.0, IN_FLIGHT_TTL_S / 2, IN_FLIGHT_TTL_S]))
     def expire(self, dt: float) -> None:

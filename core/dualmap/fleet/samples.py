@@ -89,12 +89,14 @@ class RecentSamples:
         # Most samples need only this comparison.
         if self._of_client.get(client, 0) >= self._most and self.has_rivals(now, client):
             return False
-        if len(self._samples) == self._window:
-            self._forget(self._samples[0])
-        self._samples.append(_Sample(value, client, now))
-        self._of_client[client] = self._of_client.get(client, 0) + 1
-        insort(self.ordered, value)
+        self._append(_Sample(value, client, now))
         return True
+
+    def renew(self, now: float, client: int, value: float) -> None:
+        """Add a client's sample; if the client has its share already, replace the client's oldest sample."""
+        if not self.add(now, client, value):
+            self.remove(client, next(each.value for each in self._samples if each.client == client))
+            self._append(_Sample(value, client, now))
 
     def remove(self, client: int, value: float) -> bool:
         """Remove a client's sample; return whether it was still among the samples."""
@@ -108,6 +110,13 @@ class RecentSamples:
     def has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients had samples lately."""
         return any(each.client != client and now - each.at_s < _CLIENT_MEMORY_S for each in self._samples)
+
+    def _append(self, sample: _Sample) -> None:
+        if len(self._samples) == self._window:
+            self._forget(self._samples[0])
+        self._samples.append(sample)
+        self._of_client[sample.client] = self._of_client.get(sample.client, 0) + 1
+        insort(self.ordered, sample.value)
 
     def _forget(self, sample: _Sample) -> None:
         """Remove a sample from the ordered values and from its client's number."""

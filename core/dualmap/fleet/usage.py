@@ -34,7 +34,7 @@ from dualmap.requests import Usage
 # The bounds of the estimate. Tokenizers of today's models are within them for text of all languages.
 _FEWEST_BYTES_PER_TOKEN = 1.5
 _MOST_BYTES_PER_TOKEN = 8.0
-# The median is taken over this many prompts. The first ones stand for the prior.
+# The median is taken over this many prompts. The first ones stand for the prior. One client provides less than half.
 _WINDOW = 31
 _MOST_OF_CLIENT = 15
 _PRIOR_PROMPTS = 8
@@ -74,11 +74,13 @@ class TokensPerBlock:
 
     def observe(self, now: float, client: int, tokens_per_block: float) -> None:
         """Learn from a client's prompt. A count outside the bounds is of a prompt that the engine reads differently."""
-        if self._lowest <= tokens_per_block <= self._highest and self._samples.add(now, client, tokens_per_block):
-            self._prompts += 1
-            median = self._samples.median
-            if abs(median - self.estimate) > _TOLERANCE * self.estimate:
-                self.estimate = max(round(median), 1)
+        if not self._lowest <= tokens_per_block <= self._highest:
+            return
+        self._prompts += 1
+        self._samples.renew(now, client, tokens_per_block)
+        median = self._samples.median
+        if abs(median - self.estimate) > _TOLERANCE * self.estimate:
+            self.estimate = max(round(median), 1)
 
     def has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients' prompts were counted lately."""
