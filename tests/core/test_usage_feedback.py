@@ -281,7 +281,7 @@ def test_tokens_ignore_counts_outside_the_bounds(tokens: float) -> None:
 def test_tokens_ignore_counts_of_short_prompts() -> None:
     site = Site(tokens=1.0)
     for number in range(40):
-        site.serve(f"prompt {number}", cached=0, tokens=255, prompt=400)
+        site.serve(f"prompt {number}", cached=0, tokens=511, prompt=800)
     assert site.send("whole")[1].prompt_tokens == TOKENS
 
 

@@ -39,7 +39,7 @@ _WINDOW = 31
 _MOST_OF_CLIENT = 15
 _PRIOR_PROMPTS = 8
 # Engines add the chat template's tokens to a prompt, which would distort the estimate of shorter prompts.
-_SHORTEST_PROMPT_TOKENS = 256
+_SHORTEST_PROMPT_TOKENS = 512
 # The estimate follows the median if they differ by more than this part, so that it does not change with every request.
 _TOLERANCE = 0.02
 # Prompts differ from the pool's median. With fewer prompts than this, their spread is unknown.
