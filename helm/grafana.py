@@ -109,7 +109,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             title="Cache hit rate",
             about="Share of prompt tokens that routers predict as cached. The series measured / predicted is the share "
-            "of predicted tokens that engines confirm.",
+            "of predicted tokens that engines confirm. Stale hits are requests with a predicted hit and no "
+            "cached token.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"

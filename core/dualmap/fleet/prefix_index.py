@@ -96,8 +96,11 @@ class _Use(NamedTuple):
     """A member's last uses of a run; ``blocks`` is how many of the run's blocks it had at the use ``computed``."""
 
     used: int
-    computed: int = 0
-    blocks: int = 0
+    computed: int
+    blocks: int
+
+
+_UNUSED = _Use(0, 0, 0)
 
 
 class PrefixIndex:
@@ -229,13 +232,8 @@ class PrefixIndex:
         self._uses += 1
         held, number = self._held, self._uses
         for run in reversed(runs):
-            last = held.pop(run, None)
-            if computed:
-                held[run] = _Use(number, number, len(run.hashes))
-            elif last is None:
-                held[run] = _Use(number)
-            else:
-                held[run] = _Use(number, last.computed, last.blocks)
+            last = held.pop(run, _UNUSED)
+            held[run] = _Use(number, number, len(run.hashes)) if computed else _Use(number, last.computed, last.blocks)
 
     def _split_use(self, first: _Run, run: _Run, way: Sequence[_Run]) -> None:
         """Divide the uses of a run that was split; move the way to its first part behind all other runs."""

@@ -144,6 +144,7 @@ def predict(
     now: float, chain: BlockChain, *, index: PrefixIndex, witnesses: Witnesses, client: int, matched_tokens: int
 ) -> Prediction:
     """Return the prediction for a prompt that is dispatched to the index's member."""
+    matched_blocks = matched_tokens // chain.block_tokens
     return Prediction(
         blocks=index,
         witnesses=witnesses,
@@ -153,7 +154,7 @@ def predict(
         block_tokens=chain.block_tokens,
         exact=chain.exact,
         matched_tokens=matched_tokens,
-        computed=index.computed(chain.cacheable),
+        computed=index.computed(chain.hashes[:matched_blocks]) if matched_blocks else (),
     )
 
 
@@ -195,10 +196,9 @@ class UsageReports:
         self, now: float, prediction: Prediction, cached_tokens: int, tokens_per_block: float, spread: float
     ) -> None:
         predicted_blocks = prediction.matched_tokens // prediction.block_tokens
-        computed = [each for each in prediction.computed if each.blocks <= predicted_blocks]
         cached_blocks = cached_tokens / tokens_per_block
         # The spread is about whole prompts; a part of one may differ as much.
-        found = _last(computed, cached_blocks * (1.0 - spread))
+        found = _last(prediction.computed, cached_blocks * (1.0 - spread))
         if found is not None:
             prediction.witnesses.found(found, prediction.at_s)
         rounding_blocks = 1.0 + (self._engine_block_tokens or prediction.block_tokens) / tokens_per_block
@@ -206,7 +206,7 @@ class UsageReports:
             prediction.blocks.grow()
         if cached_blocks >= predicted_blocks * (1.0 - spread) - rounding_blocks:
             return
-        missing = _first_behind(computed, cached_blocks * (1.0 + spread) + rounding_blocks)
+        missing = _first_behind(prediction.computed, cached_blocks * (1.0 + spread) + rounding_blocks)
         if missing is not None:
             contested = self._tokens.has_rivals(now, prediction.client)
             use = prediction.witnesses.missing(missing, prediction.client, prediction.at_s, contested=contested)
