@@ -26,7 +26,8 @@ async def test_body_with_too_many_elements_gets_400(engines: SharedEngines, depl
         asyncio.gather(*(deployment.ask(chat("scripted", f"hi {n}")) for n in range(10))),
     )
 
-    assert [(reply.status, error_of(reply)["code"]) for reply in hostile_replies] == [(400, "invalid_request")] * 3
+    assert [reply.status for reply in hostile_replies] == [400] * 3
+    assert {error_of(reply)["code"] for reply in hostile_replies} == {"invalid_request"}
     assert [reply.status for reply in replies] == [200] * 10
     assert all("x-dualmap-decision" in reply.headers for reply in replies)
     assert len(engines.left.received) + len(engines.right.received) == 10

@@ -449,6 +449,10 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
         ({}, "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router"),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
         ({"gateway": {"mode": "none"}}, "WARNING: the routers accept plain-text connections from every pod"),
+        ({"gateway": {"mode": "none"}}, "let your Envoy present the certificate in the Secret dualmap-gateway-mtls"),
+        (CASES["gaie"], "WARNING: the routers accept plain-text connections from every pod"),
+        (CASES["gaie"], "NOTE: the routers accept only plain-text connections, which Istio uses by default"),
+        (CASES["tls off"], "WARNING: the routers accept plain-text connections from every pod"),
         (
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
             "alerts about the operator need",

@@ -11,7 +11,7 @@ from core.queue_pools import SPEED, decided, held, slow_pool
 from dualmap.requests import Decision, Effects, Queued, Reason, Rejection
 from dualmap.router import PoolRouter
 
-LIGHT, HEAVY, THIRD = 1, 2, 3
+UNNAMED, LIGHT, HEAVY, THIRD = 0, 1, 2, 3
 
 
 def send(
@@ -64,6 +64,18 @@ class TestTurns:
         order = in_order(router, first="first")
         assert [each for each in order if each.startswith("heavy")] == [f"heavy {n}" for n in range(5)]
         assert [each for each in order if each.startswith("light")] == [f"light {n}" for n in range(5)]
+
+    def test_unnamed_clients_have_one_share_and_keep_their_order(self) -> None:
+        """The engine reports no usage, so the tokens of a share are the estimated ones."""
+        router = PoolRouter(slow_pool(max_wait_s=1e9))
+        for n in range(20):
+            send(router, f"unnamed {n}", client=UNNAMED)
+        for n in range(5):
+            send(router, f"light {n}", client=LIGHT)
+        order = in_order(router, first="unnamed 0")
+        assert sum(each.startswith("light") for each in order[:10]) == 5
+        unnamed = [each for each in order if each.startswith("unnamed")]
+        assert unnamed == [f"unnamed {n}" for n in range(1, 20)]
 
     @pytest.mark.parametrize("seed", range(20))
     def test_requests_of_a_single_client_are_dispatched_by_arrival(self, seed: int) -> None:
@@ -144,6 +156,15 @@ class TestFullQueue:
         answer, outcomes = send(router, "late", client=HEAVY)
         assert isinstance(answer, Rejection)
         assert (answer.reason, answer.limited, outcomes) == (Reason.QUEUE_FULL, True, ())
+
+    def test_queue_full_evicts_an_unnamed_request_for_a_named_client(self) -> None:
+        router = PoolRouter(slow_pool(max_held=4))
+        for n in range(5):
+            send(router, f"unnamed {n}", client=UNNAMED)
+        answer, outcomes = send(router, "light", client=LIGHT)
+        assert answer == Queued(request_id="light")
+        (evicted,) = rejections(Effects(None, outcomes))
+        assert (evicted.request_id, evicted.limited) == ("unnamed 4", True)
 
     def test_queue_full_of_one_client_limits_no_client(self) -> None:
         router = PoolRouter(slow_pool(max_held=1))

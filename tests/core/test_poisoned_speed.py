@@ -12,7 +12,7 @@ from dualmap.requests import Decision, Usage
 from dualmap.router import PoolRouter
 
 SPEED = 7000.0
-HONEST, HOSTILE = 1, 2
+UNNAMED, HONEST, HOSTILE = 0, 1, 2
 
 
 class Site:
@@ -54,6 +54,38 @@ def test_speed_is_not_poisoned_by_fast_prefills_of_one_client() -> None:
     assert max(site.speeds) < 2 * SPEED
 
 
+def test_speed_is_not_poisoned_by_half_of_all_prefills() -> None:
+    speed = LearntSpeed(SPEED, Agreement())
+    for number in range(620):
+        hostile = number > 20 and number % 2
+        speed.observe(
+            0.1 * number,
+            client=HOSTILE if hostile else HONEST,
+            new_tokens=100_000 if hostile else 2000,
+            cached_tokens=0,
+            service_s=0.03 if hostile else 2000 / SPEED,
+            solo=True,
+        )
+    assert speed.current.tokens_per_second < 1.5 * SPEED
+
+
+def test_speed_of_unnamed_clients_is_learnt_without_usage() -> None:
+    site = Site()
+    for _ in range(200):
+        site.prefill(tokens=3000, computed=2000, client=UNNAMED)
+    assert max(site.speeds) > 1.3 * SPEED
+
+
+def test_speed_of_unnamed_clients_follows_no_minority() -> None:
+    site = Site()
+    for number in range(300):
+        if number % 3:
+            site.prefill(tokens=2000, computed=2000, client=UNNAMED)
+        else:
+            site.prefill(tokens=120_000, computed=1000, client=UNNAMED)
+    assert max(site.speeds) < 2 * SPEED
+
+
 def test_speed_is_not_poisoned_by_prefills_whose_usage_disagrees() -> None:
     site = Site()
     for _ in range(100):
@@ -66,6 +98,13 @@ def test_speed_is_learnt_from_prefills_whose_usage_agrees() -> None:
     for _ in range(200):
         site.prefill(tokens=3000, computed=2000, client=0, usage=True, counted=3000)
     assert max(site.speeds) > 1.3 * SPEED
+
+
+def test_speed_is_not_learnt_from_a_short_prefill() -> None:
+    speed = LearntSpeed(SPEED, Agreement())
+    for tokens, learns in ((63, False), (64, True)):
+        lesson = speed.observe(0.0, client=0, new_tokens=tokens, cached_tokens=0, service_s=1.0, solo=True)
+        assert (lesson is not None) == learns
 
 
 def test_speed_usage_after_the_end_takes_a_lesson_back() -> None:
@@ -94,7 +133,13 @@ def test_recent_prefills_minority_does_not_change_the_bound() -> None:
     assert [recent.accept(0.0, client, 0.01) for client in range(10, 17)] == [0.5] * 7
 
 
-def test_recent_prefills_of_one_client_fill_at_most_half() -> None:
+@pytest.mark.parametrize(("slowness", "taught"), [(0.01, 0.5), (0.6, 0.6), (2.9, 2.9), (100.0, 3.0)])
+def test_recent_prefills_outlier_counts_as_the_nearest_allowed_one(slowness: float, taught: float) -> None:
+    recent = RecentPrefills(Agreement())
+    assert recent.accept(0.0, HOSTILE, slowness) == taught
+
+
+def test_recent_prefills_of_one_client_fill_about_half() -> None:
     recent = RecentPrefills(Agreement())
     recent.accept(0.0, HONEST, 1.0)
     taught = [recent.accept(1.0, HOSTILE, 0.1) for _ in range(20)]
@@ -112,6 +157,15 @@ def test_recent_prefills_member_agrees_with_the_others_at_first() -> None:
     taught = [recent.accept(0.0, HONEST, 0.05) for _ in range(80)]
     assert taught[30] == pytest.approx(1 / 3), "30 prefills do not outweigh three members"
     assert taught[-1] == pytest.approx(0.05)
+
+
+def test_recent_prefills_accept_a_prefill_after_all_were_withdrawn() -> None:
+    recent = RecentPrefills(Agreement())
+    for _ in range(20):
+        recent.accept(0.0, HONEST, 1.0)
+    for _ in range(20):
+        recent.withdraw(HONEST, 1.0)
+    assert recent.accept(0.0, HONEST, 0.5) == 0.5
 
 
 def test_speed_retracted_lessons_leave_the_prior() -> None:

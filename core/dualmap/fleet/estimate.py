@@ -16,21 +16,21 @@ from dualmap.fleet.samples import Agreement, RecentPrefills
 _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
 # The learnt speed is at most this factor above or below the pool's prior.
-_SPEED_BOUND = 20.0
+SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
 # A sample is clipped to this factor of the prediction, because stalls and preemptions do not show the prefill speed.
-_SAMPLE_CLIP = 3.0
+SAMPLE_CLIP = 3.0
 # The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
 # number, the prefills have the same weight as the prior.
 _SOLO_SAMPLES = 4.0
 # In the least-squares fit, a longer prefill weighs no more than one of this many tokens.
 _HEAVIEST_TOKENS = 20_000.0
 # Shorter prefills do not show a member's speed, because scheduling and network take most of their time.
-_SHORTEST_SAMPLE_TOKENS = 64
+SHORTEST_SAMPLE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PrefillModel:
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
         self._prior = Speed(linear_s, linear_s * _PRIOR_ATTENTION / 2)
-        self._bounds_s = (linear_s / _SPEED_BOUND, linear_s * _SPEED_BOUND)
+        self._bounds_s = (linear_s / SPEED_BOUND, linear_s * SPEED_BOUND)
         # Sums of the normal equations for the features n (new tokens) and q (attention work), with seconds as the
         # target.
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
@@ -77,10 +77,10 @@ class PrefillModel:
 
         Return the value that ``retract`` needs; None if nothing was learnt.
         """
-        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+        if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
         expected_s = self.speed.compute_s(new_tokens, cached_tokens)
-        target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
+        target_s = min(max(service_s, expected_s / SAMPLE_CLIP), expected_s * SAMPLE_CLIP)
         scale = min(1.0, _HEAVIEST_TOKENS / new_tokens)
         self._number += 1
         term = _Term(
@@ -186,7 +186,7 @@ class LearntSpeed:
         ``solo`` is true if no other replica's prefill delayed it. Return the value that ``retract`` needs; None if
         nothing was learnt.
         """
-        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+        if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
         prior_s = self._prior.compute_s(new_tokens, cached_tokens)
         slowness = service_s / prior_s

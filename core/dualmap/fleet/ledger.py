@@ -19,7 +19,7 @@ from dualmap.fleet.usage import Prediction
 IN_FLIGHT_TTL_S = 600.0
 ENDED_MAX = 4096
 # A prefill teaches no speed if its prompt has more or fewer tokens than estimated by more than this factor.
-_ESTIMATE_ERROR = 2.0
+ESTIMATE_ERROR = 2.0
 
 
 class _Loads(dict[str, MemberLoad]):
@@ -122,7 +122,7 @@ class Ledger:
         member, prediction, lesson = self._ended.pop(request_id, (None, None, None))
         if member is None or prediction is None:
             return None
-        if lesson is not None and not 1 / _ESTIMATE_ERROR <= prompt_tokens / prediction.tokens <= _ESTIMATE_ERROR:
+        if lesson is not None and not 1 / ESTIMATE_ERROR <= prompt_tokens / prediction.tokens <= ESTIMATE_ERROR:
             load = self.loads.get(member)
             if load is not None:
                 load.retract(lesson)

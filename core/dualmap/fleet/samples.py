@@ -1,9 +1,9 @@
 """Recent samples of a number, and recent prefills, which bound what a further prefill may teach about a member's speed.
 
 A prefill may teach a wrong speed, because the token count of a prompt is an estimate and a client may craft prompts
-whose estimate is far off. Three bounds hold. The median of recent prefills follows no minority of them. One client
-provides at most half of them while other clients have some. A member contradicts the other members of its pool only
-after many prefills that say so.
+whose estimate is far off. Three bounds hold. One client provides at most half of the recent prefills (rounded up) while
+other clients have some. The median of recent prefills follows no minority of them, and no half that is faster than the
+others. A member contradicts the other members of its pool only after many prefills that say so.
 """
 
 from bisect import bisect_left, insort
@@ -12,18 +12,18 @@ from math import inf
 from typing import Final, NamedTuple
 
 # The median is taken over this many prefills. The first ones stand for the prior.
-_WINDOW = 15
+WINDOW = 15
 _MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
 # Samples of other clients limit a client's share for this long.
-_CLIENT_MEMORY_S = 60.0
+CLIENT_MEMORY_S = 60.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
 _SLOWEST = 3.0
 # Members whose medians differ by less than this factor agree.
-_AGREEMENT = 3.0
+AGREEMENT = 3.0
 # A member differs from the other members by more only after this many prefills in a row outside the agreement.
-_DISSENTING_PREFILLS = 50
+DISSENTING_PREFILLS = 50
 # The client of the samples that stand for the prior.
 _NO_CLIENT: Final = -1
 # The number of members from which on their common median is meaningful.
@@ -55,7 +55,7 @@ class Agreement:
         """Return ``slowness``, or the nearest value that agrees with the members' common median."""
         if self._median is None:
             return slowness
-        return min(max(slowness, self._median / _AGREEMENT), self._median * _AGREEMENT)
+        return min(max(slowness, self._median / AGREEMENT), self._median * AGREEMENT)
 
 
 class _Sample(NamedTuple):
@@ -109,7 +109,7 @@ class RecentSamples:
 
     def has_rivals(self, now: float, client: int) -> bool:
         """Return whether other clients had samples lately."""
-        return any(each.client != client and now - each.at_s < _CLIENT_MEMORY_S for each in self._samples)
+        return any(each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._samples)
 
     def _append(self, sample: _Sample) -> None:
         if len(self._samples) == self._window:
@@ -133,21 +133,26 @@ class RecentPrefills:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._samples = RecentSamples(window=_WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=_PRIOR_PREFILLS)
+        self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=_PRIOR_PREFILLS)
         self._dissenting = 0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
         if not self._samples.add(now, client, slowness):
             return None
-        median = self._samples.median
+        median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
         agreed = self._agreement.bound(bounded)
         self._dissenting = 0 if agreed == bounded else self._dissenting + 1
-        return bounded if self._dissenting > _DISSENTING_PREFILLS else agreed
+        return bounded if self._dissenting > DISSENTING_PREFILLS else agreed
 
     def withdraw(self, client: int, slowness: float) -> None:
         """Remove a prefill that turned out to be wrong, if it is still among the recent ones."""
         if self._samples.remove(client, slowness):
-            self._agreement.report(self, self._samples.median)
+            self._agreement.report(self, self._median())
+
+    def _median(self) -> float:
+        """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
+        ordered = self._samples.ordered
+        return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)] if ordered else 1.0
