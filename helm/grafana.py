@@ -109,13 +109,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             title="Cache hit rate",
             about="Share of prompt tokens that routers predict as cached. The series measured / predicted is the share "
-            "of predicted tokens that engines confirm.",
+            "of predicted tokens that engines confirm. Stale hits are requests with a predicted hit and no "
+            "cached token.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"
                 f" / sum by (pool) ({_rate('dualmap_prompt_tokens_total')})",
                 "{{pool}} measured / predicted": f"sum by (pool) ({_rate(_MEASURED)})"
                 f" / sum by (pool) ({_rate(_CHECKED)})",
+                "{{pool}} stale hits": f"sum by (pool) ({_rate('dualmap_stale_hit_requests_total')})"
+                f" / sum by (pool) ({_rate('dualmap_predicted_hit_requests_total')})",
             },
         ),
         Panel(

@@ -124,6 +124,16 @@ class Completion:
     predicted_cached_tokens: int
     measured_cached_tokens: int | None
 
+    @property
+    def predicted_hit(self) -> bool:
+        """Whether the router expected at least one cached block, and the engine reported its cached tokens."""
+        return self.measured_cached_tokens is not None and self.predicted_cached_tokens > 0
+
+    @property
+    def stale_hit(self) -> bool:
+        """Whether the router expected at least one cached block, and the engine reported none."""
+        return self.measured_cached_tokens == 0 and self.predicted_cached_tokens > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:

@@ -55,7 +55,7 @@ class PoolRouter:
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch, queue or reject the request."""
         self._fleet.resume(now)
-        return self._dispatcher.place(now, request)
+        return self._dispatcher.place(now, self._fleet.recounted(request))
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
@@ -100,9 +100,9 @@ class PoolRouter:
             return Effects(None)
         return Effects(request.completion(usage), self._dispatcher.release(now, request.member))
 
-    def on_usage(self, request_id: str, usage: Usage) -> None:
+    def on_usage(self, now: float, request_id: str, usage: Usage) -> None:
         """Take the engine's token counts of a request that has ended; ignored when it is unknown."""
-        self._fleet.measured(request_id, usage)
+        self._fleet.measured(now, request_id, usage)
 
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
         """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""

@@ -68,7 +68,7 @@ class Fleet:
             version="0.0",
             pools=lambda: self.picker.pools,
             statuses=self.picker.statuses,
-            demand=PoolDemand(self._demand, self.picker.statuses, replicated=False).total,
+            demand=PoolDemand(self._demand, self.picker.statuses, self.picker.pool, replicated=False).total,
             histories=self.histories,
             clock=time.time,
         )

@@ -22,7 +22,7 @@ from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usag
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
-from dualmap_sim.events import Event, Fail, PoolChange, Recover
+from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
 from dualmap_sim.instances import Instance, Instances
 from dualmap_sim.observer import ClusterObserver
 from dualmap_sim.presets import EngineConfig
@@ -287,8 +287,10 @@ class Cluster:
         usage = Usage(
             prompt_tokens=work.prompt_tokens, completion_tokens=work.output_tokens, cached_tokens=record.cached_tokens
         )
-        effects = self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
-        self._after(record.router, effects.outcomes)
+        completion, outcomes = self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
+        if completion is not None:
+            record.predicted_tokens = completion.predicted_cached_tokens
+        self._after(record.router, outcomes)
 
     def _fail(self, record: Record) -> None:
         """End a request of a failed engine, and report the failure to the request's router."""
@@ -312,6 +314,10 @@ class Cluster:
             self._die(self._instances.of(event.member))
         elif isinstance(event, Recover):
             self._instances.recover(event.member)
+        elif isinstance(event, Forget):
+            self._instances.of(event.member).engine.cache.clear()
+        elif isinstance(event, Bypass):
+            self._instances.of(event.member).engine.cache.insert(event.blocks)
         else:
             self._instances.change_speed(event.member, event.engine)
 

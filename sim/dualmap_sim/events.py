@@ -46,4 +46,24 @@ class Speed:
     engine: EngineConfig
 
 
-Event = PoolChange | Fail | Recover | Speed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """A member's engine loses its cache, and no router is told; its requests continue.
+
+    So does an engine whose cache is reset, or which restarts while it is idle.
+    """
+
+    at_s: float
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bypass:
+    """A member's engine caches a prompt that no router sent: traffic of another gateway takes a part of the cache."""
+
+    at_s: float
+    member: str
+    blocks: tuple[int, ...]
+
+
+Event = PoolChange | Fail | Recover | Speed | Forget | Bypass

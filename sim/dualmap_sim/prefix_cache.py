@@ -36,6 +36,10 @@ class PrefixCache:
                 return index
         return len(chain)
 
+    def clear(self) -> None:
+        """Evict all blocks."""
+        self._blocks.clear()
+
     def insert(self, chain: Sequence[int]) -> None:
         """Store a chain or refresh its stored blocks, then evict blocks down to the capacity.
 

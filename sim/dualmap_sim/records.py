@@ -15,7 +15,8 @@ class Record:
     """One request's history. A time is None if its event did not happen; ``refused`` is None without a rejection.
 
     ``arrival.at_s`` is the actual arrival time, also in a closed loop. ``cached_tokens`` are the prompt tokens in the
-    engine's own cache. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
+    engine's own cache, and ``predicted_tokens`` those that the router expected there; None if the router did not hear
+    of the request's end. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
     failed before or during the request.
     """
 
@@ -26,11 +27,22 @@ class Record:
     endpoint: str | None = None
     rule: str | None = None
     cached_tokens: int = 0
+    predicted_tokens: int | None = None
     pulled_tokens: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
     refused: Reason | None = None
     failed: bool = False
+
+    @property
+    def predicted_hit(self) -> bool:
+        """Whether the router expected that the engine had cached a part of the prompt."""
+        return bool(self.predicted_tokens)
+
+    @property
+    def stale_hit(self) -> bool:
+        """Whether the engine had cached nothing of a prompt of which the router expected a part there."""
+        return self.predicted_hit and not self.cached_tokens
 
     @property
     def ttft_s(self) -> float | None:

@@ -14,7 +14,8 @@ class Summary:
 
     TTFT, E2E (arrival to last token) and hit rate cover the served requests. A rejected or failed request counts as an
     SLO miss. ``pending_cv`` measures how unevenly pending prompt tokens are distributed over the members.
-    ``pending_cv`` is the standard deviation over the mean, averaged over all samples with pending tokens. ``rules``
+    ``pending_cv`` is the standard deviation over the mean, averaged over all samples with pending tokens.
+    ``stale_rate`` covers the requests with predicted cached tokens: the share whose engine had cached none. ``rules``
     counts the requests sent by each of the policy's rules.
     """
 
@@ -29,6 +30,7 @@ class Summary:
     e2e_p50_s: float
     e2e_p90_s: float
     hit_rate: float
+    stale_rate: float
     pending_cv: float
     held_share: float
     rules: Mapping[str, int]
@@ -39,6 +41,7 @@ def summarise(records: Sequence[Record], *, slo_ttft_s: float, samples: Sequence
     served = [record for record in records if record.finished_s is not None]
     ttft_s = sorted(record.ttft_s for record in served if record.ttft_s is not None)
     e2e_s = sorted(r.finished_s - r.arrival.at_s for r in served if r.finished_s is not None)
+    expected = [record for record in served if record.predicted_hit]
     prompt_tokens = sum(record.arrival.work.prompt_tokens for record in served)
     return Summary(
         requests=len(records),
@@ -52,6 +55,7 @@ def summarise(records: Sequence[Record], *, slo_ttft_s: float, samples: Sequence
         e2e_p50_s=percentile(e2e_s, 0.5),
         e2e_p90_s=percentile(e2e_s, 0.9),
         hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else nan,
+        stale_rate=sum(record.stale_hit for record in expected) / len(expected) if expected else nan,
         pending_cv=_pending_cv(samples),
         held_share=sum(record.held for record in records) / len(records),
         rules=Counter(record.rule for record in served if record.rule is not None),

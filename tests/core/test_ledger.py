@@ -7,6 +7,9 @@ from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import SILENT_DECODE_S
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S, Ledger
 from dualmap.fleet.prefills import SILENT_PREFILL_S
+from dualmap.fleet.prefix_index import PrefixIndex
+from dualmap.fleet.usage import Prediction, Witnesses, predict
+from dualmap.prompts.blocks import BlockChain
 
 SPEED = 1000.0
 
@@ -20,6 +23,7 @@ def entry(
         member=member,
         chain=prompt,
         matched_tokens=matched,
+        prediction=prediction(now, prompt, matched),
         arrived_s=now,
         dispatched_s=now,
         predicted_ttft_s=0.0,
@@ -27,6 +31,11 @@ def entry(
         heard_s=now,
         streamed=streamed,
     )
+
+
+def prediction(now: float, prompt: BlockChain, matched: int) -> Prediction:
+    index = PrefixIndex(0)
+    return predict(now, prompt, index=index, witnesses=Witnesses(), client=0, matched_tokens=matched)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -79,7 +88,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(name=names, to=st.sampled_from("abcd"))
     def move(self, name: str, to: str) -> None:
         if live := self.ledger.request(name):
-            self.ledger.move(self.now, live, to=to, matched_tokens=0, compute_s=live.chain.tokens / SPEED)
+            moved = prediction(self.now, live.chain, 0)
+            self.ledger.move(self.now, live, to=to, prediction=moved, compute_s=live.chain.tokens / SPEED)
 
     @rule(dt=st.sampled_from([1.0, IN_FLIGHT_TTL_S / 2, IN_FLIGHT_TTL_S]))
     def expire(self, dt: float) -> None:

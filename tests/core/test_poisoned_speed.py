@@ -6,7 +6,7 @@ import pytest
 
 from builders import pool, request, text_of
 from dualmap.fleet.estimate import LearntSpeed
-from dualmap.fleet.ledger import TAUGHT_MAX
+from dualmap.fleet.ledger import ENDED_MAX
 from dualmap.fleet.samples import Agreement, RecentPrefills
 from dualmap.requests import Decision, Usage
 from dualmap.router import PoolRouter
@@ -23,8 +23,13 @@ class Site:
         self.now = 0.0
         self._ids = count()
 
-    def prefill(self, *, tokens: int, computed: int, client: int, usage: bool = False, text: str = "") -> None:
-        """Send a prompt that is estimated as ``tokens``, and answer when the engine has computed ``computed``."""
+    def prefill(
+        self, *, tokens: int, computed: int, client: int, usage: bool = False, counted: int = 0, text: str = ""
+    ) -> None:
+        """Send a prompt that is estimated as ``tokens``, and answer when the engine has computed ``computed``.
+
+        The engine's usage has ``counted`` tokens, 0 for as many as were computed.
+        """
         name = str(next(self._ids))
         decision = self.router.on_request(
             self.now, request(name, text_of(tokens, text or name), now=self.now, client=client)
@@ -32,7 +37,7 @@ class Site:
         assert isinstance(decision, Decision)
         self.now += computed / SPEED
         self.router.on_first_token(self.now, name)
-        self.router.on_finished(self.now, name, Usage(prompt_tokens=computed) if usage else None)
+        self.router.on_finished(self.now, name, Usage(prompt_tokens=counted or computed) if usage else None)
 
     @property
     def speeds(self) -> list[float]:
@@ -91,7 +96,7 @@ def test_speed_is_not_poisoned_by_prefills_whose_usage_disagrees() -> None:
 def test_speed_is_learnt_from_prefills_whose_usage_agrees() -> None:
     site = Site()
     for _ in range(200):
-        site.prefill(tokens=3000, computed=2000, client=0, usage=True)
+        site.prefill(tokens=3000, computed=2000, client=0, usage=True, counted=3000)
     assert max(site.speeds) > 1.3 * SPEED
 
 
@@ -106,18 +111,18 @@ def test_speed_usage_after_the_end_takes_a_lesson_back() -> None:
     site = Site()
     for number in range(20):
         site.prefill(tokens=20_000, computed=1000, client=0)
-        site.router.on_usage(str(number), Usage(prompt_tokens=1000))
+        site.router.on_usage(site.now, str(number), Usage(prompt_tokens=1000))
     assert max(site.speeds) == pytest.approx(SPEED)
 
 
 def test_speed_late_usage_corrects_a_bounded_number_of_requests() -> None:
     site = Site()
-    for _ in range(TAUGHT_MAX + 1):
+    for _ in range(ENDED_MAX + 1):
         site.prefill(tokens=1000, computed=100, client=0)
     learnt = site.speeds
-    site.router.on_usage("0", Usage(prompt_tokens=100))
+    site.router.on_usage(site.now, "0", Usage(prompt_tokens=100))
     assert site.speeds == learnt
-    site.router.on_usage(str(TAUGHT_MAX), Usage(prompt_tokens=100))
+    site.router.on_usage(site.now, str(ENDED_MAX), Usage(prompt_tokens=100))
     assert site.speeds != learnt
 
 

@@ -117,6 +117,37 @@ def test_index_tree_keeps_each_member_within_its_capacity(steps: list[tuple[Any,
         check(*indexes)
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), BRANCHING, st.booleans()), max_size=40), st.integers(0, 20))
+def test_index_knows_the_last_use_at_which_blocks_were_computed(
+    steps: list[tuple[int, list[int], bool]], since: int
+) -> None:
+    tree = PrefixTree()
+    indexes = [PrefixIndex(10_000, tree) for _ in range(2)]
+    used: list[dict[tuple[int, ...], int]] = [{}, {}]
+    computed: list[dict[tuple[int, ...], int]] = [{}, {}]
+    uses = [0, 0]
+    for member, prompt, ended in steps:
+        indexes[member].add(prompt, computed=ended)
+        uses[member] += 1
+        for n in range(len(prompt)):
+            used[member][tuple(prompt[: n + 1])] = uses[member]
+            if ended:
+                computed[member][tuple(prompt[: n + 1])] = uses[member]
+    for member, index in enumerate(indexes):
+        for _, prompt, _ in steps:
+            began = 0
+            for part in index.computed(prompt):
+                for n in range(began, part.blocks):
+                    assert computed[member][tuple(prompt[: n + 1])] == part.use
+                began = part.blocks
+            assert began == sum(tuple(prompt[: n + 1]) in computed[member] for n in range(len(prompt)))
+        index.drop_unused_since(since)
+        check(*indexes)
+        for _, prompt, _ in steps:
+            recent = sum(used[member].get(tuple(prompt[: n + 1]), 0) > since for n in range(len(prompt)))
+            assert index.matched_blocks(prompt) >= recent
+
+
 def test_index_cut_removes_later_blocks_until_added_again() -> None:
     index = PrefixIndex(100)
     prompt = chain_of(1, 20)

@@ -112,6 +112,13 @@ def test_prompt_stream_flag_is_set_only_by_true(stream: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "exact"), [([1, 2], True), ([[1], [2]], True), ("text", False), (["text"], False), ([1, "text"], False)]
+)
+def test_prompt_is_exact_only_if_it_consists_of_token_ids(prompt: object, exact: bool) -> None:
+    assert read_prompt({"model": "m", "prompt": prompt}).exact is exact
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": [{}] * (MAX_PIECES + 1)},

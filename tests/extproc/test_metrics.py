@@ -72,6 +72,7 @@ class TestCounting:
             f"dualmap_predicted_cached_tokens_total{{{at}}}": 60,
             f"dualmap_checked_cached_tokens_total{{{at}}}": 60,
             f"dualmap_measured_cached_tokens_total{{{at}}}": 50,
+            f"dualmap_predicted_hit_requests_total{{{at}}}": 1,
             f"dualmap_first_tokens_total{{{at},slo=met}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=finished,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=rejected,pool={POOL}}}": 1,
@@ -116,6 +117,18 @@ class TestCounting:
         before = samples(made)
         made.measured(POOL, completion(measured=None))
         assert samples(made) == before
+
+    @pytest.mark.parametrize(
+        ("predicted", "measured", "hits"), [(60, 0, (1, 1)), (60, 16, (1, 0)), (0, 0, (0, 0)), (60, None, (0, 0))]
+    )
+    def test_metrics_count_predicted_hits_without_cached_tokens_as_stale(
+        self, predicted: int, measured: int | None, hits: tuple[int, int]
+    ) -> None:
+        made = metrics()
+        made.measured(POOL, replace(completion(measured=measured), predicted_cached_tokens=predicted))
+        got, at = samples(made), f"endpoint=m-0,pool={POOL}"
+        names = ("dualmap_predicted_hit_requests_total", "dualmap_stale_hit_requests_total")
+        assert tuple(got[f"{name}{{{at}}}"] for name in names) == hits
 
     def test_metrics_endpoint_series_exist_before_the_first_request(self) -> None:
         """The series starts at 0, so that Prometheus' rate includes the first request."""

@@ -10,9 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import builders
+from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Pool
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.scaling.reports import REMEMBERED_S
+from dualmap.scaling.reports import REMEMBERED_S, Report, Share
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
 from dualmap_extproc.request.observations import FanOut
@@ -69,7 +70,9 @@ class Router:
         self.traffic = demand
         self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=store is not None)
         self.picker.set_pools(clock(), (pool,))
-        self.demand = PoolDemand(demand, self.picker.statuses, replicated=store is not None, clock=clock)
+        self.demand = PoolDemand(
+            demand, self.picker.statuses, self.picker.pool, replicated=store is not None, clock=clock
+        )
         self.changed: list[str] = []
         self.demand.on_change(self.changed.append)
         self.exchange = Exchange(
@@ -192,6 +195,16 @@ class TestDemandSum:
         router.picker.set_pools(clock(), ())
         assert router.demand.reports(()) == {}
         assert not router.demand.knows(POOL.id)
+
+    async def test_demand_of_another_router_counts_up_to_the_discovered_length(self, clock, store):
+        router = Router("a", clock, store, POOL)
+        false = Share(pending_prefill_tokens=2**40, in_flight=2, held=1)
+        router.demand.on_report(POOL.id, "b", Report(own=false, pool=false), 0.0)
+        router.demand.exchanged()
+        assert router.demand.total(POOL.id).pending_prefill_tokens == 3 * 131_072
+        router.picker.on_profile(clock(), POOL.id, "m-0", EngineProfile(max_model_len=200_000))
+        router.demand.on_report(POOL.id, "b", Report(own=false, pool=false), 0.0)
+        assert router.demand.total(POOL.id).pending_prefill_tokens == 3 * 200_000
 
 
 class TestStoreUnavailable:

@@ -175,6 +175,7 @@ def test_frame_of_a_body_is_decoded_to_the_same_body():
         chat("\N{SNOWMAN}\x00", cache_salt="\N{SNOWMAN}", session_id="s", stream=True, lora_path="l"),
         chat(model="unknown"),
         b"no JSON",
+        b'{"model": "m", "prompt": [1, 2, 3]}',
     ],
 )
 def test_frame_of_a_result_is_decoded_to_the_same_result(body):

@@ -95,7 +95,7 @@ async def running(
     demand.subscribe(observations)
     picker = Picker(Limits(), observations.report, id_prefix="r")
     picker.set_pools(now[0], pools)
-    pool_demand = PoolDemand(demand, picker.statuses, replicated=shares, clock=lambda: now[0])
+    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=shares, clock=lambda: now[0])
     scaler = Scaler(pool_demand, repeat_s=repeat_s)
     processor = ExternalProcessor(picker, observations.report, Limits())
     handlers = (scaler.handler(),)

@@ -60,7 +60,7 @@ class Router:
         self.picker.set_pools(self.clock(), (pool,))
         store = RedisStore(target_of(RedisSettings(url=server.url)))
         metrics = StoreMetrics(CollectorRegistry())
-        self.pool_demand = PoolDemand(self.demand, self.picker.statuses, replicated=True)
+        self.pool_demand = PoolDemand(self.demand, self.picker.statuses, self.picker.pool, replicated=True)
         self.exchange = Exchange(
             self.picker,
             store,

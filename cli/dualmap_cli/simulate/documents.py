@@ -57,6 +57,7 @@ def _run(run: Run) -> dict[str, object]:
         "e2e_p90_s": _number(figures.e2e_p90_s),
         "slo_attainment": figures.slo_attainment,
         "hit_rate": _number(figures.hit_rate),
+        "stale_hit_rate": _number(figures.stale_rate),
         "pending_cv": _number(figures.pending_cv),
         "rejected": figures.refused,
         "wall_s": run.wall_s,

@@ -20,13 +20,14 @@ from dualmap_sim.workloads.trace import Trace
 
 _WIDTH: Final = 200
 """Width of the output, larger than every table, so that no table is cut at the terminal's width."""
-_SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
+_SHARES: Final = ("within SLO", "hit rate", "stale", "CV", "refused")
 _CUT_SHARE: Final = 0.05
 """If more than this share of the prompts is cut, the replayed workload differs from the trace."""
 _SHORT_SLOS: Final = 10
 """A window shorter than this many SLOs ends before an overload becomes visible."""
 LEGEND: Final = (
     "Times are seconds and cover served requests after the warm-up; rejected requests count as outside the SLO.\n"
+    "Stale: requests of which the engine had cached nothing, of those that the router expected to be cached in part.\n"
     "CV: imbalance of pending prefill tokens between instances (standard deviation / mean; 0 is even).\n"
     "The CV is high by nature when few requests run on idle instances."
 )
@@ -80,7 +81,8 @@ def _cut(whole: Trace, cap: int) -> str:
 def runs_table(runs: Sequence[Run]) -> Table:
     """Return a table of runs, one row each."""
     table = _table(
-        "policy", "req/s", "TTFT p50", "p90", "p99", "E2E p50", "p90", "within SLO", "hit rate", "CV", "refused"
+        *("policy", "req/s", "TTFT p50", "p90", "p99", "E2E p50", "p90", "within SLO", "hit rate", "stale", "CV"),
+        "refused",
     )
     for run in runs:
         figures = run.summary
@@ -91,6 +93,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
             *(_seconds(each) for each in (figures.e2e_p50_s, figures.e2e_p90_s)),
             f"{figures.slo_attainment:.1%}",
             "-" if math.isnan(figures.hit_rate) else f"{figures.hit_rate:.1%}",
+            "-" if math.isnan(figures.stale_rate) else f"{figures.stale_rate:.1%}",
             "-" if math.isnan(figures.pending_cv) else f"{figures.pending_cv:.2f}",
             f"{figures.refused:,}",
         )

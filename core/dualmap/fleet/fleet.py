@@ -1,7 +1,7 @@
 """The facade of a pool's members: the members that may be picked, and each member's cache, load and free memory.
 
 The dispatcher and the chooser read candidates from the fleet; the router reports events to it. The fleet's components
-(membership, prefix indexes, ledger, peers, foreign work) do not use each other, and only this package uses them.
+(membership, caches, ledger, peers, foreign work) do not use each other, and only this package uses them.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
+from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.load import MemberLoad
-from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
@@ -27,7 +27,7 @@ from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
-from dualmap.requests import EndpointStatus, Usage
+from dualmap.requests import EndpointStatus, Request, Usage
 
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
@@ -76,8 +76,8 @@ class Fleet:
         self._limits = _load_limits(pool)
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._tree = PrefixTree()
-        self._instances = {member.id: self._instance(member, self._new_index(member.id)) for member in pool.members}
+        self._caches = Caches(pool, self._profiles)
+        self._instances = self._new_instances()
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
     # The pool's members, and the members that may be picked.
@@ -111,7 +111,7 @@ class Fleet:
     def view(self, now: float, chain: BlockChain, *, client: int = 0) -> View:
         """Return a view of the members for one prompt of a client."""
         behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
-        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s, behind_s=behind_s)
+        return View(now, chain, self._instances, self._caches.tree, stall_s=self._stall_s, behind_s=behind_s)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""
@@ -179,14 +179,21 @@ class Fleet:
 
     # The progress of requests.
 
+    def recounted(self, request: Request) -> Request:
+        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        return self._caches.recounted(request)
+
     def will_cache(self, member: str, chain: BlockChain) -> None:
         """Record that a member caches a prompt or will cache it; ignore a member that has left."""
-        if member in self._instances:
-            self._instances[member].index.add(chain.cacheable)
+        self._caches.add(member, chain)
+
+    def has_computed(self, request: InFlightRequest) -> None:
+        """Record that a request's member has computed its prompt; ignore a member that has left."""
+        self._caches.add(request.member, request.chain, computed=True)
 
     def will_not_cache(self, request: QueuedRequest) -> None:
         """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
-        self._uncache(request.member, request.request.chain, request.matched_tokens)
+        self._caches.cut(request.member, request.request.chain, request.matched_tokens)
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""
@@ -198,6 +205,7 @@ class Fleet:
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
+            prediction=self._caches.predict(now, queued.member, request.chain, request.client, queued.matched_tokens),
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -222,11 +230,10 @@ class Fleet:
         left, serving = request.member, self._membership.at(endpoint)
         if serving is None or serving is self._membership.members.get(left):
             return None
-        self._uncache(left, request.chain, request.matched_tokens)
+        self._caches.cut(left, request.chain, request.matched_tokens)
         candidate = self.view(now, request.chain).candidate(serving.id)
-        self._ledger.move(
-            now, request, to=serving.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
-        )
+        prediction = self._caches.predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
+        self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
         self.will_cache(serving.id, request.chain)
         return request, left
 
@@ -239,7 +246,7 @@ class Fleet:
         request = self._ledger.first_token(now, request_id)
         if request is not None:
             # The member now certainly caches the prompt. An aborted request may have removed the prompt from the index.
-            self.will_cache(request.member, request.chain)
+            self.has_computed(request)
             self._succeeded(now, request.member)
         return request
 
@@ -248,16 +255,21 @@ class Fleet:
         request = self._ledger.finish(now, request_id)
         if request is not None:
             self._succeeded(now, request.member)
+            if not request.streamed:
+                self.has_computed(request)
             if usage is not None:
-                self.measured(request_id, usage)
+                self.measured(now, request_id, usage)
             if usage is not None and usage.completion_tokens is not None:
                 self._output_tokens += _OUTPUT_WEIGHT * (usage.completion_tokens - self._output_tokens)
         return request
 
-    def measured(self, request_id: str, usage: Usage) -> None:
-        """Compare an ended request's prompt tokens as the engine counted them with those that were estimated."""
-        if usage.prompt_tokens is not None:
-            self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
+    def measured(self, now: float, request_id: str, usage: Usage) -> None:
+        """Compare an ended request's tokens as the engine counted them with those that were estimated."""
+        if usage.prompt_tokens is None:
+            return
+        prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
+        if prediction is not None:
+            self._caches.learn(now, prediction, usage)
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
@@ -313,12 +325,11 @@ class Fleet:
         before, asleep = self._profiles.get(member), self._profiles.asleep
         if not self._profiles.put(member, profile):
             return ProfileChange()
-        index = self._instances[member].index
         if _restarted(before, profile) or (profile.asleep and not before.asleep):
-            index.clear()
+            self._caches.forget(member)
         facts = _facts(profile) != _facts(before)
         if facts:
-            index.resize(self._capacity_blocks(member))
+            self._caches.resize(member)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         load = self._count_foreign(now, member, profile)
@@ -330,8 +341,7 @@ class Fleet:
         A member with the same id but another address or incarnation has restarted: it keeps its keys, but its cache is
         empty.
         """
-        previous, instances = self._pool, self._instances
-        self._pool = pool
+        previous, self._pool = self._pool, pool
         self._limits = _load_limits(pool)
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
@@ -339,19 +349,8 @@ class Fleet:
         self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
-        if pool.routing.prefix.block_tokens != previous.routing.prefix.block_tokens:
-            self._tree, instances = PrefixTree(), {}
-        indexes = {member: instance.index for member, instance in instances.items()}
-        for member in indexes.keys() - stayed:
-            indexes.pop(member).clear()
-        for member, index in indexes.items():
-            index.resize(self._capacity_blocks(member))
-        self._instances = {
-            member.id: self._instance(
-                member, indexes[member.id] if member.id in indexes else self._new_index(member.id)
-            )
-            for member in pool.members
-        }
+        self._caches.adopt(pool, stayed)
+        self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
@@ -383,8 +382,7 @@ class Fleet:
         """Record the endpoint to which another replica sent a prompt, up to the blocks of the longest prompt."""
         member = self._membership.at(placement.endpoint)
         if member is not None:
-            longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
-            self._instances[member.id].index.add(placement.hashes[:longest])
+            self._caches.add_placed(member.id, placement.hashes)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""
@@ -471,11 +469,7 @@ class Fleet:
         A failing engine must not receive the next request because of blocks that it never cached.
         """
         if not request.prefilled:
-            self._uncache(request.member, request.chain, request.matched_tokens)
-
-    def _uncache(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
-        if member in self._instances:
-            self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
+            self._caches.cut(request.member, request.chain, request.matched_tokens)
 
     def _dispatch_window_s(self, now: float) -> float:
         window_s = self._pool.routing.queue.dispatch_window_s
@@ -492,15 +486,17 @@ class Fleet:
             roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
         return roster
 
-    def _new_index(self, member: str) -> PrefixIndex:
-        return PrefixIndex(self._capacity_blocks(member), self._tree)
-
-    def _capacity_blocks(self, member: str) -> int:
-        return self._profiles.cache_tokens(member) // self._pool.routing.prefix.block_tokens
-
-    def _instance(self, member: Member, index: PrefixIndex) -> Instance:
-        load = self._ledger.loads[member.id]
-        return Instance(member=member, endpoint=member.endpoint, state=member.state.value, load=load, index=index)
+    def _new_instances(self) -> dict[str, Instance]:
+        return {
+            member.id: Instance(
+                member=member,
+                endpoint=member.endpoint,
+                state=member.state.value,
+                load=self._ledger.loads[member.id],
+                index=self._caches.index(member.id),
+            )
+            for member in self._pool.members
+        }
 
     def _status(self, member: Member) -> EndpointStatus:
         load = self._ledger.loads[member.id]

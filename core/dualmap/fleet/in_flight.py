@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dualmap.fleet.estimate import Lesson
+from dualmap.fleet.usage import Prediction
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Completion, Usage
 
@@ -25,13 +26,15 @@ class InFlightRequest:
     ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
     ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
     decoding. ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
-    ``lesson`` is what the prefill changed in the member's learnt speed; None if nothing.
+    ``lesson`` is what the prefill changed in the member's learnt speed; None if nothing. The engine's token counts are
+    compared with ``prediction`` after the request's end.
     """
 
     request_id: str
     member: str
     chain: BlockChain
     matched_tokens: int
+    prediction: Prediction
     arrived_s: float
     dispatched_s: float
     predicted_ttft_s: float

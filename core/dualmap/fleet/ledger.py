@@ -7,14 +7,17 @@ IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefil
 from collections import OrderedDict
 from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
 from dualmap.fleet.dispatch_times import DispatchTimes
+from dualmap.fleet.estimate import Lesson
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.samples import Agreement
+from dualmap.fleet.usage import Prediction
 
 IN_FLIGHT_TTL_S = 600.0
-TAUGHT_MAX = 4096
+ENDED_MAX = 4096
 # A prefill teaches no speed if its prompt has more or fewer tokens than estimated by more than this factor.
 ESTIMATE_ERROR = 2.0
 
@@ -29,6 +32,14 @@ class _Loads(dict[str, MemberLoad]):
     def __missing__(self, member: str) -> MemberLoad:
         load = self[member] = self._new()
         return load
+
+
+class _Ended(NamedTuple):
+    """What remains of a request after its end: without its blocks, since engines may never report its counts."""
+
+    member: str
+    prediction: Prediction
+    lesson: Lesson | None
 
 
 class Ledger:
@@ -50,8 +61,8 @@ class Ledger:
         """The load of every member by id; a lookup of an unknown member adds an empty load."""
         # The request with the oldest report is first, so that ``expire`` reads expired requests only.
         self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
-        # The last requests that ended and taught a speed, since the engine's token counts may come later.
-        self._taught: OrderedDict[str, InFlightRequest] = OrderedDict()
+        # The last requests that ended, since the engine's token counts may come later.
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
     def update(self, now: float, decode_stall_s: float) -> None:
         """Update every outdated summary."""
@@ -98,21 +109,24 @@ class Ledger:
         request = self._in_flight.pop(request_id, None)
         if request is not None:
             self.loads[request.member].leave(now, request)
-            if request.lesson is not None:
-                self._taught[request_id] = request
-                if len(self._taught) > TAUGHT_MAX:
-                    self._taught.popitem(last=False)
+            self._ended[request_id] = _Ended(request.member, request.prediction, request.lesson)
+            if len(self._ended) > ENDED_MAX:
+                self._ended.popitem(last=False)
         return request
 
-    def on_prompt_tokens(self, request_id: str, prompt_tokens: int) -> None:
-        """Take back what an ended request taught if the engine counted far other prompt tokens than were estimated."""
-        request = self._taught.pop(request_id, None)
-        if request is None or request.lesson is None:
-            return
-        if not 1 / ESTIMATE_ERROR <= prompt_tokens / request.chain.tokens <= ESTIMATE_ERROR:
-            load = self.loads.get(request.member)
+    def on_prompt_tokens(self, request_id: str, prompt_tokens: int) -> Prediction | None:
+        """Return the prediction of an ended request; None if it is unknown or its tokens were counted before.
+
+        Take back the speed that the request taught if the engine counted far other prompt tokens than were estimated.
+        """
+        member, prediction, lesson = self._ended.pop(request_id, (None, None, None))
+        if member is None or prediction is None:
+            return None
+        if lesson is not None and not 1 / ESTIMATE_ERROR <= prompt_tokens / prediction.tokens <= ESTIMATE_ERROR:
+            load = self.loads.get(member)
             if load is not None:
-                load.retract(request.lesson)
+                load.retract(lesson)
+        return prediction
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
@@ -121,10 +135,11 @@ class Ledger:
             self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
         return self.leave(now, request_id)
 
-    def move(self, now: float, request: InFlightRequest, *, to: str, matched_tokens: int, compute_s: float) -> None:
+    def move(self, now: float, request: InFlightRequest, *, to: str, prediction: Prediction, compute_s: float) -> None:
         """Move a request in flight to the member that serves it."""
         self.loads[request.member].leave(now, request)
-        request.member, request.matched_tokens, request.compute_s = to, matched_tokens, compute_s
+        request.member, request.prediction, request.compute_s = to, prediction, compute_s
+        request.matched_tokens = prediction.matched_tokens
         self.loads[to].enter(now, request)
 
     def heard(self, now: float, request_id: str) -> InFlightRequest | None:

@@ -8,11 +8,20 @@ differs from a run. One search of the tree returns, for every member, how many o
 A member holds complete runs, and for each run all earlier runs. Above its capacity, a member's index evicts the least
 recently used leaf first, as engines do. If no other member holds the run, the index evicts only as many of its blocks
 as necessary.
+
+Uses are numbered. A run is *used* when a prompt with its blocks is sent to the member, and *computed* when the member
+has prefilled such a prompt. Only a computed block was certainly in the member's cache. ``dualmap.fleet.usage`` compares
+these numbers when an engine reports fewer cached tokens than the index has.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# The factor of an index's limit when blocks were missing in the cache, or when the cache had more than the index.
+_SHRINK = 7 / 8
+_GROW = 9 / 8
 
 
 class _Run:
@@ -72,18 +81,45 @@ class PrefixTree:
         return held
 
 
+class Computed(NamedTuple):
+    """Blocks of a prompt up to ``blocks``, in one run, that a member computed or found in its cache at a use.
+
+    ``use`` is the number of the last such use. ``run`` is the hash of the run's first block.
+    """
+
+    blocks: int
+    use: int
+    run: int
+
+
+class _Use(NamedTuple):
+    """A member's last uses of a run; ``blocks`` is how many of the run's blocks it had at the use ``computed``."""
+
+    used: int
+    computed: int
+    blocks: int
+
+
+_UNUSED = _Use(0, 0, 0)
+
+
 class PrefixIndex:
     """The blocks that one member is assumed to cache, at most ``capacity_blocks``.
 
-    The members of a pool share one tree; an index without ``tree`` creates its own.
+    The limit is lower if the member's cache turned out to be smaller. The members of a pool share one tree; an index
+    without ``tree`` creates its own.
     """
 
     def __init__(self, capacity_blocks: int, tree: PrefixTree | None = None) -> None:
         self._tree = tree or PrefixTree()
         self._capacity = capacity_blocks
+        # The part of the capacity that is in use.
+        self._share = 1.0
+        self._limit = capacity_blocks
         self._blocks = 0
         # The least recently used run is first, and every run is after all its next runs in the tree.
-        self._held: dict[_Run, None] = {}
+        self._held: dict[_Run, _Use] = {}
+        self._uses = 0
         # The holders of a run that only this member holds. Most runs have one holder and share this tuple.
         self._alone = (self,)
 
@@ -102,12 +138,24 @@ class PrefixIndex:
                 return at
         return 0
 
-    def add(self, hashes: Sequence[int]) -> None:
+    def computed(self, hashes: Sequence[int]) -> tuple[Computed, ...]:
+        """Return the runs of a prompt's blocks from block 0 on that the member is known to have computed."""
+        found, began = [], 0
+        for run, at in self._tree.path(hashes):
+            use = self._held.get(run)
+            if use is None or not use.blocks:
+                break
+            found.append(Computed(min(began + use.blocks, at), use.computed, run.hashes[0]))
+            began = at
+        return tuple(found)
+
+    def add(self, hashes: Sequence[int], *, computed: bool = False) -> None:
         """Record that a prompt's blocks are cached or will be cached, as the most recently used blocks.
 
-        If a prompt is longer than the capacity, only its leading blocks are recorded, because only they can be reused.
+        ``computed`` is true if the member's prefill of the prompt has ended.
+        If a prompt is longer than the limit, only its leading blocks are recorded, because only they can be reused.
         """
-        head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
+        head = hashes[: self._limit] if len(hashes) > self._limit else hashes
         path = self._tree.path(head)
         runs = [run for run, _ in path]
         at = path[-1][1] if path else 0
@@ -121,8 +169,24 @@ class PrefixIndex:
                 self._blocks += len(run.hashes)
         if at < len(head):
             self._append(runs, head[at:])
-        self._use(runs)
+        self._use(runs, computed)
         self._drop_excess()
+
+    def drop_unused_since(self, use: int) -> None:
+        """Remove the blocks whose last use is not later than ``use``; if there are any, lower the limit."""
+        unused = []
+        for run, last in self._held.items():
+            if last.used > use:
+                break
+            unused.append(run)
+        for run in unused:
+            self._give_up(run)
+        if unused:
+            self._set_share(max(self._share * _SHRINK, self._blocks / max(self._capacity, 1)))
+
+    def grow(self) -> None:
+        """Raise the limit, at most to the capacity: the member had cached blocks that the index had evicted."""
+        self._set_share(self._share * _GROW)
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
         """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
@@ -138,14 +202,20 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity; evict the least recently used blocks above the capacity."""
+        """Set another capacity; evict the least recently used blocks above the limit."""
         self._capacity = capacity_blocks
-        self._drop_excess()
+        self._set_share(self._share)
 
     def clear(self) -> None:
-        """Remove all blocks: the member restarted or left the pool, or its cache was reset."""
+        """Remove all blocks and use the full capacity again: the member restarted or left, or its cache was reset."""
         for run in list(self._held):
             self._give_up(run)
+        self._set_share(1.0)
+
+    def _set_share(self, share: float) -> None:
+        self._share = min(share, 1.0)
+        self._limit = round(self._capacity * self._share)
+        self._drop_excess()
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
         """Append new blocks to the last of a prompt's runs, or start its first run."""
@@ -158,15 +228,24 @@ class PrefixIndex:
         last.attach(run)
         runs.append(run)
 
-    def _use(self, runs: Sequence[_Run]) -> None:
+    def _use(self, runs: Sequence[_Run], computed: bool) -> None:
         """Make a prompt's runs the most recently used runs, in reverse order, so that its first run is evicted last."""
-        held = self._held
+        self._uses += 1
+        held, number = self._held, self._uses
         for run in reversed(runs):
-            held.pop(run, None)
-            held[run] = None
+            last = held.pop(run, _UNUSED)
+            held[run] = _Use(number, number, len(run.hashes)) if computed else _Use(number, last.computed, last.blocks)
+
+    def _split_use(self, first: _Run, run: _Run, way: Sequence[_Run]) -> None:
+        """Divide the uses of a run that was split; move the way to its first part behind all other runs."""
+        held, at, last = self._held, len(first.hashes), self._held[run]
+        held[first] = _Use(last.used, last.computed, min(last.blocks, at))
+        held[run] = _Use(last.used, last.computed, max(last.blocks - at, 0))
+        for each in way:
+            held[each] = held.pop(each)
 
     def _drop_excess(self) -> None:
-        excess = self._blocks - self._capacity
+        excess = self._blocks - self._limit
         if excess <= 0:
             return
         victims = []
@@ -179,6 +258,8 @@ class PrefixIndex:
         if excess < 0 and last.holders is self._alone:
             self._blocks -= len(last.hashes) + excess
             del last.hashes[-excess:]
+            use = self._held[last]
+            self._held[last] = use._replace(blocks=min(use.blocks, len(last.hashes)))
             victims.pop()
         for run in victims:
             self._give_up(run)
@@ -208,8 +289,8 @@ class PrefixIndex:
 def _split(run: _Run, at: int) -> _Run:
     """Split a run before its block ``at``; return the new first run. ``run`` keeps the other blocks.
 
-    ``run`` keeps its time of last use at every holder. The first run must be evicted after ``run``, so the first run
-    and all earlier runs count as just used.
+    The first run must be evicted after ``run``, so the first run and all earlier runs are evicted as if just used.
+    The numbers of their uses do not change.
     """
     parent = run.parent
     assert parent is not None
@@ -222,7 +303,7 @@ def _split(run: _Run, at: int) -> _Run:
         way.append(each)
         each = each.parent
     for holder in first.holders:
-        holder._use(way[::-1])
+        holder._split_use(first, run, way)
     return first
 
 

@@ -1,4 +1,4 @@
-"""Recent prefills of one member, which bound what a further prefill may teach about the member's speed.
+"""Recent samples of a number, and recent prefills, which bound what a further prefill may teach about a member's speed.
 
 A prefill may teach a wrong speed, because the token count of a prompt is an estimate and a client may craft prompts
 whose estimate is far off. Three bounds hold. One client provides at most half of the recent prefills (rounded up) while
@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 # The median is taken over this many prefills. The first ones stand for the prior.
 WINDOW = 15
+_MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
-# Prefills of other clients limit a client's share for this long.
+# Samples of other clients limit a client's share for this long.
 CLIENT_MEMORY_S = 60.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
@@ -23,7 +24,7 @@ _SLOWEST = 3.0
 AGREEMENT = 3.0
 # A member differs from the other members by more only after this many prefills in a row outside the agreement.
 DISSENTING_PREFILLS = 50
-# The client of the prefills that stand for the prior.
+# The client of the samples that stand for the prior.
 _NO_CLIENT: Final = -1
 # The number of members from which on their common median is meaningful.
 _FEWEST_MEMBERS = 3
@@ -57,10 +58,77 @@ class Agreement:
         return min(max(slowness, self._median / AGREEMENT), self._median * AGREEMENT)
 
 
-class _Prefill(NamedTuple):
-    slowness: float
+class _Sample(NamedTuple):
+    value: float
     client: int
     at_s: float
+
+
+class RecentSamples:
+    """The last ``window`` samples of a number. One client provides at most ``most`` while others have some.
+
+    The first ``priors`` samples have the value ``prior``.
+    """
+
+    def __init__(self, *, window: int, most: int, prior: float, priors: int) -> None:
+        self._window = window
+        self._most = most
+        self._samples: deque[_Sample] = deque([_Sample(prior, _NO_CLIENT, -inf)] * priors, maxlen=window)
+        self._of_client: dict[int, int] = {}
+        self._prior = prior
+        self.ordered = [prior] * priors
+        """The values in ascending order."""
+
+    @property
+    def median(self) -> float:
+        """The median of the values."""
+        return self.ordered[len(self.ordered) // 2] if self.ordered else self._prior
+
+    def add(self, now: float, client: int, value: float) -> bool:
+        """Add a client's sample; return False if the client has its share of the samples already."""
+        # Most samples need only this comparison.
+        if self._of_client.get(client, 0) >= self._most and self.has_rivals(now, client):
+            return False
+        self._append(_Sample(value, client, now))
+        return True
+
+    def renew(self, now: float, client: int, value: float) -> None:
+        """Add a client's sample; if the client has its share already, replace the client's oldest sample."""
+        if not self.add(now, client, value):
+            self.remove(client, next(each.value for each in self._samples if each.client == client))
+            self._append(_Sample(value, client, now))
+
+    def remove(self, client: int, value: float) -> bool:
+        """Remove a client's sample; return whether it was still among the samples."""
+        for sample in self._samples:
+            if sample.value == value and sample.client == client:
+                self._samples.remove(sample)
+                self._forget(sample)
+                return True
+        return False
+
+    def has_rivals(self, now: float, client: int) -> bool:
+        """Return whether other clients had samples lately."""
+        # Without names of clients, all requests are one client's, and the search would examine every sample.
+        return len(self._of_client) > (client in self._of_client) and any(
+            each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._samples
+        )
+
+    def _append(self, sample: _Sample) -> None:
+        if len(self._samples) == self._window:
+            self._forget(self._samples[0])
+        self._samples.append(sample)
+        self._of_client[sample.client] = self._of_client.get(sample.client, 0) + 1
+        insort(self.ordered, sample.value)
+
+    def _forget(self, sample: _Sample) -> None:
+        """Remove a sample from the ordered values and from its client's number."""
+        del self.ordered[bisect_left(self.ordered, sample.value)]
+        own = self._of_client.get(sample.client, 0)
+        if own > 1:
+            self._of_client[sample.client] = own - 1
+        else:
+            self._of_client.pop(sample.client, None)
 
 
 class RecentPrefills:
@@ -68,23 +136,13 @@ class RecentPrefills:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        prior = [_Prefill(1.0, _NO_CLIENT, -inf)] * _PRIOR_PREFILLS
-        self._prefills: deque[_Prefill] = deque(prior, maxlen=WINDOW)
-        self._sorted = [each.slowness for each in prior]
-        self._of_client: dict[int, int] = {}
+        self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=_PRIOR_PREFILLS)
         self._dissenting = 0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
-        own = self._of_client.get(client, 0)
-        # Most prefills need only this comparison.
-        if 2 * own >= WINDOW and self._has_rivals(now, client):
+        if not self._samples.add(now, client, slowness):
             return None
-        if len(self._prefills) == WINDOW:
-            self._remove(self._prefills[0])
-        self._prefills.append(_Prefill(slowness, client, now))
-        self._of_client[client] = self._of_client.get(client, 0) + 1
-        insort(self._sorted, slowness)
         median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
@@ -94,30 +152,10 @@ class RecentPrefills:
 
     def withdraw(self, client: int, slowness: float) -> None:
         """Remove a prefill that turned out to be wrong, if it is still among the recent ones."""
-        for prefill in self._prefills:
-            if prefill.slowness == slowness and prefill.client == client:
-                self._prefills.remove(prefill)
-                self._remove(prefill)
-                self._agreement.report(self, self._median() if self._sorted else 1.0)
-                return
+        if self._samples.remove(client, slowness):
+            self._agreement.report(self, self._median())
 
     def _median(self) -> float:
         """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
-        number = len(self._sorted)
-        return self._sorted[min((number + 1) // 2, number - 1)]
-
-    def _has_rivals(self, now: float, client: int) -> bool:
-        """Return whether other clients had prefills lately."""
-        # Without names of clients, all requests are one client's, and the search would examine every prefill.
-        return len(self._of_client) > 1 and any(
-            each.client != client and now - each.at_s < CLIENT_MEMORY_S for each in self._prefills
-        )
-
-    def _remove(self, prefill: _Prefill) -> None:
-        """Remove a prefill from the sorted list and from its client's number."""
-        del self._sorted[bisect_left(self._sorted, prefill.slowness)]
-        own = self._of_client.get(prefill.client, 0)
-        if own > 1:
-            self._of_client[prefill.client] = own - 1
-        else:
-            self._of_client.pop(prefill.client, None)
+        ordered = self._samples.ordered
+        return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)] if ordered else 1.0

@@ -3,11 +3,12 @@
 Each block's hash includes the block and all earlier blocks (DualMap paper, sections 3.2 and A.1.1). The common prefix
 of two prompts is therefore the common beginning of their chains. The chain's root is a keyed hash of model, LoRA
 adapter and ``cache_salt``. A client that does not know the key therefore cannot craft a prompt whose hashes equal those
-of another tenant's prompt (docs/adr/0015-keyed-hashes.md). A token is estimated as four bytes of canonical prompt text.
-For prompts of token ids, each id is encoded as four bytes, so the count is exact.
+of another tenant's prompt (docs/adr/0015-keyed-hashes.md). A token is estimated as four bytes of canonical prompt text,
+until the engines report counts (``BlockChain.recounted``). For prompts of token ids, each id is encoded as four bytes,
+so the count is exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -23,12 +24,14 @@ class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
-    tokens of the prompt. ``block_tokens`` is the number of tokens of a full block.
+    tokens of the prompt. ``block_tokens`` is the estimated number of tokens of a full block. ``exact`` is true for a
+    prompt of token ids, whose numbers are not estimates.
     """
 
     hashes: tuple[int, ...]
     block_tokens: int
     tokens: int
+    exact: bool = False
 
     @property
     def cacheable(self) -> tuple[int, ...]:
@@ -38,6 +41,13 @@ class BlockChain:
     def tokens_of(self, blocks: int) -> int:
         """Return the number of prompt tokens in the first ``blocks`` blocks."""
         return min(blocks * self.block_tokens, self.tokens)
+
+    def recounted(self, block_tokens: int) -> "BlockChain":
+        """Return the same blocks with another estimate of the tokens of a full block.
+
+        The hashes and the number of full blocks do not change, so all routers agree on keys whatever they estimate.
+        """
+        return replace(self, block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
 
 
 def chain_root(
@@ -53,10 +63,13 @@ def chain_root(
     return int.from_bytes(blake2b(encoded, digest_size=8, key=key, person=purpose).digest(), "little")
 
 
-def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:
+def chain_blocks(
+    text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None, exact: bool = False
+) -> BlockChain:
     """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
 
-    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts.
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts. ``exact`` is true
+    for the text of token ids.
     """
     size = block_tokens * BYTES_PER_TOKEN
     if max_tokens is not None:
@@ -67,4 +80,5 @@ def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int |
     for start in range(0, len(text), size):
         link = xxh3_64_intdigest(view[start : start + size], link)
         hashes.append(link)
-    return BlockChain(hashes=tuple(hashes), block_tokens=block_tokens, tokens=-(-len(text) // BYTES_PER_TOKEN))
+    tokens = -(-len(text) // BYTES_PER_TOKEN)
+    return BlockChain(hashes=tuple(hashes), block_tokens=block_tokens, tokens=tokens, exact=exact)

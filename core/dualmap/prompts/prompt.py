@@ -185,7 +185,8 @@ class Prompt:
     """The content of a request body that routing uses.
 
     ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the client
-    requests a streamed response. ``session`` is the session id in the body, or empty.
+    requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
+    token ids, whose tokens are counted and not estimated.
     """
 
     model: str
@@ -194,6 +195,7 @@ class Prompt:
     cache_salt: str = ""
     streamed: bool = False
     session: str = ""
+    exact: bool = False
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -210,9 +212,11 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         raise BadRequest("the body must have the field model with a non-empty string", param="model")
     salt = body.get("cache_salt")
     try:
+        text, exact = _canonical_text(body, api)
         return Prompt(
             model=model,
-            text=_canonical_text(body, api),
+            text=text,
+            exact=exact,
             lora=_name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path"),
             cache_salt=_name(salt if isinstance(salt, str) else compact(salt), "cache_salt"),
             streamed=body.get("stream") is True,
@@ -237,14 +241,15 @@ def _session(body: Mapping[str, object]) -> str:
     return ""
 
 
-def _canonical_text(body: Mapping[str, object], api: Api) -> bytes:
+def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool]:
+    """Return the prompt, and whether it consists of token ids."""
     for name in LAYOUTS[api].token_ids:
         tokens = _token_bytes(body.get(name))
         if tokens is not None:
-            return tokens
+            return tokens, True
     pieces = list(islice(_pieces(body, api), MAX_PIECES + 1))
     _check_number(pieces)
-    return "".join(pieces).encode("utf-8", "surrogatepass")
+    return "".join(pieces).encode("utf-8", "surrogatepass"), False
 
 
 def _token_bytes(value: object) -> bytes | None:

@@ -247,11 +247,6 @@ class Scaling:
         self._members_since_s = 0.0
         self._computed_s: float | None = None
 
-    @property
-    def pool(self) -> Pool:
-        """The current version of the pool."""
-        return self._pool
-
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool: its objective and its prior of the speed."""
         self._pool = pool

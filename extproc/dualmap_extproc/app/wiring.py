@@ -97,7 +97,7 @@ async def serve(settings: Settings) -> None:
         log_prompts=settings.log_prompts,
         client_key=secrets.token_bytes(32),
     )
-    pool_demand = PoolDemand(demand, picker.statuses, replicated=settings.redis is not None)
+    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)

@@ -10,7 +10,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.requests import PoolSnapshot, Reason
-from dualmap.scaling.reports import NO_SHARE, Report, Share, limited, share_of
+from dualmap.scaling.reports import NO_SHARE, Share, share_of
 from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
 from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
@@ -72,11 +72,6 @@ class Demand:
         if scaling is None:
             return NO_SHARE
         return share_of(self._clock(), scaling, status, others=self._other_routers(status.pool))
-
-    def limited(self, pool: str, report: Report) -> Report:
-        """Return another router's report about a pool within plausible limits (``dualmap.scaling.reports``)."""
-        scaling = self._pools.get(pool)
-        return report if scaling is None else limited(report, scaling.pool)
 
     def _routed(self, routed: Routed) -> None:
         scaling, receipt = self._pools.get(routed.pool), routed.decision.receipt

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Final
 
+from dualmap.pools.pool import Pool
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import PoolSnapshot
-from dualmap.scaling.reports import NO_SHARE, PeerShares, Report, Share
+from dualmap.scaling.reports import NO_SHARE, PeerShares, Report, Share, limited
 from dualmap.scaling.scaling import OtherRouter
 from dualmap_extproc.autoscaling.demand import Demand
 
@@ -31,15 +32,23 @@ class DemandUnknown(Exception):
 class PoolDemand:
     """The demand of all pools by ``namespace/name``.
 
-    ``statuses`` returns the statuses of the named pools (``Picker.statuses``). ``replicated`` is true if routers
-    exchange reports. ``clock`` returns monotonic seconds.
+    ``statuses`` returns the statuses of the named pools (``Picker.statuses``). ``pool`` returns a pool with the values
+    that its engines report (``Picker.pool``). ``replicated`` is true if routers exchange reports. ``clock`` returns
+    monotonic seconds.
     """
 
     def __init__(
-        self, demand: Demand, statuses: Statuses, *, replicated: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        demand: Demand,
+        statuses: Statuses,
+        pool: Callable[[str], Pool | None],
+        *,
+        replicated: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._demand = demand
         self._statuses = statuses
+        self._pool = pool
         self._replicated = replicated
         self._clock = clock
         self._peers: dict[str, PeerShares] = {}
@@ -107,7 +116,9 @@ class PoolDemand:
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
         """Apply another router's report, which is ``age_s`` seconds old."""
-        self._peers_of(pool).add_report(self._clock() - age_s, peer, self._demand.limited(pool, report))
+        known = self._pool(pool)
+        plausible = report if known is None else limited(report, known)
+        self._peers_of(pool).add_report(self._clock() - age_s, peer, plausible)
         if report.own.active:
             self._on_change(pool)
 

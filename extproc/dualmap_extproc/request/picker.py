@@ -129,6 +129,11 @@ class Picker:
         """The pools of the last ``set_pools``, in their order."""
         return self._served.pools
 
+    def pool(self, name: str) -> Pool | None:
+        """Return a pool (``namespace/name``) with what its engines say about open values; None if it is not served."""
+        router = self._served.router(name)
+        return None if router is None else router.pool
+
     @property
     def max_wait_s(self) -> float:
         """The longest time that a request may be queued in any pool."""
@@ -244,6 +249,7 @@ class Picker:
                 root=root,
                 block_tokens=pool.routing.prefix.block_tokens,
                 max_tokens=pool.engine.max_model_len,
+                exact=prompt.exact,
             ),
             arrived_s=arrived_s,
             subset=subset,
@@ -350,7 +356,7 @@ class Picker:
                 router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
                 if router is not None and entry.usage is not None:
-                    router.on_usage(entry.request_id, entry.usage)
+                    router.on_usage(now, entry.request_id, entry.usage)
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
@@ -522,6 +528,6 @@ class Picker:
         pool, completion = measured
         router = self._served.router(pool)
         if router is not None:
-            router.on_usage(request_id, usage)
+            router.on_usage(now, request_id, usage)
         if completion.measured_cached_tokens is not None:
             self._report(Measured(now=now, pool=pool, completion=completion))

@@ -89,13 +89,18 @@ class Distribution:
 
 @dataclass(slots=True, kw_only=True)
 class _EndpointCounts:
-    """Counts of one endpoint; ``checked_cached_tokens`` are the predicted cached tokens of measured requests."""
+    """Counts of one endpoint; ``checked_cached_tokens`` are the predicted cached tokens of measured requests.
+
+    ``predicted_hits`` and ``stale_hits`` also count measured requests only.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
     checked_cached_tokens: int = 0
     measured_cached_tokens: int = 0
+    predicted_hits: int = 0
+    stale_hits: int = 0
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
     first_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys((_MET, _MISSED), 0))
 
@@ -134,6 +139,16 @@ _ENDPOINT_COUNTERS: Final[tuple[tuple[str, str, Callable[[_EndpointCounts], int]
         "dualmap_measured_cached_tokens",
         "Prompt tokens that the engine reported as cached.",
         lambda counts: counts.measured_cached_tokens,
+    ),
+    (
+        "dualmap_predicted_hit_requests",
+        "Requests predicted to have a cached block, whose cached tokens were measured.",
+        lambda counts: counts.predicted_hits,
+    ),
+    (
+        "dualmap_stale_hit_requests",
+        "Requests predicted to have a cached block, of which the engine reported none.",
+        lambda counts: counts.stale_hits,
     ),
 )
 # Further counters of endpoints, with an additional label.
@@ -323,6 +338,8 @@ class RequestCounts(Collector):
         if endpoint is not None:
             endpoint.checked_cached_tokens += completion.predicted_cached_tokens
             endpoint.measured_cached_tokens += completion.measured_cached_tokens
+            endpoint.predicted_hits += completion.predicted_hit
+            endpoint.stale_hits += completion.stale_hit
 
     def _served_elsewhere(self, served: ServedElsewhere) -> None:
         if served.pool in self._pools:

@@ -1,0 +1,118 @@
+"""What each member of a pool is assumed to cache: an index per member, which profiles and engines' counts correct.
+
+The capacity of an index is the member's cache in blocks: the cache in tokens is from the member's profile or the
+specification, and the tokens of a block are learnt from the engines' counts.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from dualmap.engines.profiles import Profiles
+from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.usage import Prediction, UsageReports, Witnesses, predict
+from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import BlockChain
+from dualmap.requests import Request, Usage
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The assumed blocks of one member, and the reports that some of them are missing."""
+
+    index: PrefixIndex
+    witnesses: Witnesses = field(default_factory=Witnesses)
+
+
+class Caches:
+    """The assumed caches of a pool's members. ``profiles`` are of the same pool."""
+
+    def __init__(self, pool: Pool, profiles: Profiles) -> None:
+        self._pool = pool
+        self._profiles = profiles
+        self._usage = _usage_reports(pool)
+        self.tree = PrefixTree()
+        """The tree of all members' indexes."""
+        self._caches = {member.id: self._new_cache(member.id) for member in pool.members}
+
+    def index(self, member: str) -> PrefixIndex:
+        """Return the index of a member; the member has the same index until it leaves or restarts."""
+        return self._caches[member].index
+
+    def adopt(self, pool: Pool, stayed: Collection[str]) -> None:
+        """Apply a new version of the pool; only the members in ``stayed`` keep their blocks."""
+        if pool.routing.prefix.block_tokens != self._pool.routing.prefix.block_tokens:
+            self._usage, self.tree, self._caches = _usage_reports(pool), PrefixTree(), {}
+        self._pool = pool
+        self._usage.longest_tokens = pool.engine.max_model_len
+        for member in self._caches.keys() - stayed:
+            self._caches.pop(member).index.clear()
+        for member in self._caches:
+            self.resize(member)
+        for member in {each.id for each in pool.members} - self._caches.keys():
+            self._caches[member] = self._new_cache(member)
+
+    def resize(self, member: str) -> None:
+        """Set the capacity of a member's index again, after its profile has changed."""
+        self._caches[member].index.resize(self._capacity_blocks(member))
+
+    def forget(self, member: str) -> None:
+        """Remove a member's blocks and what counts taught about its cache: its engine has lost the cache."""
+        cache = self._caches[member]
+        cache.index.clear()
+        cache.witnesses = Witnesses()
+
+    def recounted(self, request: Request) -> Request:
+        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        chain, block_tokens = request.chain, self._usage.block_tokens
+        if chain.block_tokens == block_tokens or chain.exact:
+            return request
+        return replace(request, chain=chain.recounted(block_tokens))
+
+    def add(self, member: str, chain: BlockChain, *, computed: bool = False) -> None:
+        """Record that a member caches a prompt or will cache it; ignore a member that has left.
+
+        ``computed`` is true if the member's prefill of the prompt has ended.
+        """
+        if member in self._caches:
+            self._caches[member].index.add(chain.cacheable, computed=computed)
+
+    def add_placed(self, member: str, hashes: Sequence[int]) -> None:
+        """Record the blocks that another replica sent to a member, up to the blocks of the longest prompt."""
+        longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
+        self._caches[member].index.add(hashes[:longest])
+
+    def cut(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
+        """Record that a member did not compute the prompt after ``matched_tokens``; ignore a member that has left."""
+        if member in self._caches:
+            self._caches[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
+
+    def predict(self, now: float, member: str, chain: BlockChain, client: int, matched_tokens: int) -> Prediction:
+        """Return the prediction for a prompt that is dispatched to a member."""
+        cache = self._caches[member]
+        return predict(
+            now,
+            chain,
+            index=cache.index,
+            witnesses=cache.witnesses,
+            client=client,
+            matched_tokens=matched_tokens,
+            engine_block_tokens=self._profiles.get(member).block_tokens,
+        )
+
+    def learn(self, now: float, prediction: Prediction, usage: Usage) -> None:
+        """Compare the counts of an ended request with its prediction."""
+        block_tokens = self._usage.block_tokens
+        self._usage.learn(now, prediction, usage)
+        if self._usage.block_tokens != block_tokens:
+            for member in self._caches:
+                self.resize(member)
+
+    def _new_cache(self, member: str) -> _Cache:
+        return _Cache(PrefixIndex(self._capacity_blocks(member), self.tree))
+
+    def _capacity_blocks(self, member: str) -> int:
+        return self._profiles.cache_tokens(member) // self._usage.block_tokens
+
+
+def _usage_reports(pool: Pool) -> UsageReports:
+    return UsageReports(pool.routing.prefix.block_tokens, pool.engine.max_model_len)
