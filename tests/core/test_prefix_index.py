@@ -30,8 +30,8 @@ def check(*indexes: PrefixIndex) -> None:
         for age, run in enumerate(order):
             # The index also has a run's parent, and evicts the parent later.
             assert run.parent is not None
-            assert run.parent is index._tree.root or order.index(run.parent) > age
-    waiting, reached = [indexes[0]._tree.root], set()
+            assert run.parent is index.tree.root or order.index(run.parent) > age
+    waiting, reached = [indexes[0].tree.root], set()
     while waiting:
         parent = waiting.pop()
         for first, run in (parent.children or {}).items():

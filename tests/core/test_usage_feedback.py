@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import pool, request, text_of
+from builders import chain, pool, request, text_of
 from dualmap.engines.profile import EngineProfile
 from dualmap.fleet.prefix_index import PrefixIndex
-from dualmap.pools.pool import Engine
+from dualmap.pools.pool import Engine, Prefix, Routing
 from dualmap.prompts.blocks import chain_blocks
 from dualmap.receipt import Receipt
 from dualmap.requests import Decision, Usage
@@ -243,6 +243,21 @@ def test_tokens_ignore_counts_of_prompts_cut_at_the_discovered_length() -> None:
     for number in range(40):
         receipt = site.serve(f"again {number}", cached=0)
     assert receipt.prompt_tokens == 768
+
+
+def test_tokens_ignore_counts_of_requests_before_another_block_size() -> None:
+    site = Site()
+    names = [site.send(f"before {number}")[0] for number in range(40)]
+    smaller = replace(pool(1), routing=Routing(prefix=Prefix(block_tokens=64)))
+    site.router.on_pool(site.now, replace(smaller, ring_version=2))
+    for name in names:
+        site.router.on_finished(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0))
+    asked = request("whole", "", now=site.now)
+    decision = site.router.on_request(
+        site.now, replace(asked, chain=chain(text_of(TOKENS, "whole"), block_tokens=64))
+    ).answer
+    assert isinstance(decision, Decision)
+    assert decision.receipt.prompt_tokens == TOKENS
 
 
 # The limit of an index.

@@ -100,7 +100,9 @@ class Caches:
         )
 
     def learn(self, now: float, prediction: Prediction, usage: Usage) -> None:
-        """Compare the counts of an ended request with its prediction."""
+        """Compare the counts of an ended request with its prediction; ignore a request with blocks of another size."""
+        if prediction.blocks.tree is not self.tree:
+            return
         block_tokens = self._usage.block_tokens
         self._usage.learn(now, prediction, usage)
         if self._usage.block_tokens != block_tokens:

@@ -111,7 +111,7 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity_blocks: int, tree: PrefixTree | None = None) -> None:
-        self._tree = tree or PrefixTree()
+        self.tree = tree or PrefixTree()
         self._capacity = capacity_blocks
         # The part of the capacity that is in use.
         self._share = 1.0
@@ -128,7 +128,7 @@ class PrefixIndex:
 
     def matched_blocks(self, hashes: Sequence[int]) -> int:
         """Return the number of a prompt's blocks from block 0 on that are in the index."""
-        return self.matched_on(self._tree.path(hashes))
+        return self.matched_on(self.tree.path(hashes))
 
     def matched_on(self, path: Path) -> int:
         """Return the number of a prompt's blocks that are in the index, from the prompt's path in the tree."""
@@ -141,7 +141,7 @@ class PrefixIndex:
     def computed(self, hashes: Sequence[int]) -> tuple[Computed, ...]:
         """Return the runs of a prompt's blocks from block 0 on that the member is known to have computed."""
         found, began = [], 0
-        for run, at in self._tree.path(hashes):
+        for run, at in self.tree.path(hashes):
             use = self._held.get(run)
             if use is None or not use.blocks:
                 break
@@ -156,7 +156,7 @@ class PrefixIndex:
         If a prompt is longer than the limit, only its leading blocks are recorded, because only they can be reused.
         """
         head = hashes[: self._limit] if len(hashes) > self._limit else hashes
-        path = self._tree.path(head)
+        path = self.tree.path(head)
         runs = [run for run, _ in path]
         at = path[-1][1] if path else 0
         if path:
@@ -191,7 +191,7 @@ class PrefixIndex:
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
         """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
         began = 0
-        for run, at in self._tree.path(hashes):
+        for run, at in self.tree.path(hashes):
             if run not in self._held:
                 break
             if at > blocks:
@@ -219,7 +219,7 @@ class PrefixIndex:
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
         """Append new blocks to the last of a prompt's runs, or start its first run."""
-        last = runs[-1] if runs else self._tree.root
+        last = runs[-1] if runs else self.tree.root
         self._blocks += len(rest)
         if last.holders is self._alone and not last.children:
             last.hashes.extend(rest)
