@@ -121,11 +121,6 @@ class Picker:
         return self._served.pools
 
     @property
-    def max_wait_s(self) -> float:
-        """The longest time that a request may be queued in any pool."""
-        return self._served.max_wait_s
-
-    @property
     def kept_headers(self) -> frozenset[str]:
         """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
         return self._kept_headers

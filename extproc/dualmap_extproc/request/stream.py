@@ -18,8 +18,8 @@ has answered the headers. The router therefore decides after a time without mess
 
 - The router rejects a body that cannot become a JSON object after ``Limits.pause_s``.
 
-- Any other body may come from a slow client. The router rejects the body shortly before Envoy's timeout, after which
-  Envoy would forward the request without a pick.
+- Any other body may come from a slow client. The router decides by the body after ``Limits.stalled_s``, before Envoy's
+  timeout. After its timeout, Envoy would forward the request without a pick.
 
 If a route has a retry policy, Envoy 1.40 sends the body of a request with trailers twice. The pick of such a request
 therefore selects a route without retries.
@@ -137,7 +137,7 @@ class Stream:
     def on_deadline(self, now: float) -> _Answers:
         """Process the deadline: decide by the received messages, unless the body may continue (see the module)."""
         self.deadline_s = None
-        stalled_s = self._heard_s + self._picker.max_wait_s + self._limits.stalled_s
+        stalled_s = self._heard_s + self._limits.stalled_s
         if now < stalled_s and self._expects_prompt() and self._body.may_continue(self._head.content_length):
             self.deadline_s = stalled_s
             return []
@@ -241,7 +241,7 @@ class Stream:
         self._unanswered.bodies += 1
         if answering is NO_WAIT:
             self._heard_s = now
-            complete = self._body.looks_complete(chunk, head.content_length)
+            complete = self._body.scan(chunk, head.content_length)
             self.deadline_s = now + (limits.silence_s if complete else limits.pause_s)
         return []
 
