@@ -28,6 +28,7 @@ def test_pick_has_destination_cluster_id_and_receipt():
     assert picked == Picked(
         destination=decision.destination,
         cluster="llm/qwen",
+        max_body_bytes=16 << 20,
         request_id=decision.request_id,
         receipt=decision.receipt.header(),
     )
