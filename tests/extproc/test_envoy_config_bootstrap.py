@@ -79,8 +79,18 @@ def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
-def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> None:
-    document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
+def test_routes_with_several_pools_lead_nowhere_without_a_pick(tmp_path: Path) -> None:
+    for options in ([], ["--static-endpoints"]):
+        document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"), *options)
+        assert routes(document)[2]["route"]["cluster"] == names.ONLY_POOL
+        cluster = clusters(document)[names.ONLY_POOL]
+        assert cluster["type"] == "STATIC"
+        assert "endpoints" not in cluster["load_assignment"]
+    assert names.ONLY_POOL not in clusters(config("--pool", pool_file(tmp_path)))
+
+
+def test_routes_select_the_picked_cluster_or_the_only_pool(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
     *named, default, _ = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
         present = [header["name"] for header in route["match"]["headers"] if header["present_match"]]
