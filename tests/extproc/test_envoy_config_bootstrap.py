@@ -13,6 +13,7 @@ from dualmap.prompts.api import PATHS
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
+from dualmap_extproc.settings import Limits
 from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
@@ -78,8 +79,18 @@ def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
-def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> None:
-    document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
+def test_routes_with_several_pools_lead_nowhere_without_a_pick(tmp_path: Path) -> None:
+    for options in ([], ["--static-endpoints"]):
+        document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"), *options)
+        assert routes(document)[2]["route"]["cluster"] == names.ONLY_POOL
+        cluster = clusters(document)[names.ONLY_POOL]
+        assert cluster["type"] == "STATIC"
+        assert "endpoints" not in cluster["load_assignment"]
+    assert names.ONLY_POOL not in clusters(config("--pool", pool_file(tmp_path)))
+
+
+def test_routes_select_the_picked_cluster_or_the_only_pool(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
     *named, default, _ = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
         present = [header["name"] for header in route["match"]["headers"] if header["present_match"]]
@@ -186,6 +197,13 @@ def test_filters_timeout_exceeds_the_longest_max_wait(tmp_path: Path) -> None:
     patient = pool_file(tmp_path, "patient", routing={"queue": {"maxWait": "10m"}})
     ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--pool", patient), "ext_proc")
     assert ext_proc["message_timeout"] == "615s"
+
+
+def test_filters_timeout_exceeds_the_longest_pause_of_a_body(tmp_path: Path) -> None:
+    hasty = pool_file(tmp_path, "hasty", routing={"queue": {"maxWait": "1s"}})
+    for options in (["--pool", hasty], ["--discover", "--longest-wait", "1s"]):
+        timeout = http_filter(config(*options), "ext_proc")["message_timeout"]
+        assert float(timeout.removesuffix("s")) >= Limits().stalled_s + 5.0
 
 
 def test_listener_removes_reserved_headers_first(tmp_path: Path) -> None:

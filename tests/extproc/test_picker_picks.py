@@ -9,7 +9,7 @@ from dualmap.pools.pool import Engine, Session
 from dualmap.router import PoolRouter
 from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.body import is_open, may_go_on
+from dualmap_extproc.request.body import may_go_on
 from dualmap_extproc.request.observations import Rejected, Routed, RoutedBodiless
 from dualmap_extproc.request.picked import Picked
 from extproc.desks import Desk
@@ -28,6 +28,7 @@ def test_pick_has_destination_cluster_id_and_receipt():
     assert picked == Picked(
         destination=decision.destination,
         cluster="llm/qwen",
+        max_body_bytes=16 << 20,
         request_id=decision.request_id,
         receipt=decision.receipt.header(),
     )
@@ -301,21 +302,3 @@ def test_too_long_model_name_is_truncated():
 
     assert isinstance(refused, Refused)
     assert (refused.status, len(refused.message) < 300) == (404, True)
-
-
-@pytest.mark.parametrize(
-    ("body", "is_incomplete"),
-    [
-        (b'{"a": "x"}', False),
-        (b'{"a": "x"} \n', False),
-        (b'{"a": {"b": 1}', True),
-        (b'{"a": "x}', True),
-        (b'{"a": "x", ', True),
-        (b'{"a": "} {{"}', False),
-        (b'{"a": "\\"}', True),
-        (b'{"a": "\\\\"}', False),
-    ],
-)
-def test_body_is_open_within_an_object_or_a_string(body, is_incomplete):
-    assert is_open(body) == is_incomplete
-    assert may_go_on(body) == is_incomplete

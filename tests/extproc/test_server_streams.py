@@ -20,7 +20,6 @@ from extproc.envoy_messages import (
     chat,
     destination,
     kinds,
-    pool,
     refused_with,
     request_body,
     request_headers,
@@ -135,8 +134,7 @@ async def test_server_rejects_an_invalid_body_after_a_pause():
 
 
 async def test_server_rejects_a_stalled_body():
-    waits = pool().routing.queue.max_wait_s
-    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3 - waits)) as router:
+    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3)) as router:
         call = router.stream()
         await call.write(request_headers(NO_WAIT))
         await call.write(request_body(b'{"model"', end=False))

@@ -129,11 +129,6 @@ class Picker:
         return self._served.pools
 
     @property
-    def max_wait_s(self) -> float:
-        """The longest time that a request may be queued in any pool."""
-        return self._served.max_wait_s
-
-    @property
     def kept_headers(self) -> frozenset[str]:
         """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
         return self._kept_headers
@@ -265,7 +260,11 @@ class Picker:
             # Without the pool's id, because a request without a prompt does not activate a pool that is scaled to zero.
             return self._reject(now, no_endpoint(""), None)
         self._report(RoutedBodiless(now=now, pool=pool.id))
-        return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
+        return Picked(
+            destination=",".join(endpoints),
+            cluster=cluster_name(pool.namespace, pool.name),
+            max_body_bytes=pool.routing.max_body_bytes,
+        )
 
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
         """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
@@ -412,6 +411,7 @@ class Picker:
         return Picked(
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
+            max_body_bytes=pool.routing.max_body_bytes,
             request_id=outcome.request_id,
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             decision=outcome,

@@ -21,8 +21,6 @@ class ServedPools:
         self._queues = True
         self._routers: dict[str, PoolRouter] = {}
         self._models: dict[str, PoolRouter] = {}
-        self.max_wait_s = 0.0
-        """The longest time that a request may be queued in any pool."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
@@ -77,7 +75,6 @@ class ServedPools:
                 models.setdefault(name, router)
         removed = frozenset(self._routers.keys() - routers.keys())
         self._routers, self._models = routers, models
-        self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
         self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))

@@ -126,8 +126,8 @@ def routes(settings: EnvoySettings) -> RouteConfiguration:
     Envoy answers 404 to all paths that are not allowed, also while Envoy fails open, and does not call a router.
 
     The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
-    absent cluster, because no other pool serves the model (``replies``). With several discovered pools, Envoy also
-    rejects a request for which the router names no cluster, because only a router can find the right pool.
+    absent cluster, because no other pool serves the model (``replies``). With several pools, Envoy also rejects a
+    request for which the router names no cluster, because only a router can find the right pool.
 
     Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
     body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore
@@ -159,8 +159,11 @@ def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteA
 
 
 def _unpicked(settings: EnvoySettings) -> str:
-    """Return the cluster of requests without a pick: the first pool's, or the discovered cluster of the only pool."""
-    return ONLY_POOL if settings.discover else cluster_name(settings.pools[0].namespace, settings.pools[0].name)
+    """Return the cluster of requests without a pick: that of the only pool, or a cluster without hosts."""
+    if len(settings.pools) != 1:
+        return ONLY_POOL
+    (only,) = settings.pools
+    return cluster_name(only.namespace, only.name)
 
 
 def _retry_policy() -> RetryPolicy:
