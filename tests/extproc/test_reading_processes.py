@@ -126,12 +126,32 @@ async def test_shortest_waiting_body_is_read_first():
     order: list[int] = []
     async with running() as reader:
         await asyncio.gather(*(reading(reader, chat()) for _ in range(PROCESSES)))
-        for words in (50_000, 30_000, 10_000, 20_000, 40_000):
+        for words in (200_000, 30_000, 10_000, 20_000, 40_000):
             reader.read(large(chat("word " * words)), lambda now, result, words=words: order.append(words))
         await until(lambda: len(order) == 5)
 
     assert order[0] in (10_000, 20_000)
-    assert order[-1] in (50_000, 40_000)
+    assert order[-1] in (200_000, 40_000)
+
+
+async def test_long_body_is_read_while_shorter_bodies_keep_arriving():
+    short, most, answered = large(chat()), 300, 0
+    ahead: list[int] = []
+    async with running() as reader:
+
+        def flood(now: float, result: object) -> None:
+            nonlocal answered
+            answered += 1
+            if not ahead and answered < most:
+                reader.read(short, flood)
+
+        await asyncio.gather(*(reading(reader, chat()) for _ in range(PROCESSES)))
+        for _ in range(PROCESSES + 2):
+            reader.read(short, flood)
+        reader.read(large(chat("word " * 50_000)), lambda now, result: ahead.append(answered))
+        await until(lambda: bool(ahead))
+
+    assert ahead[0] < most, "the long body waits as long as shorter bodies arrive"
 
 
 async def test_cancelled_reading_is_not_answered():

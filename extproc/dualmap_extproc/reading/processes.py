@@ -1,23 +1,22 @@
 """Processes that read large bodies, so that no body holds the event loop.
 
-Each process reads one body at a time; the shortest waiting body is next. A process that ends or takes too long is
-replaced.
+Each process reads one body at a time. One process takes the shortest waiting body next, so that small bodies pass huge
+ones. The other process takes the oldest one, so that short bodies cannot keep a longer body waiting. A process that
+ends or takes too long is replaced.
 """
 
 import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused, invalid_body, overloaded
 from dualmap_extproc.request.reading import PREFIX_BYTES, Done, LargeBody, decode_result, encode_body, lengths
 
-# A hostile body in one process leaves the other process for other bodies.
-PROCESSES: Final = 2
 # The most bodies that wait for a process.
 WAITING_MAX: Final = 64
 # The longest time that a body waits for a process, and the longest time of reading it. The sum stays below the time
@@ -34,23 +33,24 @@ class ReadingProcesses:
 
     def __init__(self, *, wait_s: float = WAIT_S, read_s: float = READ_S) -> None:
         self._wait_s = wait_s
+        # The oldest body is first.
         self._waiting: list[_Reading] = []
         self._arrived = asyncio.Event()
-        self._workers = tuple(_Worker(read_s) for _ in range(PROCESSES))
+        self._workers = tuple((_Worker(read_s), choose) for choose in _ORDERS)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the running processes."""
-        return tuple(worker.process.pid for worker in self._workers if worker.process is not None)
+        return tuple(worker.process.pid for worker, _ in self._workers if worker.process is not None)
 
     async def run(self) -> None:
         """Read bodies until cancelled, then end the processes."""
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in self._workers:
-                    group.create_task(self._serve(worker))
+                for worker, choose in self._workers:
+                    group.create_task(self._serve(worker, choose))
         finally:
-            for worker in self._workers:
+            for worker, _ in self._workers:
                 await worker.end()
 
     def read(self, large: LargeBody, done: Done) -> Callable[[], None] | None:
@@ -75,15 +75,15 @@ class ReadingProcesses:
         timer = asyncio.get_running_loop().call_later(self._wait_s, expire)
         return forget
 
-    async def _serve(self, worker: "_Worker") -> None:
-        """Read one waiting body after the other; the shortest is next."""
+    async def _serve(self, worker: "_Worker", choose: "_Order") -> None:
+        """Read one waiting body after the other, in the order of ``choose``."""
         while True:
             while not self._waiting:
                 # The process is started before the first body needs it.
                 await worker.start()
                 self._arrived.clear()
                 await self._arrived.wait()
-            reading = min(self._waiting, key=lambda each: len(each.large.body))
+            reading = choose(self._waiting)
             self._waiting.remove(reading)
             result = await worker.read(reading.large)
             if reading.done is not None:
@@ -99,6 +99,21 @@ class _Reading:
     def __init__(self, large: LargeBody, done: Done) -> None:
         self.large = large
         self.done: Done | None = done
+
+
+def _shortest(waiting: Sequence[_Reading]) -> _Reading:
+    return min(waiting, key=lambda each: len(each.large.body))
+
+
+def _oldest(waiting: Sequence[_Reading]) -> _Reading:
+    return waiting[0]
+
+
+_Order: TypeAlias = Callable[[Sequence[_Reading]], _Reading]
+"""Chooses the next of the waiting bodies, of which the oldest is first."""
+# The order of each process.
+_ORDERS: Final[tuple[_Order, ...]] = (_shortest, _oldest)
+PROCESSES: Final = len(_ORDERS)
 
 
 class _Worker:
