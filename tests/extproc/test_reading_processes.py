@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,23 @@ async def test_bodies_above_the_most_that_may_wait_are_not_taken():
 
     assert (refused, all(taken)) == (None, True)
     assert again is not None
+
+
+async def test_client_with_the_most_waiting_bodies_loses_its_newest_one():
+    refused: list[str] = []
+    async with running() as reader:
+        stop(reader)
+
+        def send(client: str, name: str) -> bool:
+            body = replace(large(chat()), client=client)
+            return reader.read(body, lambda now, result: refused.append(f"{name} {code(result)}")) is not None
+
+        taken = [send("many", f"many-{number}") for number in range(WAITING_MAX)]
+        assert all(taken)
+        assert [send("few", "few-1"), send("many", "late"), send("few", "few-2")] == [True, False, True]
+        await until(lambda: len(refused) == 2)
+
+    assert refused == [f"many-{WAITING_MAX - number} overloaded" for number in (1, 2)]
 
 
 async def test_shortest_waiting_body_is_read_first():

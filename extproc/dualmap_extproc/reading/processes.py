@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
@@ -55,25 +56,42 @@ class ReadingProcesses:
 
     def read(self, large: LargeBody, done: Done) -> Callable[[], None] | None:
         """Begin to read a body; return a function that cancels it, or None if too many bodies wait."""
-        if len(self._waiting) >= WAITING_MAX:
+        if len(self._waiting) >= WAITING_MAX and not self._make_room(large.client):
             return None
         reading = _Reading(large, done)
+        reading.timer = asyncio.get_running_loop().call_later(self._wait_s, self._expire, reading)
         self._waiting.append(reading)
         self._arrived.set()
 
         def forget() -> None:
-            timer.cancel()
             reading.done = None
             if reading in self._waiting:
-                self._waiting.remove(reading)
+                self._take(reading)
 
-        def expire() -> None:
-            if reading in self._waiting:
-                forget()
-                done(asyncio.get_running_loop().time(), overloaded())
-
-        timer = asyncio.get_running_loop().call_later(self._wait_s, expire)
         return forget
+
+    def _take(self, reading: "_Reading") -> None:
+        """Remove a body from those that wait. Its timer ends, because the timer refers to the body."""
+        self._waiting.remove(reading)
+        if reading.timer is not None:
+            reading.timer.cancel()
+
+    def _expire(self, reading: "_Reading") -> None:
+        """Refuse a body that has waited too long."""
+        self._take(reading)
+        _refuse(reading)
+
+    def _make_room(self, client: str) -> bool:
+        """Refuse the newest body of the client with the most; return False if ``client`` would have as many."""
+        bodies = Counter(each.large.client for each in self._waiting)
+        most, number = bodies.most_common(1)[0]
+        if number <= bodies[client] + 1:
+            return False
+        newest = next(each for each in reversed(self._waiting) if each.large.client == most)
+        self._take(newest)
+        # Later: another stream has called.
+        asyncio.get_running_loop().call_soon(_refuse, newest)
+        return True
 
     async def _serve(self, worker: "_Worker", choose: "_Order") -> None:
         """Read one waiting body after the other, in the order of ``choose``."""
@@ -84,7 +102,7 @@ class ReadingProcesses:
                 self._arrived.clear()
                 await self._arrived.wait()
             reading = choose(self._waiting)
-            self._waiting.remove(reading)
+            self._take(reading)
             result = await worker.read(reading.large)
             if reading.done is not None:
                 reading.done(asyncio.get_running_loop().time(), result)
@@ -94,11 +112,18 @@ class ReadingProcesses:
 class _Reading:
     """A body that waits or is being read. ``done`` is None if it was cancelled."""
 
-    __slots__ = ("done", "large")
+    __slots__ = ("done", "large", "timer")
 
     def __init__(self, large: LargeBody, done: Done) -> None:
         self.large = large
         self.done: Done | None = done
+        self.timer: asyncio.TimerHandle | None = None
+
+
+def _refuse(reading: _Reading) -> None:
+    """Answer that the router is overloaded, unless the reading was cancelled."""
+    if reading.done is not None:
+        reading.done(asyncio.get_running_loop().time(), overloaded())
 
 
 def _shortest(waiting: Sequence[_Reading]) -> _Reading:

@@ -45,11 +45,15 @@ BoundsOfModels: TypeAlias = Mapping[str, Bounds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeBody:
-    """A complete body that is to be read, the API it was sent to, and the bounds of all models."""
+    """A complete body that is to be read, the API it was sent to, and the bounds of all models.
+
+    ``client`` is the client's name in the fairness header, or empty. The processes do not receive it.
+    """
 
     body: bytes
     api: Api
     bounds: BoundsOfModels
+    client: str = ""
 
 
 Done: TypeAlias = Callable[[float, Prompt | Refused], None]
