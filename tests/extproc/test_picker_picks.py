@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pools.pool import Engine, Session
+from dualmap.pools.pool import Engine, Prefix, Session
+from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.router import PoolRouter
 from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
@@ -66,6 +67,19 @@ def test_pick_prompt_counts_at_most_max_model_len(engine):
 
     assert f"prompt={engine.max_model_len}," in receipt
     assert sum(each.pending_prefill_tokens for each in desk.picker.statuses()[0].endpoints) == engine.max_model_len
+
+
+def test_pick_prompt_is_indexed_up_to_the_most_blocks():
+    small = pool()
+    engine = Engine(max_model_len=10**8, cache_tokens=10**10)
+    routing = replace(small.routing, prefix=Prefix(block_tokens=1, initial_blocks=1, max_blocks=1024))
+    desk = Desk(replace(small, engine=engine, routing=routing))
+
+    receipt = desk.pick(chat("x" * 1_000_000)).receipt
+
+    tokens = int(receipt.partition("prompt=")[2].partition(",")[0])
+    assert tokens > 250_000
+    assert sum(each.indexed_blocks for each in desk.picker.statuses()[0].endpoints) == MAX_BLOCKS
 
 
 def test_pick_by_adapter_selects_its_pool_and_shares_no_prefix():

@@ -16,7 +16,7 @@ from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
-from dualmap.prompts.blocks import BlockChain
+from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, Peers
@@ -330,7 +330,7 @@ class Fleet:
         member = self._membership.at(placement.endpoint)
         if member is not None:
             longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
-            self._instances[member.id].index.add(placement.hashes[:longest])
+            self._instances[member.id].index.add(placement.hashes[: min(longest, MAX_BLOCKS)])
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""

@@ -16,6 +16,8 @@ from xxhash import xxh3_64_intdigest
 BYTES_PER_TOKEN = 4
 PUBLIC_KEY: Final = b"the public key of dualmap"
 """The default key of roots, for simulations and for routers without a secret key. Clients can know this key."""
+MAX_BLOCKS: Final = 16_384
+"""The most blocks of a prompt that a router hashes and indexes, which takes it a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,8 @@ class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
-    tokens of the prompt. ``block_tokens`` is the number of tokens of a full block.
+    tokens of the prompt, including those after the last hashed block. ``block_tokens`` is the number of tokens of a
+    full block.
     """
 
     hashes: tuple[int, ...]
@@ -50,10 +53,13 @@ def chain_root(*, model: str, lora: str = "", cache_salt: str = "", key: bytes =
     return int.from_bytes(blake2b(encoded, digest_size=8, key=key).digest(), "little")
 
 
-def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None) -> BlockChain:
+def chain_blocks(
+    text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None, max_blocks: int | None = None
+) -> BlockChain:
     """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
 
-    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts.
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts. Text beyond
+    ``max_blocks`` (None: no limit) counts as tokens, but is not hashed.
     """
     size = block_tokens * BYTES_PER_TOKEN
     if max_tokens is not None:
@@ -61,7 +67,8 @@ def chain_blocks(text: bytes, *, root: int, block_tokens: int, max_tokens: int |
     view = memoryview(text)
     link = root
     hashes = []
-    for start in range(0, len(text), size):
+    hashed = len(text) if max_blocks is None else min(len(text), max_blocks * size)
+    for start in range(0, hashed, size):
         link = xxh3_64_intdigest(view[start : start + size], link)
         hashes.append(link)
     return BlockChain(hashes=tuple(hashes), block_tokens=block_tokens, tokens=-(-len(text) // BYTES_PER_TOKEN))

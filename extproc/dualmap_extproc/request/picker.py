@@ -17,7 +17,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
-from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
+from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
@@ -228,6 +228,7 @@ class Picker:
                 root=root,
                 block_tokens=pool.routing.prefix.block_tokens,
                 max_tokens=pool.engine.max_model_len,
+                max_blocks=MAX_BLOCKS,
             ),
             arrived_s=arrived_s,
             subset=subset,

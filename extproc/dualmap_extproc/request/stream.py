@@ -31,8 +31,10 @@ from typing import ClassVar, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
+from dualmap_extproc.names import FAIRNESS_HEADER
 from dualmap_extproc.request.body import ReceivedBody, read_body
 from dualmap_extproc.request.buffered import BufferedBodies
+from dualmap_extproc.request.client import NAME_CHARACTERS
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
@@ -383,7 +385,8 @@ class Stream:
 
         if not self._hold_whole(now):
             return self._refuse(now, overloaded())
-        large = LargeBody(chunks=chunks, api=self._head.api, bounds=self._picker.bounds)
+        client = self._head.kept.get(FAIRNESS_HEADER, "")[:NAME_CHARACTERS]
+        large = LargeBody(chunks=chunks, api=self._head.api, bounds=self._picker.bounds, client=client)
         self._cancel_reading = self._reader.read(large, done)
         if self._cancel_reading is None:
             return self._refuse(now, overloaded())
