@@ -308,6 +308,7 @@ def test_listener_bounds_times_streams_and_buffers(tmp_path: Path) -> None:
         document = config(*pools)
         found = manager(document)
         assert (found["request_timeout"], found["request_headers_timeout"]) == ("60s", "10s")
+        assert (found["stream_flush_timeout"], found["stream_idle_timeout"]) == ("120s", "3600s")
         assert found["common_http_protocol_options"] == {"idle_timeout": "900s"}
         assert found["http2_protocol_options"]["max_concurrent_streams"] == 100
         (listener,) = document["static_resources"]["listeners"]

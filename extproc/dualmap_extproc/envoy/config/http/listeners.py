@@ -42,6 +42,11 @@ from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RE
 # until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
 
+# The longest time in which an HTTP/2 client must read the rest of an answer after Envoy has received the whole answer.
+# Envoy reports the end of the request only afterwards. Envoy does not restart this time while the client reads. The
+# rest may have 8 MB, so the client must read at least 67 kB a second.
+_FLUSH_TIMEOUT = timedelta(minutes=2)
+
 # The longest time without a request on a connection, for the headers of a request, and for a whole request with its
 # body. The request timeout ends with the body, so queued requests and long answers do not count.
 _CONNECTION_IDLE_TIMEOUT = timedelta(minutes=15)
@@ -96,6 +101,7 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         merge_slashes=True,
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         stream_idle_timeout=IDLE_TIMEOUT,
+        stream_flush_timeout=_FLUSH_TIMEOUT,
         request_headers_timeout=_HEADERS_TIMEOUT,
         request_timeout=_REQUEST_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
