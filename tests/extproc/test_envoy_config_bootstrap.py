@@ -13,7 +13,18 @@ from dualmap.prompts.api import PATHS
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
-from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
+from extproc.envoy_configs import (
+    all_routes,
+    clusters,
+    config,
+    hosts,
+    http_filter,
+    manager,
+    pool_file,
+    routes,
+    run,
+    validate,
+)
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
@@ -279,6 +290,17 @@ def test_allow_path_adds_paths_or_allows_all(tmp_path: Path) -> None:
             assert not matched("/acb")
         everything = routes(config(*options, "--allow-path", "*"))
         assert all(route["match"]["prefix"] == "/" for route in everything)
+
+
+def test_routes_refuse_methods_first_unless_all_paths_are_allowed(tmp_path: Path) -> None:
+    for options in (["--pool", pool_file(tmp_path)], ["--discover"]):
+        document = config(*options, "--allow-path", "/detokenize")
+        refusing = all_routes(document)[:2]
+        assert [route["direct_response"]["status"] for route in refusing] == [405, 405]
+        assert [*refusing, *routes(document)] == all_routes(document)
+        for route in refusing:
+            assert not re.fullmatch(route["match"]["safe_regex"]["regex"], "/detokenize")
+        assert all("prefix" in route["match"] for route in all_routes(config(*options, "--allow-path", "*")))
 
 
 def test_listener_normalises_paths_and_refuses_escaped_slashes(tmp_path: Path) -> None:

@@ -4,11 +4,18 @@ Envoy answers 4xx to invalid requests (a broken request line, headers too large,
 Envoy closes the connection without an answer.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, Http2ProtocolOptions, HttpProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+)
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -33,8 +40,8 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
 from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
-from dualmap_extproc.envoy.config.http.paths import allowed_paths
-from dualmap_extproc.envoy.config.http.replies import PATH_NOT_FOUND, direct, local_replies
+from dualmap_extproc.envoy.config.http.paths import allowed_paths, refused_methods
+from dualmap_extproc.envoy.config.http.replies import METHOD_NOT_ALLOWED, PATH_NOT_FOUND, direct, local_replies
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RESERVED_HEADER_PREFIXES, cluster_name
 
@@ -127,9 +134,10 @@ def _removals() -> HeaderMutation:
 
 
 def routes(settings: EnvoySettings) -> RouteConfiguration:
-    """Return the routes: to the cluster that the router names, to the cluster for requests without a pick, or to a 404.
+    """Return the routes: to the cluster that the router names, to that for requests without a pick, or to an error.
 
-    Envoy answers 404 to all paths that are not allowed, also while Envoy fails open, and does not call a router.
+    Envoy answers 404 to all paths that are not allowed, and 405 to methods that engines do not serve at an inference
+    path. Envoy does so also while it fails open, and does not call a router.
 
     The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
     absent cluster, because no other pool serves the model (``replies``). With several discovered pools, Envoy also
@@ -142,12 +150,19 @@ def routes(settings: EnvoySettings) -> RouteConfiguration:
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
     found = [
+        *(_refused(match, methods) for methods, match in refused_methods(settings.allow_paths).items()),
         _route(settings, [named, unrepeatable], RouteAction(cluster_header=CLUSTER_HEADER)),
         _route(settings, [named], RouteAction(cluster_header=CLUSTER_HEADER, retry_policy=_retry_policy())),
         _route(settings, [], RouteAction(cluster=_unpicked(settings))),
         Route(match=RouteMatch(prefix="/"), direct_response=direct(PATH_NOT_FOUND)),
     ]
     return RouteConfiguration(name=_ROUTES, virtual_hosts=[VirtualHost(name=_ROUTES, domains=["*"], routes=found)])
+
+
+def _refused(match: RouteMatch, methods: Sequence[str]) -> Route:
+    """Return the route that answers 405 and names the allowed methods (RFC 9110 section 15.5.6)."""
+    allow = HeaderValueOption(header=HeaderValue(key="allow", value=", ".join(methods)))
+    return Route(match=match, direct_response=direct(METHOD_NOT_ALLOWED), response_headers_to_add=[allow])
 
 
 def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteAction) -> Route:
