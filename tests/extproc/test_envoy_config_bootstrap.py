@@ -14,7 +14,18 @@ from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
 from dualmap_extproc.settings import Limits
-from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
+from extproc.envoy_configs import (
+    all_routes,
+    clusters,
+    config,
+    hosts,
+    http_filter,
+    manager,
+    pool_file,
+    routes,
+    run,
+    validate,
+)
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
@@ -115,7 +126,7 @@ def test_bootstrap_detects_hung_router_and_keeps_its_access_log(tmp_path: Path) 
     found = clusters(config("--pool", pool_file(tmp_path)))
     (check,) = found["dualmap-routers"]["health_checks"]
     assert "grpc_health_check" in check
-    assert http2_options(found["dualmap-routers"])["connection_keepalive"]["timeout"] == "2s"
+    assert http2_options(found["dualmap-routers"])["connection_keepalive"]["timeout"] == "5s"
     assert http2_options(found["dualmap-access-log-0"]) == {}
 
 
@@ -299,6 +310,17 @@ def test_allow_path_adds_paths_or_allows_all(tmp_path: Path) -> None:
         assert all(route["match"]["prefix"] == "/" for route in everything)
 
 
+def test_routes_refuse_methods_first_unless_all_paths_are_allowed(tmp_path: Path) -> None:
+    for options in (["--pool", pool_file(tmp_path)], ["--discover"]):
+        document = config(*options, "--allow-path", "/detokenize")
+        refusing = all_routes(document)[:2]
+        assert [route["direct_response"]["status"] for route in refusing] == [405, 405]
+        assert [*refusing, *routes(document)] == all_routes(document)
+        for route in refusing:
+            assert not re.fullmatch(route["match"]["safe_regex"]["regex"], "/detokenize")
+        assert all("prefix" in route["match"] for route in all_routes(config(*options, "--allow-path", "*")))
+
+
 def test_listener_normalises_paths_and_refuses_escaped_slashes(tmp_path: Path) -> None:
     found = manager(config("--pool", pool_file(tmp_path)))
     assert (found["normalize_path"], found["merge_slashes"]) == (True, True)
@@ -326,6 +348,7 @@ def test_listener_bounds_times_streams_and_buffers(tmp_path: Path) -> None:
         document = config(*pools)
         found = manager(document)
         assert (found["request_timeout"], found["request_headers_timeout"]) == ("60s", "10s")
+        assert (found["stream_flush_timeout"], found["stream_idle_timeout"]) == ("120s", "3600s")
         assert found["common_http_protocol_options"] == {"idle_timeout": "900s"}
         assert found["http2_protocol_options"]["max_concurrent_streams"] == 100
         (listener,) = document["static_resources"]["listeners"]
