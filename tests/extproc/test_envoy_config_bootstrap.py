@@ -126,7 +126,7 @@ def test_bootstrap_detects_hung_router_and_keeps_its_access_log(tmp_path: Path) 
     found = clusters(config("--pool", pool_file(tmp_path)))
     (check,) = found["dualmap-routers"]["health_checks"]
     assert "grpc_health_check" in check
-    assert http2_options(found["dualmap-routers"])["connection_keepalive"]["timeout"] == "5s"
+    assert http2_options(found["dualmap-routers"])["connection_keepalive"]["timeout"] == "2s"
     assert http2_options(found["dualmap-access-log-0"]) == {}
 
 

@@ -52,7 +52,7 @@ from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESP
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
 
-ROUTER_KEEPALIVE = KeepaliveSettings(interval=timedelta(seconds=1), timeout=timedelta(seconds=5))
+ROUTER_KEEPALIVE = KeepaliveSettings(interval=timedelta(seconds=1), timeout=timedelta(seconds=2))
 
 # The number of requests in flight that Envoy's circuit breakers allow. With Envoy's default of 1024, 276 of 1300 queued
 # requests got a 500. With Envoy's default of 3 simultaneous retries, most requests of a failed engine would be lost.
