@@ -42,6 +42,15 @@ async def _deployment(engines: SharedEngines, request: pytest.FixtureRequest) ->
         await deployment.wait_for_rest()
 
 
+@pytest_asyncio.fixture(loop_scope="session", params=list(Mode), ids=lambda mode: mode.value, name="one_pool")
+async def _one_pool(engines: SharedEngines, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """Yield one deployment per mode with only the pool ``scripted``, which gets requests without a pick."""
+    deployment = await engines.deployment(request.param, "scripted")
+    yield deployment
+    if deployment.router.returncode is None:
+        await deployment.wait_for_rest()
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_system")
 async def _shared_system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicatedSystem]:
     async with ReplicatedSystem(tmp_path_factory.mktemp("system") / "0") as system:

@@ -43,6 +43,16 @@ ESCAPED = [
     "GET /v1/models/..%5C..%5Cmetrics",
     "GET /v1/models/%2fmetrics",
 ]
+REFUSED_METHODS = {
+    "GET /v1/chat/completions": "POST, OPTIONS",
+    "HEAD /v1/chat/completions": "POST, OPTIONS",
+    "DELETE /v1/completions/render": "POST, OPTIONS",
+    "TRACE /rerank": "POST, OPTIONS",
+    "POST /v1/models": "GET, HEAD, OPTIONS",
+    "DELETE /v1/models/org/name": "GET, HEAD, OPTIONS",
+    "TRACE /v1/models/name": "GET, HEAD, OPTIONS",
+    "PUT /v1/./models/name": "GET, HEAD, OPTIONS",
+}
 INFERENCE = {
     "POST /v1/chat/completions": "/v1/chat/completions",
     "POST /v1/chat/completions?next=/../../metrics": "/v1/chat/completions?next=/../../metrics",
@@ -52,6 +62,9 @@ INFERENCE = {
     "POST /v1/completions/render": "/v1/completions/render",
     "GET /v1/models": "/v1/models",
     "GET /v1/models/org/name": "/v1/models/org/name",
+    "HEAD /v1/models": "/v1/models",
+    "OPTIONS /v1/models": "/v1/models",
+    "OPTIONS /v1/chat/completions": "/v1/chat/completions",
 }
 
 modes = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
@@ -94,6 +107,23 @@ async def test_only_inference_paths_reach_engines(mode: Mode, picks: bool, engin
                 assert (await send(envoy, line))[0] == 200, line
                 assert engine.received[-1].path == arrived
             assert bool(picker.streams) == picks
+
+
+@pytest.mark.parametrize("picks", [True, False], ids=["picked", "failing open"])
+async def test_inference_paths_with_other_methods_get_405(picks: bool, engine: Upstream, tmp_path: Path) -> None:
+    async with Picker(choose=always(engine.endpoint, names.cluster_name("llm", "qwen"))) as picker:
+        settings = dataclasses.replace(settings_for([pool_of([engine])], [picker]), allow_paths=())
+        if not picks:
+            await picker.stop()
+        async with Envoy(settings, directory=tmp_path) as envoy:
+            for line, allowed in REFUSED_METHODS.items():
+                method, _, path = line.partition(" ")
+                reply = await http1(envoy.url + path, method=method)
+                assert (reply.status, reply.headers.get("allow")) == (405, allowed), line
+                if method != "HEAD":
+                    assert json.loads(reply.body)["error"]["code"] == "method_not_allowed", line
+            assert not engine.received
+            assert not picker.streams, "the router is not called for other methods"
 
 
 async def test_allowed_paths_add_to_the_inference_paths(engine: Upstream, tmp_path: Path) -> None:

@@ -109,10 +109,10 @@ async def test_body_before_http2_trailers_is_forwarded_once(
 
 
 @modes
-async def test_picker_outage_uses_first_pool_and_ignores_client_headers(
+async def test_picker_outage_uses_the_only_pool_and_ignores_client_headers(
     mode: Mode, engines: list[Upstream], no_picker: Picker, tmp_path: Path
 ) -> None:
-    pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
+    pools = [pool_of(engines[:1], name="first")]
     made_up = {
         names.DESTINATION_HEADER: engines[2].endpoint,
         names.CLUSTER_HEADER: SECOND,
@@ -126,6 +126,18 @@ async def test_picker_outage_uses_first_pool_and_ignores_client_headers(
             assert_served(await http2(envoy.port, path="/", body=body, trailers=[("x-sum", "1")]), engines[0], body)
     for received in engines[0].received:
         assert not set(made_up) & set(received.headers)
+
+
+@modes
+async def test_picker_outage_with_several_pools_gets_503(
+    mode: Mode, engines: list[Upstream], no_picker: Picker, tmp_path: Path
+) -> None:
+    pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
+    made_up = {names.DESTINATION_HEADER: engines[0].endpoint, names.CLUSTER_HEADER: SECOND}
+    async with Envoy(settings_for(pools, [no_picker], mode=mode), directory=tmp_path) as envoy:
+        for body in map(body_of, SIZES):
+            assert_refused(await http1(envoy.url, body=body, headers=made_up), 503, "router_unreachable")
+    assert not any(engine.received for engine in engines)
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.BUFFERED], ids=lambda mode: mode.value)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http1, in_halves, opened, sha256
 from harness.deployment import CHAT, Deployment
-from harness.documents import chat, document, member_of, padded, prompt_of, receipt
+from harness.documents import chat, document, error_of, member_of, padded, prompt_of, receipt
 from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Answer, Received, sse
 from harness.waiting import until
@@ -143,43 +143,41 @@ async def streams_let_go(deployment: Deployment) -> int:
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
-async def test_killed_router_cuts_no_stream_and_fails_no_request(
-    engines: SharedEngines, deployment: Deployment
-) -> None:
+async def test_killed_router_cuts_no_stream_and_fails_no_request(engines: SharedEngines, one_pool: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
-    url = deployment.envoy.url + CHAT
-    let_go = await streams_let_go(deployment)
+    url = one_pool.envoy.url + CHAT
+    let_go = await streams_let_go(one_pool)
     async with AsyncExitStack() as clients:
         streams = []
         for number in range(6):
-            body = json.dumps(chat("scripted", f"{deployment.mode} stream {number}", stream=True)).encode()
+            body = json.dumps(chat("scripted", f"{one_pool.mode} stream {number}", stream=True)).encode()
             streams.append(await clients.enter_async_context(opened(url, body)))
         first.set()
         for stream in streams:
             assert await stream.content.readexactly(len(EVENTS[0])) == EVENTS[0]
 
         async def past_the_router() -> bool:
-            return await streams_let_go(deployment) >= let_go + len(streams)
+            return await streams_let_go(one_pool) >= let_go + len(streams)
 
         # The client may get the first event a moment before the router ends its ext_proc call.
         await until(past_the_router, "the router has ended its calls for the streams")
         engines.reset()
-        await deployment.kill_router()
-        await until_served(deployment)
+        await one_pool.kill_router()
+        await until_served(one_pool)
         for number in range(12):
             body = padded("scripted", 1000 + number)
-            reply = await deployment.ask(body)
+            reply = await one_pool.ask(body)
             assert reply.status == 200
             assert reply.headers[DIGEST_HEADER] == sha256(body)
             assert "x-dualmap-decision" not in reply.headers
-        assert (await http1(deployment.envoy.url + "/v1/models")).status == 200
+        assert (await http1(one_pool.envoy.url + "/v1/models")).status == 200
         rest.set()
         for stream in streams:
             assert await stream.read() == b"".join(EVENTS[1:])
 
-    await deployment.restart_router()
-    reply = await deployment.ask(chat("scripted"))
+    await one_pool.restart_router()
+    reply = await one_pool.ask(chat("scripted"))
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
 
 
@@ -202,11 +200,29 @@ async def test_router_kill_before_first_token_keeps_the_stream_open(
     await deployment.restart_router()
 
 
-async def test_envoy_without_router_ignores_client_destination_headers(
+async def test_envoy_without_router_refuses_requests_to_several_pools(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
+    """Only a router can find the pool of a request, and the pools may belong to different tenants."""
     await deployment.kill_router()
-    await until_served(deployment)
+    for model in ("scripted", "fast"):
+
+        async def refused(model: str = model) -> bool:
+            reply = await deployment.ask(chat(model))
+            assert reply.status == 503
+            return bool(reply.body) and error_of(reply)["code"] == "router_unreachable"
+
+        await until(refused, "Envoy answers 503 itself")
+    assert not engines.left.received
+    assert not engines.right.received
+    await deployment.restart_router()
+
+
+async def test_envoy_without_router_ignores_client_destination_headers(
+    engines: SharedEngines, one_pool: Deployment
+) -> None:
+    await one_pool.kill_router()
+    await until_served(one_pool)
     for target in (engines.outsider, engines.left):
         headers = {
             "x-gateway-destination-endpoint": target.endpoint,
@@ -214,7 +230,7 @@ async def test_envoy_without_router_ignores_client_destination_headers(
             "x-dualmap-no-retry": "1",
             "x-envoy-original-dst-host": target.endpoint,
         }
-        replies = [await deployment.ask(chat("scripted"), headers=headers) for _ in range(8)]
+        replies = [await one_pool.ask(chat("scripted"), headers=headers) for _ in range(8)]
         assert [reply.status for reply in replies] == [200] * 8
         # Both members receive requests, because Envoy ignores the client's header with one member's address.
         assert {reply.headers[ENGINE_HEADER] for reply in replies} == MEMBERS
@@ -222,20 +238,20 @@ async def test_envoy_without_router_ignores_client_destination_headers(
     for upstream in (engines.left, engines.right):
         for received in upstream.received:
             assert not [name for name in received.headers if name.startswith(("x-gateway", "x-dualmap", "x-envoy"))]
-    await deployment.restart_router()
+    await one_pool.restart_router()
 
 
 async def test_envoy_without_router_forwards_large_bodies_complete(
-    engines: SharedEngines, deployment: Deployment
+    engines: SharedEngines, one_pool: Deployment
 ) -> None:
-    await deployment.kill_router()
-    await until_served(deployment)
+    await one_pool.kill_router()
+    await until_served(one_pool)
     body = padded("scripted", 12_000_000)
     for chunk_bytes in (0, 100_000):
-        reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
+        reply = await one_pool.ask(body, chunk_bytes=chunk_bytes)
         assert reply.status == 200
         assert reply.headers[DIGEST_HEADER] == sha256(body)
-    await deployment.restart_router()
+    await one_pool.restart_router()
 
 
 async def health(port: int, service: str) -> str:

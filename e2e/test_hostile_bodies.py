@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -66,6 +67,31 @@ async def test_slow_bodies_are_bounded_and_other_requests_are_served(
     assert held <= 2_100_000
     assert (reply.status, "x-dualmap-decision" in reply.headers) == (200, True)
     assert [(each.status, error_of(each)["code"]) for each in refused] == [(503, "overloaded")] * 9
+
+
+async def test_body_that_grows_above_the_limit_after_the_pick_gets_413(engines: SharedEngines) -> None:
+    deployment = await engines.deployment(Mode.STREAMED)
+    reader, writer = await asyncio.open_connection("127.0.0.1", deployment.envoy.port)
+    try:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: envoy\r\ntransfer-encoding: chunked\r\n\r\n"
+        body = json.dumps(chat("scripted", "hi")).encode()
+        writer.write(head.encode() + b"%x\r\n%s\r\n" % (len(body), body))
+        await deployment.wait_for_load("scripted", "the router has picked", lambda flying, _: flying == 1)
+        answer = asyncio.ensure_future(reader.read(65_536))
+        with suppress(ConnectionError):
+            for _ in range(25):
+                writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        content = await asyncio.wait_for(answer, timeout=30.0)
+    finally:
+        writer.close()
+
+    assert content.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in content
+    assert not engines.left.received
+    assert not engines.right.received
+    await deployment.wait_for_rest()
 
 
 async def _first(tasks: list[asyncio.Task[Reply]], count: int) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Mode
-from harness.clients import http1, http2
+from harness.clients import SlowReader, http1, http2
 from harness.envoy import Envoy, bootstrap, to_yaml
 from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
-from harness.upstream import Upstream
+from harness.upstream import Answer, Received, Upstream
 
 CLUSTER = names.cluster_name("llm", "qwen")
 # Without limits, 40 of these clients already take 1 GiB.
@@ -114,6 +115,30 @@ async def test_body_that_ends_too_late_gets_408(mode: Mode, engine: Upstream, tm
             assert not engine.received
             queued = await http1(envoy.url, body=b"{}")
             assert queued.status == 200, "the time in the queue does not count"
+
+
+def answer_of(size: int) -> Answer:
+    """Return an answer of ``size`` bytes."""
+
+    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+        return web.Response(body=bytes(size))
+
+    return answer
+
+
+async def test_client_that_reads_nothing_ends_its_request(engine: Upstream, tmp_path: Path) -> None:
+    engine.answer = answer_of(200_000)
+    async with Picker(choose=always(engine.endpoint, CLUSTER)) as picker:
+        generated = to_yaml(bootstrap(settings_for([pool_of([engine])], [picker])))
+        changed = generated.replace("stream_flush_timeout: 120s", "stream_flush_timeout: 2s")
+        async with Envoy(changed, directory=tmp_path) as envoy, SlowReader(envoy.port, "/") as client:
+            await client.read(0, timeout_s=6.0)
+            assert client.reset, "Envoy ends the request of a client that reads nothing"
+            await picker.wait_for_entries(1)
+            async with SlowReader(envoy.port, "/") as slow:
+                while not (slow.ended or slow.reset):
+                    await slow.read(40_000, timeout_s=0.2)
+            assert len(slow.body) == 200_000, "a client that reads slowly receives its answer"
 
 
 async def test_connections_above_the_limit_are_closed(engine: Upstream, tmp_path: Path) -> None:

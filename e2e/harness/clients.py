@@ -6,11 +6,13 @@ import hashlib
 import io
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import aiohttp
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 
 REQUEST_TIMEOUT_S = 30.0
 
@@ -216,3 +218,48 @@ async def raw(port: int, data: bytes, *, host: str = "127.0.0.1", timeout_s: flo
 
 def _lower(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {key.lower(): value for key, value in pairs}
+
+
+class SlowReader:
+    """An HTTP/2 connection with one GET, whose client accepts only the bytes that ``read`` allows."""
+
+    def __init__(self, port: int, path: str) -> None:
+        self._port = port
+        self._path = path
+        self._connection = h2.connection.H2Connection(h2.config.H2Configuration())
+        self._stream = 1
+        self.body = b""
+        self.ended = False
+        self.reset = False
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        connection = self._connection
+        connection.local_settings = h2.settings.Settings(
+            initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
+        )
+        connection.initiate_connection()
+        pseudo = [(":method", "GET"), (":path", self._path), (":scheme", "http"), (":authority", "envoy")]
+        connection.send_headers(self._stream, pseudo, end_stream=True)
+        self._writer.write(connection.data_to_send())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def read(self, size: int, *, timeout_s: float) -> None:
+        """Accept ``size`` more bytes, and receive for ``timeout_s`` or until the stream ends."""
+        if size:
+            self._connection.increment_flow_control_window(size)
+            self._connection.increment_flow_control_window(size, self._stream)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (self.ended or self.reset):
+                    self._writer.write(self._connection.data_to_send())
+                    data = await self._reader.read(65536)
+                    for event in self._connection.receive_data(data):
+                        if isinstance(event, h2.events.DataReceived):
+                            self.body += event.data
+                        self.ended |= isinstance(event, h2.events.StreamEnded)
+                        self.reset |= isinstance(event, h2.events.StreamReset)
+                    self.reset |= not data

@@ -28,7 +28,7 @@ PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "
 class SharedEngines:
     """Engines, and deployments in front of them.
 
-    Pools, by name: ``scripted`` has two upstreams whose answers the test sets, and gets requests without a pick;
+    Pools, by name: ``scripted`` has two upstreams whose answers the test sets;
     ``fast`` has two fast simulated engines, ``slow`` has one that needs minutes for a long prompt;
     ``halved`` has one member where nothing listens; ``empty`` has no member; tests change the members of ``changing``.
     ``queued`` and ``hasty`` have one upstream that gets one prompt at a time: ``queued`` queues three more in order,
@@ -44,7 +44,7 @@ class SharedEngines:
         self.outsider = Upstream(name="outsider")
         self.fast = [self._engine(f"fast-{number}", "fast-model", FAST) for number in range(2)]
         self.slow = self._engine("slow", "slow-model", SLOW)
-        self._deployments: dict[Mode, Deployment] = {}
+        self._deployments: dict[tuple[Mode, str], Deployment] = {}
         self._stack = AsyncExitStack()
 
     @property
@@ -52,21 +52,25 @@ class SharedEngines:
         """Every upstream, including the outsider."""
         return self.left, self.right, self.outsider
 
-    async def deployment(self, mode: Mode) -> Deployment:
-        """Return the mode's deployment with a running router; the first call starts the deployment."""
-        deployment = self._deployments.get(mode)
+    async def deployment(self, mode: Mode, only: str = "") -> Deployment:
+        """Return the mode's deployment with a running router; the first call starts the deployment.
+
+        The deployment has all pools, or the pool ``only``, whose engines get requests without a pick.
+        """
+        deployment = self._deployments.get((mode, only))
         if deployment is None:
-            directory = self._directory / mode.value
+            directory = self._directory / f"{mode.value}-{only or 'all'}"
             directory.mkdir()
-            deployment = Deployment(self.documents(), mode=mode, directory=directory)
+            documents = self.documents()
+            deployment = Deployment({only: documents[only]} if only else documents, mode=mode, directory=directory)
             await self._stack.enter_async_context(deployment)
-            self._deployments[mode] = deployment
+            self._deployments[mode, only] = deployment
         if deployment.router.returncode is not None:
             await deployment.restart_router()
         return deployment
 
     def documents(self) -> dict[str, dict[str, Any]]:
-        """Return every pool's document; the first pool gets requests without a pick."""
+        """Return every pool's document."""
         scripted = [member_of(self.left), member_of(self.right)]
         # Nothing listens on TCP port 9 (discard).
         dead = PoolMember(id="dead", address="127.0.0.1", port=9)

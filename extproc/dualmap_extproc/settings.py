@@ -31,10 +31,10 @@ class Limits:
     may report their usage later.
 
     ``silence_s`` is the pause after which the router decides by a body that looks complete but has no end (``stream``).
-    ``pause_s`` is the pause after which the router checks whether any other body can continue. A pause may last at most
-    ``stalled_s`` longer than the longest queue.maxWait of all pools. Envoy's timeout in the generated configuration is
-    15 s longer than the longest queue.maxWait. ``alive_interval_s`` is the interval of reports that a response still
-    passes through the router. The picker removes a request after ten minutes without a report.
+    ``pause_s`` is the pause after which the router checks whether any other body can continue. No pause may last longer
+    than ``stalled_s``. Envoy's timeout for an answer in the generated configuration is at least 45 s, and restarts with
+    each message. ``alive_interval_s`` is the interval of reports that a response still passes through the router. The
+    picker removes a request after ten minutes without a report.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -48,7 +48,7 @@ class Limits:
     ended_requests: int = 4096
     silence_s: float = 0.1
     pause_s: float = 2.0
-    stalled_s: float = 10.0
+    stalled_s: float = 40.0
     alive_interval_s: float = 60.0
 
 

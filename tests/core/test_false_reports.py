@@ -9,6 +9,7 @@ import pytest
 
 from builders import pool, request, text_of
 from dualmap.pools.pool import Engine, Pool, Prefix, Queue, Routing, Slo
+from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.replicas.plausible import IN_FLIGHT_MAX, LoadLimits
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.requests import Decision, EndpointStatus, Outcome, Queued, Rejection
@@ -157,6 +158,15 @@ def test_false_placement_takes_at_most_the_longest_prompt_of_the_index() -> None
     placement = Placement(endpoint=member.endpoint, hashes=tuple(range(1, 5000)))
     router.on_update(0.0, "forged", ReplicaUpdate(hotness=NOTHING, placements=(placement,)), 0.0)
     assert status_of(router)[member.id].indexed_blocks == 1280 // Prefix().block_tokens
+
+
+def test_false_placement_takes_at_most_the_most_blocks_of_a_prompt() -> None:
+    tiny = replace(victim().routing, prefix=Prefix(block_tokens=1))
+    router = PoolRouter(replace(victim(), engine=Engine(max_model_len=10**8), routing=tiny), replicated=True)
+    member = router.pool.members[0]
+    placement = Placement(endpoint=member.endpoint, hashes=tuple(range(1, 2 * MAX_BLOCKS)))
+    router.on_update(0.0, "forged", ReplicaUpdate(hotness=NOTHING, placements=(placement,)), 0.0)
+    assert status_of(router)[member.id].indexed_blocks == MAX_BLOCKS
 
 
 def test_false_binding_has_at_most_the_longest_prompt() -> None:

@@ -1,4 +1,5 @@
 import copy
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
@@ -10,6 +11,16 @@ from dualmap.objects.pods import IN_RING_GATE, pod_facts
 NO_POD_ADDRESSES = (
     *("127.0.0.1", "127.8.9.10", "::1", "169.254.169.254", "fe80::1", "224.0.0.1", "ff02::1", "0.0.0.0", "::"),
     *("::ffff:127.0.0.1", "::ffff:169.254.169.254"),
+    *("255.255.255.255", "240.0.0.1", "0.0.0.1", "fe80::1%eth0", "fd00::1%eth0"),
+    *("::127.0.0.1", "64:ff9b::a9fe:a9fe", "64:ff9b::7f00:1", "64:ff9b:1::a9fe:a9fe", "2002:a9fe:a9fe::1"),
+    *("::ffff:0:127.0.0.1", "64:ff9b::6464:64c8"),
+    # The metadata services of clouds.
+    *("fd00:ec2::254", "fd00:ec2::254%eth0", "fd00:ec2::23", "fd20:ce::254"),
+    *("100.100.100.200", "::ffff:100.100.100.200", "192.0.0.192", "168.63.129.16"),
+)
+POD_ADDRESSES = (
+    *("10.244.0.7", "172.16.0.1", "192.168.1.1", "100.64.0.1", "100.100.100.201", "8.8.8.8", "168.63.129.17"),
+    *("fd00:ec2::255", "fd12:3456::1", "2600:1f14::1", "::ffff:10.244.0.7", "64:ff9b::a00:1"),
 )
 UID = "6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2"
 
@@ -138,6 +149,10 @@ class TestIdentity:
     @pytest.mark.parametrize("address", NO_POD_ADDRESSES)
     def test_pod_address_that_no_pod_may_have_is_absent(self, address: str) -> None:
         assert pod_facts(pod(podIP=address)).address == ""
+
+    @pytest.mark.parametrize("address", POD_ADDRESSES)
+    def test_pod_address_near_a_refused_one_is_read(self, address: str) -> None:
+        assert pod_facts(pod(podIP=address)).address == str(ip_address(address))
 
 
 JSON = st.recursive(

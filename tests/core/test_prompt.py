@@ -139,6 +139,12 @@ def test_prompt_with_too_long_a_salt_or_adapter_is_rejected(field: str) -> None:
         text(prompt="hi", **{field: "x" * 4097})
 
 
+@pytest.mark.parametrize("field", ["cache_salt", "lora_path"])
+def test_prompt_with_too_long_a_name_is_rejected_before_its_text(field: str) -> None:
+    with pytest.raises(BadRequest, match="is longer than 4096 characters"):
+        text(messages=[{}] * (MAX_PIECES + 1), **{field: "x" * 4097})
+
+
 def test_prompt_text_is_read_from_each_kind_of_body() -> None:
     assert text(prompt="Once upon") == b"Once upon"
     assert b"Once" in text(input=["Once", "upon"])

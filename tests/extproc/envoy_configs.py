@@ -62,6 +62,11 @@ def http_filter(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def routes(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The routes after those that refuse methods."""
+    return [route for route in all_routes(document) if route.get("direct_response", {}).get("status") != 405]
+
+
+def all_routes(document: dict[str, Any]) -> list[dict[str, Any]]:
     (host,) = manager(document)["route_config"]["virtual_hosts"]
     found: list[dict[str, Any]] = host["routes"]
     return found

@@ -13,7 +13,19 @@ from dualmap.prompts.api import PATHS
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
-from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
+from dualmap_extproc.settings import Limits
+from extproc.envoy_configs import (
+    all_routes,
+    clusters,
+    config,
+    hosts,
+    http_filter,
+    manager,
+    pool_file,
+    routes,
+    run,
+    validate,
+)
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators with an API that pydantic deprecates.
@@ -78,8 +90,18 @@ def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
-def test_routes_select_the_picked_cluster_or_the_first_pool(tmp_path: Path) -> None:
-    document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
+def test_routes_with_several_pools_lead_nowhere_without_a_pick(tmp_path: Path) -> None:
+    for options in ([], ["--static-endpoints"]):
+        document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"), *options)
+        assert routes(document)[2]["route"]["cluster"] == names.ONLY_POOL
+        cluster = clusters(document)[names.ONLY_POOL]
+        assert cluster["type"] == "STATIC"
+        assert "endpoints" not in cluster["load_assignment"]
+    assert names.ONLY_POOL not in clusters(config("--pool", pool_file(tmp_path)))
+
+
+def test_routes_select_the_picked_cluster_or_the_only_pool(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
     *named, default, _ = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
         present = [header["name"] for header in route["match"]["headers"] if header["present_match"]]
@@ -188,6 +210,13 @@ def test_filters_timeout_exceeds_the_longest_max_wait(tmp_path: Path) -> None:
     assert ext_proc["message_timeout"] == "615s"
 
 
+def test_filters_timeout_exceeds_the_longest_pause_of_a_body(tmp_path: Path) -> None:
+    hasty = pool_file(tmp_path, "hasty", routing={"queue": {"maxWait": "1s"}})
+    for options in (["--pool", hasty], ["--discover", "--longest-wait", "1s"]):
+        timeout = http_filter(config(*options), "ext_proc")["message_timeout"]
+        assert float(timeout.removesuffix("s")) >= Limits().stalled_s + 5.0
+
+
 def test_listener_removes_reserved_headers_first(tmp_path: Path) -> None:
     (early,) = manager(config("--pool", pool_file(tmp_path)))["early_header_mutation_extensions"]
     removed = [m["remove_on_match"]["key_matcher"]["prefix"] for m in early["typed_config"]["mutations"]]
@@ -281,6 +310,17 @@ def test_allow_path_adds_paths_or_allows_all(tmp_path: Path) -> None:
         assert all(route["match"]["prefix"] == "/" for route in everything)
 
 
+def test_routes_refuse_methods_first_unless_all_paths_are_allowed(tmp_path: Path) -> None:
+    for options in (["--pool", pool_file(tmp_path)], ["--discover"]):
+        document = config(*options, "--allow-path", "/detokenize")
+        refusing = all_routes(document)[:2]
+        assert [route["direct_response"]["status"] for route in refusing] == [405, 405]
+        assert [*refusing, *routes(document)] == all_routes(document)
+        for route in refusing:
+            assert not re.fullmatch(route["match"]["safe_regex"]["regex"], "/detokenize")
+        assert all("prefix" in route["match"] for route in all_routes(config(*options, "--allow-path", "*")))
+
+
 def test_listener_normalises_paths_and_refuses_escaped_slashes(tmp_path: Path) -> None:
     found = manager(config("--pool", pool_file(tmp_path)))
     assert (found["normalize_path"], found["merge_slashes"]) == (True, True)
@@ -308,6 +348,7 @@ def test_listener_bounds_times_streams_and_buffers(tmp_path: Path) -> None:
         document = config(*pools)
         found = manager(document)
         assert (found["request_timeout"], found["request_headers_timeout"]) == ("60s", "10s")
+        assert (found["stream_flush_timeout"], found["stream_idle_timeout"]) == ("120s", "3600s")
         assert found["common_http_protocol_options"] == {"idle_timeout": "900s"}
         assert found["http2_protocol_options"]["max_concurrent_streams"] == 100
         (listener,) = document["static_resources"]["listeners"]

@@ -239,6 +239,17 @@ class TestRedisFaults:
         # The exchange repairs all of these faults itself. Failures of other kinds occur only on a busy machine.
         assert set(one.observed.failures + other.observed.failures) <= {Failure.TIMEOUT, Failure.CONNECTION}
 
+    async def test_exchange_removes_oversized_redis_entries(self, server, caplog):
+        async with exchanging("one", server) as one, exchanging("other", server) as other:
+            await reaches(one, other)
+            with server.admin as admin:
+                for number in range(12):
+                    admin.xadd(updates_key(POOL.id), {"p": f"evil-{number}", "n": bytes(20_000_000)})
+                await reaches(one, other)
+                await reaches(other, one)
+                assert admin.memory_usage(updates_key(POOL.id)) < 20_000_000
+        assert "Removed oversized data from shared state" in said(caplog, "one") + said(caplog, "other")
+
     async def test_exchange_counts_wrong_password_errors_and_recovers(self, tmp_path, caplog):
         with redis_server(tmp_path / "redis", password="hidden-word") as server:
             async with exchanging("one", server) as one, exchanging("other", server) as other:

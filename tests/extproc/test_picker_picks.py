@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pools.pool import Engine, Session
+from dualmap.pools.pool import Engine, Prefix, Session
+from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.router import PoolRouter
 from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.body import is_open, may_go_on
+from dualmap_extproc.request.body import may_go_on
 from dualmap_extproc.request.observations import Rejected, Routed, RoutedBodiless
 from dualmap_extproc.request.picked import Picked
 from extproc.desks import Desk
@@ -28,6 +29,7 @@ def test_pick_has_destination_cluster_id_and_receipt():
     assert picked == Picked(
         destination=decision.destination,
         cluster="llm/qwen",
+        max_body_bytes=16 << 20,
         request_id=decision.request_id,
         receipt=decision.receipt.header(),
     )
@@ -65,6 +67,19 @@ def test_pick_prompt_counts_at_most_max_model_len(engine):
 
     assert f"prompt={engine.max_model_len}," in receipt
     assert sum(each.pending_prefill_tokens for each in desk.picker.statuses()[0].endpoints) == engine.max_model_len
+
+
+def test_pick_prompt_is_indexed_up_to_the_most_blocks():
+    small = pool()
+    engine = Engine(max_model_len=10**8, cache_tokens=10**10)
+    routing = replace(small.routing, prefix=Prefix(block_tokens=1, initial_blocks=1, max_blocks=1024))
+    desk = Desk(replace(small, engine=engine, routing=routing))
+
+    receipt = desk.pick(chat("x" * 1_000_000)).receipt
+
+    tokens = int(receipt.partition("prompt=")[2].partition(",")[0])
+    assert tokens > 250_000
+    assert sum(each.indexed_blocks for each in desk.picker.statuses()[0].endpoints) == MAX_BLOCKS
 
 
 def test_pick_by_adapter_selects_its_pool_and_shares_no_prefix():
@@ -301,21 +316,3 @@ def test_too_long_model_name_is_truncated():
 
     assert isinstance(refused, Refused)
     assert (refused.status, len(refused.message) < 300) == (404, True)
-
-
-@pytest.mark.parametrize(
-    ("body", "is_incomplete"),
-    [
-        (b'{"a": "x"}', False),
-        (b'{"a": "x"} \n', False),
-        (b'{"a": {"b": 1}', True),
-        (b'{"a": "x}', True),
-        (b'{"a": "x", ', True),
-        (b'{"a": "} {{"}', False),
-        (b'{"a": "\\"}', True),
-        (b'{"a": "\\\\"}', False),
-    ],
-)
-def test_body_is_open_within_an_object_or_a_string(body, is_incomplete):
-    assert is_open(body) == is_incomplete
-    assert may_go_on(body) == is_incomplete

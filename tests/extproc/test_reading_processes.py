@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,16 +124,56 @@ async def test_bodies_above_the_most_that_may_wait_are_not_taken():
     assert again is not None
 
 
-async def test_shortest_waiting_body_is_read_first():
-    order: list[int] = []
+async def test_client_with_the_most_waiting_bodies_loses_its_newest_one():
+    refused: list[str] = []
     async with running() as reader:
+        stop(reader)
+
+        def send(client: str, name: str) -> bool:
+            body = replace(large(chat()), client=client)
+            return reader.read(body, lambda now, result: refused.append(f"{name} {code(result)}")) is not None
+
+        taken = [send("many", f"many-{number}") for number in range(WAITING_MAX)]
+        assert all(taken)
+        assert [send("few", "few-1"), send("many", "late"), send("few", "few-2")] == [True, False, True]
+        await until(lambda: len(refused) == 2)
+
+    assert refused == [f"many-{WAITING_MAX - number} overloaded" for number in (1, 2)]
+
+
+async def test_one_process_takes_the_shortest_body_and_one_the_oldest():
+    """The second process is stopped while it has a body, so that the order does not depend on the processes' speed."""
+    order: list[int] = []
+    async with running(read_s=60.0) as reader:
         await asyncio.gather(*(reading(reader, chat()) for _ in range(PROCESSES)))
+        os.kill(reader.pids[1], signal.SIGSTOP)
         for words in (50_000, 30_000, 10_000, 20_000, 40_000):
             reader.read(large(chat("word " * words)), lambda now, result, words=words: order.append(words))
+        await until(lambda: len(order) == 4)
+        os.kill(reader.pids[1], signal.SIGCONT)
         await until(lambda: len(order) == 5)
 
-    assert order[0] in (10_000, 20_000)
-    assert order[-1] in (50_000, 40_000)
+    assert order == [10_000, 20_000, 30_000, 40_000, 50_000]
+
+
+async def test_long_body_is_read_while_shorter_bodies_keep_arriving():
+    short, most, answered = large(chat()), 300, 0
+    ahead: list[int] = []
+    async with running() as reader:
+
+        def flood(now: float, result: object) -> None:
+            nonlocal answered
+            answered += 1
+            if not ahead and answered < most:
+                reader.read(short, flood)
+
+        await asyncio.gather(*(reading(reader, chat()) for _ in range(PROCESSES)))
+        for _ in range(PROCESSES + 2):
+            reader.read(short, flood)
+        reader.read(large(chat("word " * 50_000)), lambda now, result: ahead.append(answered))
+        await until(lambda: bool(ahead))
+
+    assert ahead[0] < most, "the long body waits as long as shorter bodies arrive"
 
 
 async def test_cancelled_reading_is_not_answered():

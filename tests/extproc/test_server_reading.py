@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dualmap_extproc.reading.processes import PROCESSES, ReadingProcesses
+from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from extproc import attackers
 from extproc.envoy_messages import NO_WAIT, chat, destination, refused_with, request_body, request_headers
@@ -97,6 +98,51 @@ async def test_server_ten_hostile_bodies_do_not_hold_the_event_loop(longest_step
     assert (health, routed) == ([SERVING] * 10, 10)
     assert held_s < HELD_S
     assert set(statuses) <= {400, 503}
+
+
+async def test_server_slow_large_bodies_do_not_hold_the_event_loop(longest_step):
+    part = b"\\" * 262_144
+    async with running() as router:
+        calls = [router.stream() for _ in range(4)]
+        for call in calls:
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(b'{"a": "', end=False))
+            for _ in range(60):
+                await call.write(request_body(part, end=False))
+        await until(lambda: router.processor.buffered_bytes == 4 * (60 * len(part) + 7))
+        longest_step[0] = 0.0
+        for _ in range(4):
+            for call in calls:
+                await call.write(request_body(b"}", end=False))
+            await asyncio.sleep(0.15)
+        held_s = longest_step[0]
+        for call in calls:
+            call.cancel()
+
+    assert held_s < HELD_S
+
+
+async def test_server_streams_due_at_once_are_decided_in_turns(longest_step, monkeypatch):
+    decide = Stream.on_deadline
+
+    def slowly(stream: Stream, now: float):
+        until_s = time.thread_time() + 0.02
+        while time.thread_time() < until_s:
+            pass
+        return decide(stream, now)
+
+    monkeypatch.setattr(Stream, "on_deadline", slowly)
+    async with running(limits=Limits(silence_s=1.0)) as router:
+        calls = [router.stream() for _ in range(20)]
+        for call in calls:
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(chat(), end=False))
+        picks = [(await answers(call, 1))[0] for call in calls]
+        for call in calls:
+            call.cancel()
+
+    assert all(map(destination, picks))
+    assert longest_step[0] < HELD_S
 
 
 async def test_server_large_bodies_are_routed():

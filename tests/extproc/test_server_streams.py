@@ -11,7 +11,7 @@ from dualmap_edge.ports import AddressError
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.request.observations import Decided
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.transport.server import GrpcServers
+from dualmap_extproc.transport.server import ALS_MESSAGE_BYTES, HEALTH_MESSAGE_BYTES, GrpcServers
 from extproc import grpc_routers
 from extproc.envoy_messages import (
     BUFFERED,
@@ -20,7 +20,6 @@ from extproc.envoy_messages import (
     chat,
     destination,
     kinds,
-    pool,
     refused_with,
     request_body,
     request_headers,
@@ -70,6 +69,33 @@ async def test_server_rejects_a_body_above_the_limit(router, size, status):
     (_, answer) = await answers(call, 2)
 
     assert destination(answer) if status is None else refused_with([answer]) == status
+
+
+async def _code_of(port: int, size: int) -> grpc.StatusCode:
+    """Return how a call ends whose request is a message of ``size`` bytes to the service of ``_echo``."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=grpc_routers.UNLIMITED) as channel:
+        call = channel.unary_unary("/test.Echo/Length")(b"x" * size)
+        return await call.code()
+
+
+def _echo() -> grpc.GenericRpcHandler:
+    async def length(request: bytes, _: object) -> bytes:
+        return str(len(request)).encode()
+
+    return grpc.method_handlers_generic_handler("test.Echo", {"Length": grpc.unary_unary_rpc_method_handler(length)})
+
+
+async def test_server_ports_accept_only_messages_that_they_need(router):
+    echo = (_echo(),)
+    servers = GrpcServers(router.processor, services=echo, plain=echo, access_log=echo, limits=Limits())
+    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
+    try:
+        largest = {ports.grpc: 40 * 1024 * 1024, ports.als: ALS_MESSAGE_BYTES, ports.health: HEALTH_MESSAGE_BYTES}
+        for port, size in largest.items():
+            assert await _code_of(port, size) is grpc.StatusCode.OK
+            assert await _code_of(port, size + 1) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    finally:
+        await servers.close()
 
 
 async def test_server_ends_the_request_of_a_cancelled_stream(router):
@@ -135,8 +161,7 @@ async def test_server_rejects_an_invalid_body_after_a_pause():
 
 
 async def test_server_rejects_a_stalled_body():
-    waits = pool().routing.queue.max_wait_s
-    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3 - waits)) as router:
+    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3)) as router:
         call = router.stream()
         await call.write(request_headers(NO_WAIT))
         await call.write(request_body(b'{"model"', end=False))

@@ -29,6 +29,9 @@ from extproc.redis_stores import (
     works,
 )
 
+# The size of the largest entry that a router reads.
+ENTRY_BYTES = 4 * 2**20
+
 # This imports fixtures, which pytest finds by their names in this module.
 shared_server = redis_stores.shared_server
 server = redis_stores.server
@@ -167,6 +170,51 @@ class TestInvalidData:
             answer = await read(store)
             assert (len(answer.entries), len(answer.loads), len(answer.reports), answer.unreadable) == (2, 1, 1, 3)
             assert (await read(store, answer.cursor)).unreadable == 0
+
+    @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM, DEMAND_STREAM], ids=["news", "loads", "demand"])
+    async def test_oversized_redis_entries_are_removed(self, server, stream):
+        async with opened(server.url) as store:
+            cursor, unreadable, entries = None, 0, 0
+            with server.admin as admin:
+                for _ in range(3):
+                    admin.xadd(stream, {"p": "teller", "n": bytes(ENTRY_BYTES)})
+                    await store.publish("teller", [POST])
+                for _ in range(8):
+                    answer = await read(store, cursor)
+                    cursor = answer.cursor
+                    unreadable += answer.unreadable
+                    entries += len(answer.entries)
+                assert admin.memory_usage(stream) < ENTRY_BYTES
+                assert admin.xlen(stream) == 1
+                assert (unreadable, entries) == (3, 3)
+                admin.xadd(stream, {"n": bytes(ENTRY_BYTES)}, id=f"{2**45}-{2**63}")
+                assert (await read(store, cursor)).unreadable == 1
+                assert not admin.exists(stream), "the script cannot compute with a large number"
+
+    async def test_redis_page_ends_after_many_bytes(self, server):
+        with server.admin as admin:
+            for _ in range(8):
+                admin.xadd(STREAM, {"p": "teller", "n": bytes(ENTRY_BYTES // 2)})
+        async with opened(server.url) as store:
+            cursor, pages = None, []
+            for _ in range(5):
+                answer = await read(store, cursor)
+                cursor = answer.cursor
+                pages.append(answer.unreadable)
+        assert pages == [2, 2, 2, 2, 0]
+
+    async def test_oversized_redis_binding_is_removed(self, server):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                value = b"1 9 0 9 " + b"m" * 2000
+                admin.set(SESSION, value)
+                answer = await read(store, wanted=(255,))
+                assert (answer.bindings, answer.unreadable) == ((), 1)
+                assert not admin.exists(SESSION)
+                admin.set(SESSION, value)
+                ((held,),) = await store.resolve([CLAIM])
+                assert held.host == "m-0"
+                assert len(admin.get(SESSION)) < 100
 
     async def test_redis_entry_of_another_stream_is_skipped(self, server):
         everything = {"p": "teller", "n": encode_update(replace(NEWS, loads=LOADS))}

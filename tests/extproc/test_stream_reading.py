@@ -7,6 +7,7 @@ import pytest
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.errors import Refused, invalid_body
 from dualmap_extproc.request.body import read_body
+from dualmap_extproc.request.client import NAME_CHARACTERS
 from dualmap_extproc.request.observations import Decided, Rejected
 from dualmap_extproc.request.reading import Done, LargeBody
 from dualmap_extproc.request.stream import Phase
@@ -71,6 +72,15 @@ def test_large_body_is_answered_when_it_is_read(config):
     assert talk.in_flight == 1
     assert talk.stream.phase is Phase.ANSWERED
     assert talk.observer.names() == ["routed", "decided"]
+
+
+def test_large_body_is_read_for_the_client_of_the_fairness_header():
+    reader = HeldReader()
+    talk = Conversation(pool(), reader=reader)
+    name = "n" * 2000
+    talk.send(request_headers(NO_WAIT, x_gateway_inference_fairness_id=name), request_body(BODY))
+
+    assert [large.client for large, _ in reader.readings] == [name[:NAME_CHARACTERS]]
 
 
 @every_mode

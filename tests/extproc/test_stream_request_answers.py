@@ -224,7 +224,7 @@ def test_trailers_in_streamed_modes_disable_retries():
 
 @pytest.mark.parametrize("config", [STREAMED, None])
 def test_waiting_trailers_with_several_pools_are_rejected(config):
-    """An answer to trailers cannot set request headers, and without this header Envoy uses the first pool's cluster."""
+    """An answer to trailers cannot set request headers, and without this header Envoy answers 503."""
     several = Conversation(pool("a", model="a"), pool("b", model="m"))
     several.send(request_headers(config), request_body(chat(), end=False))
     one = Conversation()

@@ -11,6 +11,7 @@ from extproc.envoy_messages import (
     STREAMED,
     Conversation,
     chat,
+    crowded_pool,
     destination,
     headers_set,
     kinds,
@@ -72,7 +73,7 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
     ],
 )
 def test_stalled_body_is_answered_before_the_envoy_timeout(length, half):
-    """Envoy's message timeout is the pools' longest queue.maxWait plus 15 s, and restarts with each message."""
+    """Envoy's message timeout is at least 45 s, and restarts with each message."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, content_length=length))
     for _ in range(3):
@@ -100,15 +101,13 @@ def test_stalled_body_that_continues_is_routed():
     assert destination(talk.send(request_body(b"}"))[0])
 
 
-def test_stalled_body_timeout_depends_on_the_longest_max_wait():
+def test_stalled_body_timeout_does_not_depend_on_max_wait():
     quick, slow = pool(queue=Queue(max_wait_s=0.1)), pool("b", model="b", queue=Queue(max_wait_s=600.0))
-    impatient, patient = Conversation(quick), Conversation(quick, slow)
-    for talk in (impatient, patient):
+    for talk in (Conversation(quick), Conversation(quick, slow)):
         talk.send(request_headers(NO_WAIT), request_body(b'{"model": ', end=False))
 
-    assert refused_with(silent(impatient, until_s=11.0)) == 400
-    assert silent(patient, until_s=609.0) == []
-    assert refused_with(silent(patient, until_s=2.0)) == 400
+        assert silent(talk, until_s=39.0) == []
+        assert refused_with(silent(talk, until_s=2.0)) == 400
 
 
 @pytest.mark.parametrize(
@@ -148,3 +147,34 @@ def test_silence_sets_no_deadline_in_other_modes(config):
     talk.send(request_headers(config), request_body(chat()[:-1], end=False))
 
     assert talk.stream.deadline_s is None
+
+
+def small(limit_bytes: int) -> Conversation:
+    """Send a complete body without its end to a pool with this limit, and decide after the silence."""
+    talk = Conversation(pool(max_body_bytes=limit_bytes), pool("large", model="large"))
+    talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
+    assert destination(silent(talk, until_s=1.0)[0])
+    return talk
+
+
+def test_body_that_grows_above_its_pools_limit_after_the_pick_gets_413():
+    talk = small(1000)
+    left = 1000 - len(chat())
+
+    assert kinds(talk.send(request_body(b" " * left, end=False))) == ["request_body"]
+    assert refused_with(talk.send(request_body(b" ", end=False))) == 413
+    assert talk.stream.ended
+    assert talk.in_flight == 0
+
+
+def test_body_that_grows_above_the_limit_while_queued_gets_413():
+    talk = Conversation(crowded_pool())
+    talk.send(request_headers(NO_WAIT), request_body(chat("long " * 10_000)))
+    talk.again()
+    talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
+    assert silent(talk, until_s=1.0) == []
+    assert talk.held == 1
+
+    assert refused_with(talk.send(request_body(b" " * talk.picker.max_body_bytes, end=False))) == 413
+    assert talk.held == 0
+    assert talk.in_flight == 1

@@ -11,7 +11,7 @@ from dualmap.engines.profiles import Profiles
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.usage import Prediction, UsageReports, Witnesses, predict
 from dualmap.pools.pool import Pool
-from dualmap.prompts.blocks import BlockChain
+from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.requests import Request, Usage
 
 
@@ -79,7 +79,7 @@ class Caches:
     def add_placed(self, member: str, hashes: Sequence[int]) -> None:
         """Record the blocks that another replica sent to a member, up to the blocks of the longest prompt."""
         longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
-        self._caches[member].index.add(hashes[:longest])
+        self._caches[member].index.add(hashes[: min(longest, MAX_BLOCKS)])
 
     def cut(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
         """Record that a member did not compute the prompt after ``matched_tokens``; ignore a member that has left."""

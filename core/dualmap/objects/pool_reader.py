@@ -7,7 +7,7 @@ other fields of ``status`` may have any content, so that the output of ``kubectl
 
 import re
 from collections.abc import Iterable, Mapping
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from math import inf
 from typing import Final
 
@@ -45,6 +45,21 @@ _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
+_NAT64: Final = IPv6Network("64:ff9b::/96")
+# The network of 0.0.0.0 that is no part of the reserved networks of ``ipaddress``.
+_THIS_NETWORK: Final = ip_network("0.0.0.0/8")
+# Metadata services of clouds that are outside the link-local networks. The networks around them may contain pods.
+_METADATA_SERVICES: Final = frozenset(
+    ip_address(address)
+    for address in (
+        "fd00:ec2::254",  # AWS
+        "fd00:ec2::23",  # AWS: EKS Pod Identity
+        "fd20:ce::254",  # Google Cloud
+        "100.100.100.200",  # Alibaba Cloud
+        "192.0.0.192",  # Oracle Cloud
+        "168.63.129.16",  # Azure
+    )
+)
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
@@ -65,10 +80,23 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
 
 def is_pod_address(address: str) -> bool:
-    """Return whether a pod may have an IP address: not loopback, link-local, multicast or unspecified."""
-    parsed = ip_address(address)
-    ip = (parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None) or parsed
-    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
+    """Return whether a pod may have an IP address.
+
+    No pod has an address that is loopback, link-local, multicast, broadcast, unspecified or reserved, has a zone, or
+    belongs to a known metadata service of a cloud. The IPv4 address in a mapped, NAT64 or 6to4 address counts.
+    """
+    ip = _embedded_ipv4(ip_address(address))
+    if "%" in address or ip in _METADATA_SERVICES or ip in _THIS_NETWORK:
+        return False
+    # ``is_reserved`` includes the broadcast address and IPv4-compatible IPv6 addresses.
+    return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved)
+
+
+def _embedded_ipv4(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """Return the IPv4 address to which the network translates an IPv6 address, or the address itself."""
+    if not isinstance(ip, IPv6Address):
+        return ip
+    return (IPv4Address(int(ip) & 0xFFFF_FFFF) if ip in _NAT64 else None) or ip.ipv4_mapped or ip.sixtofour or ip
 
 
 def check_addresses(pool: Pool) -> None:
@@ -78,7 +106,10 @@ def check_addresses(pool: Pool) -> None:
     """
     for member in pool.members:
         if not is_pod_address(member.address):
-            accepted = "an address that is not loopback, link-local, multicast or unspecified"
+            accepted = (
+                "an address that is not loopback, link-local, multicast, broadcast, unspecified, reserved, "
+                "or of a cloud's metadata service"
+            )
             raise PoolError("status.ring.members.address", member.address, accepted)
 
 

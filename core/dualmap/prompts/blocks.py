@@ -17,6 +17,8 @@ from xxhash import xxh3_64_intdigest
 BYTES_PER_TOKEN = 4
 PUBLIC_KEY: Final = b"the public key of dualmap"
 """The default key of roots, for simulations and for routers without a secret key. Clients can know this key."""
+MAX_BLOCKS: Final = 16_384
+"""The most blocks of a prompt that a router hashes and indexes, which takes it a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +26,8 @@ class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
-    tokens of the prompt. ``block_tokens`` is the estimated number of tokens of a full block. ``exact`` is true for a
-    prompt of token ids, whose numbers are not estimates.
+    tokens of the prompt, including those after the last hashed block. ``block_tokens`` is the estimated number of tokens
+    of a full block. ``exact`` is true for a prompt of token ids, whose numbers are not estimates.
     """
 
     hashes: tuple[int, ...]
@@ -64,12 +66,18 @@ def chain_root(
 
 
 def chain_blocks(
-    text: bytes, *, root: int, block_tokens: int, max_tokens: int | None = None, exact: bool = False
+    text: bytes,
+    *,
+    root: int,
+    block_tokens: int,
+    max_tokens: int | None = None,
+    max_blocks: int | None = None,
+    exact: bool = False,
 ) -> BlockChain:
     """Split canonical prompt text into blocks of ``block_tokens`` tokens; hash each block with all earlier blocks.
 
-    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts. ``exact`` is true
-    for the text of token ids.
+    Text beyond ``max_tokens`` (None: no limit) is ignored, because an engine rejects longer prompts. Text beyond
+    ``max_blocks`` (None: no limit) counts as tokens, but is not hashed. ``exact`` is true for the text of token ids.
     """
     size = block_tokens * BYTES_PER_TOKEN
     if max_tokens is not None:
@@ -77,7 +85,8 @@ def chain_blocks(
     view = memoryview(text)
     link = root
     hashes = []
-    for start in range(0, len(text), size):
+    hashed = len(text) if max_blocks is None else min(len(text), max_blocks * size)
+    for start in range(0, hashed, size):
         link = xxh3_64_intdigest(view[start : start + size], link)
         hashes.append(link)
     tokens = -(-len(text) // BYTES_PER_TOKEN)

@@ -212,13 +212,16 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         raise BadRequest("the body must have the field model with a non-empty string", param="model")
     salt = body.get("cache_salt")
     try:
+        # The names come first: a body that is refused for a name takes little time.
+        lora = _name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path")
+        cache_salt = _name(salt if isinstance(salt, str) else compact(salt), "cache_salt")
         text, exact = _canonical_text(body, api)
         return Prompt(
             model=model,
             text=text,
             exact=exact,
-            lora=_name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path"),
-            cache_salt=_name(salt if isinstance(salt, str) else compact(salt), "cache_salt"),
+            lora=lora,
+            cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
         )

@@ -29,7 +29,7 @@ MEMORY_VARIABLE: Final = "DUALMAP_ENVOY_MEMORY"
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="Pool file (InferencePool as YAML). Repeat the option for several files. If no router picks an "
-    "endpoint, the request goes to the first pool.",
+    "endpoint, the request goes to the only pool; with several pools, Envoy answers 503.",
 )
 @click.option("--discover", is_flag=True, help="Envoy reads the pools from the routers. Replaces --pool.")
 @click.option(

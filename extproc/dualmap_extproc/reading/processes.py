@@ -1,23 +1,23 @@
 """Processes that read large bodies, so that no body holds the event loop.
 
-Each process reads one body at a time; the shortest waiting body is next. A process that ends or takes too long is
-replaced.
+Each process reads one body at a time. One process takes the shortest waiting body next, so that small bodies pass huge
+ones. The other process takes the oldest one, so that short bodies cannot keep a longer body waiting. A process that
+ends or takes too long is replaced.
 """
 
 import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused, invalid_body, overloaded
 from dualmap_extproc.request.reading import PREFIX_BYTES, Done, LargeBody, decode_result, encode_body, lengths
 
-# A hostile body in one process leaves the other process for other bodies.
-PROCESSES: Final = 2
 # The most bodies that wait for a process.
 WAITING_MAX: Final = 64
 # The longest time that a body waits for a process, and the longest time of reading it. The sum stays below the time
@@ -34,57 +34,75 @@ class ReadingProcesses:
 
     def __init__(self, *, wait_s: float = WAIT_S, read_s: float = READ_S) -> None:
         self._wait_s = wait_s
+        # The oldest body is first.
         self._waiting: list[_Reading] = []
         self._arrived = asyncio.Event()
-        self._workers = tuple(_Worker(read_s) for _ in range(PROCESSES))
+        self._workers = tuple((_Worker(read_s), choose) for choose in _ORDERS)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the running processes."""
-        return tuple(worker.process.pid for worker in self._workers if worker.process is not None)
+        return tuple(worker.process.pid for worker, _ in self._workers if worker.process is not None)
 
     async def run(self) -> None:
         """Read bodies until cancelled, then end the processes."""
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in self._workers:
-                    group.create_task(self._serve(worker))
+                for worker, choose in self._workers:
+                    group.create_task(self._serve(worker, choose))
         finally:
-            for worker in self._workers:
+            for worker, _ in self._workers:
                 await worker.end()
 
     def read(self, large: LargeBody, done: Done) -> Callable[[], None] | None:
         """Begin to read a body; return a function that cancels it, or None if too many bodies wait."""
-        if len(self._waiting) >= WAITING_MAX:
+        if len(self._waiting) >= WAITING_MAX and not self._make_room(large.client):
             return None
         reading = _Reading(large, done)
+        reading.timer = asyncio.get_running_loop().call_later(self._wait_s, self._expire, reading)
         self._waiting.append(reading)
         self._arrived.set()
 
         def forget() -> None:
-            timer.cancel()
             reading.done = None
             if reading in self._waiting:
-                self._waiting.remove(reading)
+                self._take(reading)
 
-        def expire() -> None:
-            if reading in self._waiting:
-                forget()
-                done(asyncio.get_running_loop().time(), overloaded())
-
-        timer = asyncio.get_running_loop().call_later(self._wait_s, expire)
         return forget
 
-    async def _serve(self, worker: "_Worker") -> None:
-        """Read one waiting body after the other; the shortest is next."""
+    def _take(self, reading: "_Reading") -> None:
+        """Remove a body from those that wait. Its timer ends, because the timer refers to the body."""
+        self._waiting.remove(reading)
+        if reading.timer is not None:
+            reading.timer.cancel()
+
+    def _expire(self, reading: "_Reading") -> None:
+        """Refuse a body that has waited too long."""
+        self._take(reading)
+        _refuse(reading)
+
+    def _make_room(self, client: str) -> bool:
+        """Refuse the newest body of the client with the most; return False if ``client`` would have as many."""
+        bodies = Counter(each.large.client for each in self._waiting)
+        most, number = bodies.most_common(1)[0]
+        if number <= bodies[client] + 1:
+            return False
+        newest = next(each for each in reversed(self._waiting) if each.large.client == most)
+        self._take(newest)
+        # Later: another stream has called.
+        asyncio.get_running_loop().call_soon(_refuse, newest)
+        return True
+
+    async def _serve(self, worker: "_Worker", choose: "_Order") -> None:
+        """Read one waiting body after the other, in the order of ``choose``."""
         while True:
             while not self._waiting:
                 # The process is started before the first body needs it.
                 await worker.start()
                 self._arrived.clear()
                 await self._arrived.wait()
-            reading = min(self._waiting, key=lambda each: each.large.size_bytes)
-            self._waiting.remove(reading)
+            reading = choose(self._waiting)
+            self._take(reading)
             result = await worker.read(reading.large)
             if reading.done is not None:
                 reading.done(asyncio.get_running_loop().time(), result)
@@ -94,11 +112,33 @@ class ReadingProcesses:
 class _Reading:
     """A body that waits or is being read. ``done`` is None if it was cancelled."""
 
-    __slots__ = ("done", "large")
+    __slots__ = ("done", "large", "timer")
 
     def __init__(self, large: LargeBody, done: Done) -> None:
         self.large = large
         self.done: Done | None = done
+        self.timer: asyncio.TimerHandle | None = None
+
+
+def _refuse(reading: _Reading) -> None:
+    """Answer that the router is overloaded, unless the reading was cancelled."""
+    if reading.done is not None:
+        reading.done(asyncio.get_running_loop().time(), overloaded())
+
+
+def _shortest(waiting: Sequence[_Reading]) -> _Reading:
+    return min(waiting, key=lambda each: each.large.size_bytes)
+
+
+def _oldest(waiting: Sequence[_Reading]) -> _Reading:
+    return waiting[0]
+
+
+_Order: TypeAlias = Callable[[Sequence[_Reading]], _Reading]
+"""Chooses the next of the waiting bodies, of which the oldest is first."""
+# The order of each process.
+_ORDERS: Final[tuple[_Order, ...]] = (_shortest, _oldest)
+PROCESSES: Final = len(_ORDERS)
 
 
 class _Worker:

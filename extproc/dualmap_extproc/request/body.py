@@ -11,16 +11,13 @@ from dualmap.keys.sessions import session_key
 from dualmap.prompts.api import Api, guess_api
 from dualmap.prompts.prompt import Prompt, read_prompt
 from dualmap_extproc.errors import Refused, invalid_body
+from dualmap_extproc.request.object_scan import JSON_SPACE, ObjectScan, ObjectState
 from dualmap_extproc.settings import Limits
 
-_JSON_SPACE = b" \t\r\n"
 # The beginning of orjson's error message for a JSON text that ends too early.
 _TRUNCATED = "unexpected end of data"
-_END_BYTES = 64
 # A larger part of a body is not parsed to learn whether it may continue: the parser would hold the event loop.
 _PARSED_BYTES: Final = 64 * 1024
-# The strings of a body with more quotation marks are not told apart from the rest of the body, for the same reason.
-_MARKS_MAX: Final = 100_000
 # Chunks below this size are joined, so that a body in tiny chunks takes no more memory than its bytes.
 _JOINED_BYTES: Final = 4 * 1024
 _CODE: Final = r"\\u00"
@@ -38,10 +35,12 @@ class ReceivedBody:
     In the methods, ``content_length`` is the length from the request's headers, or 0 without a length.
     """
 
-    __slots__ = ("_chunks", "size_bytes")
+    __slots__ = ("_chunks", "_parsed_bytes", "_scan", "size_bytes")
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
+        self._parsed_bytes = 0
+        self._scan = ObjectScan()
         self.size_bytes = 0
 
     def add(self, chunk: bytes) -> None:
@@ -60,19 +59,29 @@ class ReceivedBody:
         chunks, self._chunks = self._chunks, []
         return tuple(chunks)
 
-    def looks_complete(self, last_chunk: bytes, content_length: int) -> bool:
-        """Return whether the body has its announced length, or without a length, whether it ends with ``}``."""
+    def scan(self, last_chunk: bytes, content_length: int) -> bool:
+        """Scan the chunk that was added last; return whether the body looks complete.
+
+        A body looks complete if it has its announced length, or without a length, if its braces are balanced.
+        """
         if content_length:
             return self.size_bytes >= content_length
-        # ``rstrip`` copies, so it runs on the whole chunk only if the last bytes are blank.
-        return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
+        self._scan.scan(last_chunk)
+        return self._scan.state is ObjectState.CLOSED
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON."""
+        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON.
+
+        A small body is parsed, but not again before its size has doubled. Many pauses therefore take little time.
+        """
         if content_length:
             return self.size_bytes < content_length
-        body = b"".join(self._chunks)
-        return may_go_on(body) if self.size_bytes <= _PARSED_BYTES else is_open(body)
+        if self._scan.state in (ObjectState.CLOSED, ObjectState.NO_OBJECT):
+            return False
+        if self.size_bytes > _PARSED_BYTES or self.size_bytes < 2 * self._parsed_bytes:
+            return True
+        self._parsed_bytes = self.size_bytes
+        return may_go_on(b"".join(self._chunks))
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
@@ -121,7 +130,7 @@ def guess_api_of(body: bytes) -> Api:
 
 def may_go_on(body: bytes) -> bool:
     """Return whether a body is the beginning of a JSON object that more bytes could complete."""
-    text = body.lstrip(_JSON_SPACE)
+    text = body.lstrip(JSON_SPACE)
     if not text.startswith(b"{"):
         return not text
     try:
@@ -130,19 +139,6 @@ def may_go_on(body: bytes) -> bool:
         # Position 0 is the brace. An error at position 0 means bytes that are not UTF-8, for example half a character.
         return error.pos == 0 or error.msg.startswith(_TRUNCATED)
     return False
-
-
-def is_open(body: bytes) -> bool:
-    """Return whether a large body ends within a string or an object; its braces are counted without parsing."""
-    if not body.rstrip(_JSON_SPACE).endswith(b"}"):
-        return True
-    if body.count(b'"') > _MARKS_MAX:
-        return False
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    pieces = body.split(b'"')
-    outside = b"".join(pieces[::2])
-    return len(pieces) % 2 == 0 or outside.count(b"{") > outside.count(b"}")
 
 
 def session_of(name: str, root: int, limits: Limits) -> int | None:

@@ -9,6 +9,7 @@ from dualmap.requests import Decision
 class Picked:
     """The destination of a request: ``destination`` is ``ip:port[,ip:port]``, ``cluster`` is the pool's Envoy cluster.
 
+    ``max_body_bytes`` is the largest request body that the pool accepts.
     ``request_id`` is empty for a request without a prompt, because the router does not track such a request.
     ``receipt`` is the value of the decision header, or None for a response without this header. ``decision`` is None
     for a request without a prompt.
@@ -16,6 +17,7 @@ class Picked:
 
     destination: str
     cluster: str
+    max_body_bytes: int
     request_id: str = ""
     receipt: str | None = None
     decision: Decision | None = field(default=None, compare=False, repr=False)

@@ -18,7 +18,7 @@ from typing import Final
 from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
-from dualmap.prompts.blocks import PUBLIC_KEY, chain_blocks, chain_root
+from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
@@ -135,11 +135,6 @@ class Picker:
         return None if router is None else router.pool
 
     @property
-    def max_wait_s(self) -> float:
-        """The longest time that a request may be queued in any pool."""
-        return self._served.max_wait_s
-
-    @property
     def kept_headers(self) -> frozenset[str]:
         """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
         return self._kept_headers
@@ -249,6 +244,7 @@ class Picker:
                 root=root,
                 block_tokens=pool.routing.prefix.block_tokens,
                 max_tokens=pool.engine.max_model_len,
+                max_blocks=MAX_BLOCKS,
                 exact=prompt.exact,
             ),
             arrived_s=arrived_s,
@@ -282,7 +278,11 @@ class Picker:
             # Without the pool's id, because a request without a prompt does not activate a pool that is scaled to zero.
             return self._reject(now, no_endpoint(""), None)
         self._report(RoutedBodiless(now=now, pool=pool.id))
-        return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
+        return Picked(
+            destination=",".join(endpoints),
+            cluster=cluster_name(pool.namespace, pool.name),
+            max_body_bytes=pool.routing.max_body_bytes,
+        )
 
     def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
         """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
@@ -429,6 +429,7 @@ class Picker:
         return Picked(
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
+            max_body_bytes=pool.routing.max_body_bytes,
             request_id=outcome.request_id,
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             decision=outcome,

@@ -47,12 +47,15 @@ BoundsOfModels: TypeAlias = Mapping[str, Bounds]
 class LargeBody:
     """A complete body that is to be read, the API it was sent to, and the bounds of all models.
 
+    ``client`` is the client's name in the fairness header, or empty. The processes do not receive it.
+
     The event loop does not join the chunks: a copy of 16 MiB takes 10 ms, and more while memory is busy.
     """
 
     chunks: tuple[bytes, ...]
     api: Api
     bounds: BoundsOfModels
+    client: str = ""
 
     @property
     def size_bytes(self) -> int:

@@ -27,8 +27,6 @@ class ServedPools:
         # The pools as they were given; a router's pool also contains what its engines say.
         self._given: tuple[Pool, ...] = ()
         self._models: dict[str, PoolRouter] = {}
-        self.max_wait_s = 0.0
-        """The longest time that a request may be queued in any pool."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
@@ -81,7 +79,6 @@ class ServedPools:
             routers[pool.id] = router
         removed = frozenset(self._routers.keys() - routers.keys())
         self._routers = routers
-        self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
         self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))

@@ -18,8 +18,8 @@ has answered the headers. The router therefore decides after a time without mess
 
 - The router rejects a body that cannot become a JSON object after ``Limits.pause_s``.
 
-- Any other body may come from a slow client. The router rejects the body shortly before Envoy's timeout, after which
-  Envoy would forward the request without a pick.
+- Any other body may come from a slow client. The router decides by the body after ``Limits.stalled_s``, before Envoy's
+  timeout. After its timeout, Envoy would forward the request without a pick.
 
 If a route has a retry policy, Envoy 1.40 sends the body of a request with trailers twice. The pick of such a request
 therefore selects a route without retries.
@@ -31,8 +31,10 @@ from typing import ClassVar, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
+from dualmap_extproc.names import FAIRNESS_HEADER
 from dualmap_extproc.request.body import ReceivedBody, read_body
 from dualmap_extproc.request.buffered import BufferedBodies
+from dualmap_extproc.request.client import NAME_CHARACTERS
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
@@ -96,7 +98,18 @@ class Stream:
 
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
-        *("_arrived_s", "_body", "_deliver", "_head", "_heard_s", "_limits", "_modes", "_peer", "_picker"),
+        *(
+            "_arrived_s",
+            "_body",
+            "_deliver",
+            "_head",
+            "_heard_s",
+            "_limits",
+            "_max_body_bytes",
+            "_modes",
+            "_peer",
+            "_picker",
+        ),
         *("_buffered", "_cancel_reading", "_reader", "_response", "_retries", "_unanswered"),
         *("deadline_s", "decided", "held_bytes", "phase"),
     )
@@ -137,7 +150,7 @@ class Stream:
     def on_deadline(self, now: float) -> _Answers:
         """Process the deadline: decide by the received messages, unless the body may continue (see the module)."""
         self.deadline_s = None
-        stalled_s = self._heard_s + self._picker.max_wait_s + self._limits.stalled_s
+        stalled_s = self._heard_s + self._limits.stalled_s
         if now < stalled_s and self._expects_prompt() and self._body.may_continue(self._head.content_length):
             self.deadline_s = stalled_s
             return []
@@ -241,7 +254,7 @@ class Stream:
         self._unanswered.bodies += 1
         if answering is NO_WAIT:
             self._heard_s = now
-            complete = self._body.looks_complete(chunk, head.content_length)
+            complete = self._body.scan(chunk, head.content_length)
             self.deadline_s = now + (limits.silence_s if complete else limits.pause_s)
         return []
 
@@ -251,13 +264,15 @@ class Stream:
         waiting = modes.answering is WAITING
         if waiting and modes.request_body is not _WHOLE_BODY and len(self._picker.pools) > 1:
             # An answer to trailers cannot set headers, so it cannot name a cluster. Without a named cluster, Envoy
-            # would use the first pool's cluster.
+            # would answer 503.
             return self._refuse(now, trailers_unsupported())
         self._unanswered.trailers = True
         return self._decide(now, retries=waiting)
 
-    def _owe_body(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Process a body message after the body's end; answer it together with the queued request."""
+    def _owe_body(self, now: float, message: wire.ProcessingRequest) -> _Answers:
+        """Process a body message after the decision; answer it together with the queued request."""
+        if not self._accepts(message, self._picker.max_body_bytes):
+            return self._break_off(now, self._picker.max_body_bytes)
         if self._modes.answering is not DUPLEX:
             self._unanswered.bodies += 1
         return []
@@ -267,9 +282,24 @@ class Stream:
         self._unanswered.trailers = True
         return []
 
-    def _answer_late_body(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Answer a body message after the body's end. In FULL_DUPLEX_STREAMED, Envoy expects no answer."""
+    def _answer_late_body(self, now: float, message: wire.ProcessingRequest) -> _Answers:
+        """Answer a body message after the pick. In FULL_DUPLEX_STREAMED, Envoy expects no answer."""
+        if not self._accepts(message, self._max_body_bytes):
+            return self._break_off(now, self._max_body_bytes)
         return [] if self._modes.answering is DUPLEX else [answers.PLAIN_REQUEST_BODY]
+
+    def _accepts(self, message: wire.ProcessingRequest, max_body_bytes: int) -> bool:
+        """Count the bytes of a body message after the decision; return whether the body is within the limit."""
+        self._body.size_bytes += len(message.request_body.body)
+        return self._body.size_bytes <= max_body_bytes
+
+    def _break_off(self, now: float, max_body_bytes: int) -> _Answers:
+        """Abort the request, whose body has grown above the limit after the decision.
+
+        Envoy closes its connection to the engine, and answers the client unless the response has begun.
+        """
+        self._end_request(now, Ending.ABORTED)
+        return self._refuse(now, body_too_large(max_body_bytes))
 
     def _answer_late_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:
         return [wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
@@ -278,6 +308,7 @@ class Stream:
         """Abort the queued request, because Envoy itself has answered the client, or has sent an unexpected message."""
         self._end_request(now, Ending.ABORTED)
         self.phase = _ANSWERED
+        self._max_body_bytes = self._picker.max_body_bytes
         return self.receive(now, message)
 
     def _on_response(self, now: float, message: wire.ProcessingRequest) -> _Answers:
@@ -354,7 +385,8 @@ class Stream:
 
         if not self._hold_whole(now):
             return self._refuse(now, overloaded())
-        large = LargeBody(chunks=chunks, api=self._head.api, bounds=self._picker.bounds)
+        client = self._head.kept.get(FAIRNESS_HEADER, "")[:NAME_CHARACTERS]
+        large = LargeBody(chunks=chunks, api=self._head.api, bounds=self._picker.bounds, client=client)
         self._cancel_reading = self._reader.read(large, done)
         if self._cancel_reading is None:
             return self._refuse(now, overloaded())
@@ -381,6 +413,7 @@ class Stream:
         if isinstance(outcome, Refused):
             return self._reject(outcome)
         self.phase = _ANSWERED
+        self._max_body_bytes = outcome.max_body_bytes
         self._response.request_id, self._response.receipt = outcome.request_id, outcome.receipt
         out = self._unanswered.answer(self._modes.answering, self._limits.chunk_bytes)
         answers.add_pick(

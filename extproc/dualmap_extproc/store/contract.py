@@ -97,7 +97,7 @@ class Answer:
     if the replica wrote them since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``).
     ``reports`` contains each replica's last report if the replica wrote it since the last answer and less than
     REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` is the number of invalid entries and bindings, which
-    the answer omits.
+    the answer omits. ``oversized`` is the part of this number that the store removed because of its size.
     """
 
     cursor: str
@@ -107,6 +107,7 @@ class Answer:
     bindings: tuple[SharedBinding, ...]
     more: bool = False
     unreadable: int = 0
+    oversized: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

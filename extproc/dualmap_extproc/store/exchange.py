@@ -115,6 +115,7 @@ class Exchange:
         self._cursors: dict[str, str] = {}
         self._known: dict[str, KnownPeers] = {}
         self._refused = OncePerMinute(_log, "Ignoring updates of further routers", clock)
+        self._oversized = OncePerMinute(_log, "Removed oversized data from shared state", clock)
         self._deliveries: dict[str, AnswerDelivery] = {}
         # The time since which the store is unreachable; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
@@ -207,6 +208,8 @@ class Exchange:
             self._cursors[question.pool] = answer.cursor
             self._unsent[question.pool].answered()
             self._observer.unreadable(answer.unreadable)
+            if answer.oversized:
+                self._oversized.warn(answer.oversized, pool=question.pool, store=self._shown)
             known = self._known_only(question.pool, answer)
             self._report_peers(question.pool, known)
             await self._deliveries[question.pool].deliver(known)

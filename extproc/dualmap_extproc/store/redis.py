@@ -64,6 +64,11 @@ _REPORTS_ENTRIES_MAX: Final = 8192
 _REPORTS_BYTES_MAX: Final = 2**20
 _REPORTS_PAGE_ENTRIES: Final = 1024
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
+# The largest entry that a router reads. The loads of 10,000 members take at most 3 MB, and a prompt of 500,000 blocks
+# takes 4 MB. The READ script removes a larger entry, because a page of such entries takes longer than REPLY_S.
+_ENTRY_BYTES_MAX: Final = 4 * 2**20
+# The largest value of a session's key: more than the longest member id and four numbers.
+_BINDING_BYTES_MAX: Final = 1024
 # Limits of a binding's values: greater than any value of a router, and below the limits of the codec.
 _VERSIONS: Final = 2**31
 _TOKENS: Final = 2**53
@@ -226,12 +231,12 @@ def _read(question: Question) -> _Command:
     update = (updates_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
     loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
     reports = (reports_cursor, int(1000 * REMEMBERED_S), _REPORTS_PAGE_ENTRIES)
-    return ("EVAL", READ, len(keys), *keys, *update, *loads, *reports)
+    return ("EVAL", READ, len(keys), *keys, *update, *loads, *reports, _ENTRY_BYTES_MAX, _BINDING_BYTES_MAX)
 
 
 def _answer(peer: str, question: Question, reply: Any) -> Answer:
     """Return the answer that a reply contains, without entries of ``peer`` itself."""
-    now, unreadable, streams, values = reply
+    now, unreadable, oversized, streams, values = reply
     (updates_cursor, update), (loads_cursor, loads), (reports_cursor, reports) = streams
     now_ms = int(now)
     entries: list[Entry] = []
@@ -266,7 +271,8 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         reports=tuple(reported.values()),
         bindings=known,
         more=len(update) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES or len(reports) == _REPORTS_PAGE_ENTRIES,
-        unreadable=unreadable + sum(value is not None for value in values) - len(known),
+        unreadable=unreadable + oversized + sum(value is not None for value in values) - len(known),
+        oversized=oversized,
     )
 
 
@@ -304,7 +310,7 @@ def _resolve(claim: Claim) -> _Command:
     for binding in claim.bindings:
         moved_ago_ms = int(1000 * min(max(binding.moved_ago_s, 0.0), LONGEST_S))
         values += [binding.version, moved_ago_ms, binding.tokens, binding.host]
-    return ("EVAL", RESOLVE, len(keys), *keys, max(1, int(1000 * claim.ttl_s)), *values)
+    return ("EVAL", RESOLVE, len(keys), *keys, max(1, int(1000 * claim.ttl_s)), *values, _BINDING_BYTES_MAX)
 
 
 def _publish(peer: str, post: Post) -> _Command:

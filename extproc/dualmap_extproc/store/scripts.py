@@ -21,37 +21,77 @@ READ: Final = (
     _BEGIN
     + """
 -- KEYS: three streams, then session keys. ARGV, for each stream: the cursor, without one how many ms back, the count.
-local mended = 0
+-- Then the largest sizes of an entry and of a binding in bytes.
+local entry_bytes, binding_bytes = tonumber(ARGV[10]), tonumber(ARGV[11])
+local mended, oversized = 0, 0
+local function size(entry)
+  local bytes = 0
+  for _, text in ipairs(entry[2]) do bytes = bytes + #text + 8 end
+  return bytes
+end
+-- Removes an entry and the entries before it. A read-only replica cannot remove it; the reader then only skips it.
+local function remove_up_to(key, id)
+  local ms, number = string.match(id, '^(%d+)-(%d+)$')
+  -- A larger number would lose precision.
+  if tonumber(number) < 2^53 then
+    redis.pcall('XTRIM', key, 'MINID', string.format('%s-%.0f', ms, number + 1))
+  else
+    redis.pcall('DEL', key)
+  end
+end
+-- Reads one entry after the other, because a page of oversized entries would take longer than a reader waits. A page
+-- ends after ``entry_bytes``.
+local function page(key, from, count)
+  local entries, last, bytes = {}, nil, 0
+  while #entries < count and bytes < entry_bytes do
+    local found = redis.pcall('XRANGE', key, from, '+', 'COUNT', 1)
+    if found.err and not last then return found end
+    -- Nothing can follow an entry with the largest possible id: the range after it is an error.
+    if found.err or #found == 0 then break end
+    last = found[1][1]
+    local of_entry = size(found[1])
+    bytes = bytes + of_entry
+    if of_entry > entry_bytes then
+      remove_up_to(key, last)
+      oversized = oversized + 1
+    else
+      entries[#entries + 1] = found[1]
+    end
+    from = '(' .. last
+  end
+  return {last, entries}
+end
 local function read(key, cursor, window_ms, count)
   local from = '(' .. cursor
   if cursor == '' then
     cursor = string.format('%.0f-0', math.max(0, now_ms - window_ms))
     from = cursor
   end
-  local entries = redis.pcall('XRANGE', key, from, '+', 'COUNT', count)
-  if entries.err and string.match(cursor, '^18446744073709551615%-') then
+  local found = page(key, from, count)
+  if found.err and string.match(cursor, '^18446744073709551615%-') then
     -- Another client wrote the largest possible id. Nothing can follow it, so the stream starts again.
     redis.pcall('DEL', key)
     return {'0-0', {}}
   end
-  if is_of_another_type(entries) then
+  if is_of_another_type(found) then
     -- A read-only replica cannot delete it; the next publication will.
     redis.pcall('DEL', key)
-    mended, entries = mended + 1, {}
+    mended, found = mended + 1, {nil, {}}
   end
-  if entries.err then return entries end
-  if #entries > 0 then
-    cursor = entries[#entries][1]
+  if found.err then return found end
+  local last, entries = found[1], found[2]
+  if last then
+    cursor = last
   elseif tonumber(string.match(cursor, '^%d+')) > now_ms then
     -- The cursor comes from a clock that was ahead. New entries would have smaller ids and never be read.
-    local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-    cursor = #last > 0 and last[1][1] or '0-0'
+    local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+    cursor = #newest > 0 and newest[1][1] or '0-0'
   end
   return {cursor, entries}
 end
 local streams = {}
 for i = 1, 3 do
-  streams[i] = read(KEYS[i], ARGV[3 * i - 2], ARGV[3 * i - 1], ARGV[3 * i])
+  streams[i] = read(KEYS[i], ARGV[3 * i - 2], ARGV[3 * i - 1], tonumber(ARGV[3 * i]))
   if streams[i].err then return streams[i] end
 end
 local bindings = {}
@@ -59,29 +99,37 @@ for i = 4, #KEYS do
   local value = redis.pcall('GET', KEYS[i])
   if is_of_another_type(value) then value = '' end
   if type(value) == 'table' then return value end
+  if value and #value > binding_bytes then
+    redis.pcall('DEL', KEYS[i])
+    value, oversized = false, oversized + 1
+  end
   bindings[i - 3] = value
 end
-return {string.format('%.0f', now_ms), mended, streams, bindings}
+return {string.format('%.0f', now_ms), mended, oversized, streams, bindings}
 """
 )
 """Read new entries of three streams, and session bindings. A read-only replica of Redis can also run the script.
 
 The script returns the server's time in milliseconds and the number of keys of the wrong type. For each stream, the
 script returns the new cursor and the entries, oldest first. For each session key, the script returns a value or nil.
+
+The script removes oversized entries and bindings, and returns their number after the number of keys. Redis runs a
+script to its end. Therefore the script also removes an entry if reading it takes longer than the reader waits.
 """
 
 RESOLVE: Final = (
     _BEGIN
     + """
--- KEYS: session keys. ARGV: time to live in ms, then per key: version, moved how many ms ago, tokens, host.
-local held = {}
+-- KEYS: session keys. ARGV: time to live in ms, then per key: version, moved how many ms ago, tokens, host. Last, the
+-- largest size of a binding in bytes.
+local held, binding_bytes = {}, tonumber(ARGV[#ARGV])
 for i, key in ipairs(KEYS) do
   local version, ago_ms, tokens, host = ARGV[4 * i - 2], ARGV[4 * i - 1], ARGV[4 * i], ARGV[4 * i + 1]
   local moved_ms = string.format('%.0f', now_ms - ago_ms)
   local value = redis.pcall('GET', key)
   local known, known_moved_ms, known_host
   if type(value) == 'table' and not is_of_another_type(value) then return value end
-  if type(value) == 'string' then
+  if type(value) == 'string' and #value <= binding_bytes then
     known, known_moved_ms, known_host = string.match(value, '^1 (%d+) (%d+) %d+ (.+)$')
   end
   local lost = false

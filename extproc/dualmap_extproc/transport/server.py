@@ -33,6 +33,15 @@ _NO_END_S: Final = 1e6
 _FLUSH_S: Final = 0.25
 # The most pending streams: as many as a pool may queue (docs/pool.md), and more than Envoy's circuit breakers allow.
 _STREAMS_PENDING_MAX: Final = 100_000
+# gRPC stores a message until it is complete, for any peer that reaches the port. These ports therefore accept only the
+# messages that they need. An access log batch has 64 KiB, or one entry more; an entry has at most the size of Envoy's
+# headers. The health port has requests of a few names.
+ALS_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+HEALTH_MESSAGE_BYTES: Final = 64 * 1024
+# The open streams of one connection. A worker of Envoy has one stream per access log on its connection. KEDA has a
+# stream per pool. A client with more streams opens another connection.
+_ALS_STREAMS_MAX: Final = 100
+_HEALTH_STREAMS_MAX: Final = 1000
 _log = get_logger(__name__)
 
 
@@ -63,11 +72,18 @@ class GrpcServers:
     ) -> None:
         self._processor = processor
         self._health = health_aio.HealthServicer()
-        # The gRPC limit is above the body limit, so that the router can answer 413 to a large body before gRPC fails
-        # the stream.
-        receive_bytes = 4 * limits.body_bytes
-        options = [
-            ("grpc.max_receive_message_length", receive_bytes),
+        # The gRPC limit is above the body limit, so that the router can answer 413 to a larger body before gRPC fails
+        # the stream. The number of streams has no limit on the main port, because queued requests are open streams.
+        main = (("grpc.max_receive_message_length", limits.body_bytes * 5 // 2),)
+        health = (
+            ("grpc.max_receive_message_length", HEALTH_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", _HEALTH_STREAMS_MAX),
+        )
+        als = (
+            ("grpc.max_receive_message_length", ALS_MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", _ALS_STREAMS_MAX),
+        )
+        options = (
             ("grpc.max_send_message_length", -1),
             # A port in use must be an error: the router must not share the port with another process.
             ("grpc.so_reuseport", 0),
@@ -78,8 +94,10 @@ class GrpcServers:
             # Envoy may send keepalive pings at any rate.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),
-        ]
-        self._main, self._plain_health, self._als = (grpc.aio.server(options=options) for _ in range(3))
+        )
+        self._main = grpc.aio.server(options=(*options, *main))
+        self._plain_health = grpc.aio.server(options=(*options, *health))
+        self._als = grpc.aio.server(options=(*options, *als))
         self._main.add_generic_rpc_handlers((processor.handler(), *services, *access_log))
         self._plain_health.add_generic_rpc_handlers(tuple(plain))
         self._als.add_generic_rpc_handlers(tuple(access_log))

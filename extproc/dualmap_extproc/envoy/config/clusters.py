@@ -79,6 +79,9 @@ def clusters(settings: EnvoySettings) -> list[Cluster]:
     pools = [_cluster_of(pool, settings) for pool in settings.pools]
     if settings.discover is not None:
         pools.append(pool_cluster(ONLY_POOL, endpoints=shared_stream()))
+    elif len(pools) > 1:
+        # Only a router can find the pool of a request, so this cluster for requests without a pick has no hosts.
+        pools.append(pool_cluster(ONLY_POOL, endpoints=ClusterLoadAssignment(cluster_name=ONLY_POOL)))
     return [_routers(settings), *sinks, *pools]
 
 

@@ -24,7 +24,10 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
 from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
-# Envoy's timeout for an answer is the longest queueing time plus this margin. After the timeout, Envoy fails open.
+# Envoy's timeout for an answer is the longest queueing time, but at least the minimum, plus the margin. After the
+# timeout, Envoy fails open. The minimum keeps the timeout above the router's limit for a pause within a body
+# (Limits.stalled_s).
+_WAIT_MIN = timedelta(seconds=30)
 ANSWER_MARGIN = timedelta(seconds=15)
 
 EXT_PROC = "envoy.filters.http.ext_proc"
@@ -52,7 +55,7 @@ def ext_proc_enabled() -> dict[str, Any]:
 
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
     """Return the filter that calls the router. Envoy drops metadata namespaces that metadata_options does not list."""
-    timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
+    timeout = max(timedelta(seconds=settings.longest_wait_s), _WAIT_MIN) + ANSWER_MARGIN
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
     no_wait = settings.mode is Mode.STREAMED

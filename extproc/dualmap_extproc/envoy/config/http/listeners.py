@@ -4,11 +4,18 @@ Envoy answers 4xx to invalid requests (a broken request line, headers too large,
 Envoy closes the connection without an answer.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, Http2ProtocolOptions, HttpProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+)
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -33,14 +40,19 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
 from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
-from dualmap_extproc.envoy.config.http.paths import allowed_paths
-from dualmap_extproc.envoy.config.http.replies import PATH_NOT_FOUND, direct, local_replies
+from dualmap_extproc.envoy.config.http.paths import allowed_paths, refused_methods
+from dualmap_extproc.envoy.config.http.replies import METHOD_NOT_ALLOWED, PATH_NOT_FOUND, direct, local_replies
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, ONLY_POOL, RESERVED_HEADER_PREFIXES, cluster_name
 
 # The longest time without any byte in a request or its response. A long response that is not streamed sends no byte
 # until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
+
+# The longest time in which an HTTP/2 client must read the rest of an answer after Envoy has received the whole answer.
+# Envoy reports the end of the request only afterwards. Envoy does not restart this time while the client reads. The
+# rest may have 8 MB, so the client must read at least 67 kB a second.
+_FLUSH_TIMEOUT = timedelta(minutes=2)
 
 # The longest time without a request on a connection, for the headers of a request, and for a whole request with its
 # body. The request timeout ends with the body, so queued requests and long answers do not count.
@@ -96,6 +108,7 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         merge_slashes=True,
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         stream_idle_timeout=IDLE_TIMEOUT,
+        stream_flush_timeout=_FLUSH_TIMEOUT,
         request_headers_timeout=_HEADERS_TIMEOUT,
         request_timeout=_REQUEST_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
@@ -121,13 +134,14 @@ def _removals() -> HeaderMutation:
 
 
 def routes(settings: EnvoySettings) -> RouteConfiguration:
-    """Return the routes: to the cluster that the router names, to the cluster for requests without a pick, or to a 404.
+    """Return the routes: to the cluster that the router names, to that for requests without a pick, or to an error.
 
-    Envoy answers 404 to all paths that are not allowed, also while Envoy fails open, and does not call a router.
+    Envoy answers 404 to all paths that are not allowed, and 405 to methods that engines do not serve at an inference
+    path. Envoy does so also while it fails open, and does not call a router.
 
     The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
-    absent cluster, because no other pool serves the model (``replies``). With several discovered pools, Envoy also
-    rejects a request for which the router names no cluster, because only a router can find the right pool.
+    absent cluster, because no other pool serves the model (``replies``). With several pools, Envoy also rejects a
+    request for which the router names no cluster, because only a router can find the right pool.
 
     Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
     body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore
@@ -136,12 +150,19 @@ def routes(settings: EnvoySettings) -> RouteConfiguration:
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
     found = [
+        *(_refused(match, methods) for methods, match in refused_methods(settings.allow_paths).items()),
         _route(settings, [named, unrepeatable], RouteAction(cluster_header=CLUSTER_HEADER)),
         _route(settings, [named], RouteAction(cluster_header=CLUSTER_HEADER, retry_policy=_retry_policy())),
         _route(settings, [], RouteAction(cluster=_unpicked(settings))),
         Route(match=RouteMatch(prefix="/"), direct_response=direct(PATH_NOT_FOUND)),
     ]
     return RouteConfiguration(name=_ROUTES, virtual_hosts=[VirtualHost(name=_ROUTES, domains=["*"], routes=found)])
+
+
+def _refused(match: RouteMatch, methods: Sequence[str]) -> Route:
+    """Return the route that answers 405 and names the allowed methods (RFC 9110 section 15.5.6)."""
+    allow = HeaderValueOption(header=HeaderValue(key="allow", value=", ".join(methods)))
+    return Route(match=match, direct_response=direct(METHOD_NOT_ALLOWED), response_headers_to_add=[allow])
 
 
 def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteAction) -> Route:
@@ -159,8 +180,11 @@ def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteA
 
 
 def _unpicked(settings: EnvoySettings) -> str:
-    """Return the cluster of requests without a pick: the first pool's, or the discovered cluster of the only pool."""
-    return ONLY_POOL if settings.discover else cluster_name(settings.pools[0].namespace, settings.pools[0].name)
+    """Return the cluster of requests without a pick: that of the only pool, or a cluster without hosts."""
+    if len(settings.pools) != 1:
+        return ONLY_POOL
+    (only,) = settings.pools
+    return cluster_name(only.namespace, only.name)
 
 
 def _retry_policy() -> RetryPolicy:

@@ -26,6 +26,9 @@ ROUTER_UNREACHABLE = Refused(
     status=503, code="router_unreachable", message="The gateway cannot reach a router to find this model's pool"
 )
 PATH_NOT_FOUND = Refused(status=404, code="path_not_found", message="The gateway does not serve this path")
+METHOD_NOT_ALLOWED = Refused(
+    status=405, code="method_not_allowed", message="The gateway does not serve this path with this method"
+)
 PATH_INVALID = invalid_body("The path is not valid: send it without escaped slashes (%2F, %5C)")
 REQUEST_TIMEOUT = Refused(
     status=408, code="request_timeout", message="The request did not arrive completely in time; send it again"
