@@ -26,8 +26,8 @@ class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
-    tokens of the prompt, including those after the last hashed block. ``block_tokens`` is the estimated number of tokens
-    of a full block. ``exact`` is true for a prompt of token ids, whose numbers are not estimates.
+    tokens of the prompt, including those after the last hashed block. ``block_tokens`` is the estimated number of
+    tokens of a full block. ``exact`` is true for a prompt of token ids, whose numbers are not estimates.
     """
 
     hashes: tuple[int, ...]
