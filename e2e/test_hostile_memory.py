@@ -1,4 +1,4 @@
-"""500 slow, large bodies at once: with the chart's settings, Envoy and the router stay below its memory limits."""
+"""Tests that Envoy and the router stay below the chart's memory limits while 500 clients send large bodies slowly."""
 
 import asyncio
 from collections import Counter

@@ -11,7 +11,8 @@ import socket
 import sys
 
 SLOW_S = 3.0
-# With the kernel's default, 500 connections take the memory that the kernel allows for TCP, also from other processes.
+# With the default buffer size, 500 connections use all TCP memory of the kernel, and connections of other processes
+# stall.
 SEND_BUFFER_BYTES = 64 * 1024
 _HEAD = "POST /v1/chat/completions HTTP/1.1\r\nhost: e\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from dualmap.errors import DualMapError
+from dualmap.pools.pool import BODY_BYTES
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.logs import LogFormat
 
@@ -37,7 +38,7 @@ class Limits:
     picker removes a request after ten minutes without a report.
     """
 
-    body_bytes: int = 16 * 1024 * 1024
+    body_bytes: int = BODY_BYTES
     buffered_bytes: int = 512 * 1024 * 1024
     headers: int = 1000
     header_bytes: int = 256 * 1024

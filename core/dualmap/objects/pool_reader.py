@@ -14,6 +14,7 @@ from typing import Final
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.pool import (
+    BODY_BYTES,
     Discovery,
     Engine,
     Fairness,
@@ -350,7 +351,7 @@ def _read_routing(fields: _Fields) -> Routing:
         receipt_fields=ReceiptFields(
             fields.choice("receiptFields", ReceiptFields.FULL, [each.value for each in ReceiptFields])
         ),
-        max_body_bytes=fields.integer("maxBodyBytes", 16 * 1024 * 1024, 1024, 2**30),
+        max_body_bytes=fields.integer("maxBodyBytes", BODY_BYTES, 1024, 2**30),
         fairness=Fairness(
             header=fairness.matching("header", _HEADER_NAME_OR_NONE, "a lower-case header name, or an empty text", "")
         ),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 CONFIG_MAP: Final = "dualmap-models"
 """The ConfigMap's name; it is in the operator's namespace."""
-# A namespace's name contains no dot.
+# No namespace's key begins with this prefix, because a namespace's name contains no dot.
 _FIXED: Final = "fixed."
 
 

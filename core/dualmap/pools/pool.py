@@ -7,6 +7,7 @@ schema's defaults (docs/pool.md); the fields correspond to ``spec`` and ``status
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
+from typing import Final
 
 
 class MemberState(StrEnum):
@@ -201,6 +202,10 @@ class Fairness:
     header: str = ""
 
 
+BODY_BYTES: Final = 16 * 1024 * 1024
+"""The largest request body that a pool accepts by default."""
+
+
 class ReceiptFields(StrEnum):
     """The fields of x-dualmap-decision. ``CHOSEN`` leaves out what other clients' prompts influence."""
 
@@ -218,7 +223,7 @@ class Routing:
     policy: str = "dualmap"
     receipt_header: bool = True
     receipt_fields: ReceiptFields = ReceiptFields.FULL
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = BODY_BYTES
     fairness: Fairness = Fairness()
     ring: Ring = Ring()
     prefix: Prefix = Prefix()

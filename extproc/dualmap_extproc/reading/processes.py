@@ -172,11 +172,11 @@ class _Worker:
                 async with asyncio.timeout(self._read_s):
                     return await _exchange(self.process, large)
             except TimeoutError:
-                _log.warning("Replaced a process that took too long to read a body", bytes=large.size_bytes)
+                _log.warning("Replaced a reading process that exceeded its time limit", bytes=large.size_bytes)
                 await self.end()
                 return invalid_body("the body takes too long to read")
             except (OSError, asyncio.IncompleteReadError):
-                _log.warning("Replaced a process that ended while it read a body", bytes=large.size_bytes)
+                _log.warning("Replaced a reading process that exited while reading a body", bytes=large.size_bytes)
                 await self.end()
         return overloaded()
 

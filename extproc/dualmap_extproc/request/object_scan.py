@@ -53,16 +53,21 @@ class ObjectScan:
         if self._marks > MARKS_MAX:
             self.state = ObjectState.UNKNOWN
             return
-        pieces = self._without_escapes(chunk).translate(None, _NOT_STRUCTURE).split(b'"')
+        pieces = without_escapes(self._finish(chunk)).translate(None, _NOT_STRUCTURE).split(b'"')
         outside = b"".join(pieces[self._in_string :: 2])
         self._in_string ^= len(pieces) % 2 == 0
         self._depth += outside.count(b"{") - outside.count(b"}")
         if self._depth <= 0 and not self._in_string:
             self.state = ObjectState.CLOSED
 
-    def _without_escapes(self, chunk: bytes) -> bytes:
-        r"""Return the chunk without ``\\`` and ``\"``; keep a backslash at its end for the next chunk."""
+    def _finish(self, chunk: bytes) -> bytes:
+        """Return the chunk after the last chunk's unfinished escape; keep a backslash at its end for the next chunk."""
         chunk = self._unfinished + chunk
         backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
         self._unfinished = b"\\" * (backslashes % 2)
-        return chunk.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in chunk else chunk
+        return chunk
+
+
+def without_escapes(text: bytes) -> bytes:
+    r"""Return JSON text without ``\\`` and ``\"``, so that each remaining quotation mark begins or ends a string."""
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text

@@ -1,8 +1,9 @@
 """Reading bodies without holding the event loop: small bodies at once, large bodies in another process.
 
 Reading a body takes time in proportion to its size and to the number of its JSON elements. ``read_small`` leaves the
-bodies that would hold the event loop for long to another process, which runs ``read_large``. The room ``reading`` has
-the processes. ``encode_body`` to ``decode_result`` are the format of what the processes exchange.
+bodies that would hold the event loop for long to another process, which runs ``read_large``. The package
+``dualmap_extproc.reading`` starts the processes. ``encode_body`` to ``decode_result`` define the format of the messages
+between the router and the processes.
 """
 
 import json
@@ -16,6 +17,7 @@ from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap.prompts.prompt import MAX_NAME, Prompt
 from dualmap_extproc.errors import Refused, body_too_large, invalid_body, model_not_found
 from dualmap_extproc.request.body import model_names, parse_body, prompt_of, read_body
+from dualmap_extproc.request.object_scan import without_escapes
 
 # The stream reads a body itself up to TINY_BYTES, or up to INLINE_BYTES and INLINE_ELEMENTS. The worst body within
 # these limits takes a few milliseconds: the parser takes up to 60 ns a byte for containers and 10 ns for other content,
@@ -120,7 +122,7 @@ def has_more_elements(body: bytes, most: int) -> bool:
     if _separators(body) <= most:
         return False
     # Separators inside of strings are text. Each element is at most two strings (a key and a value).
-    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    outside = without_escapes(body)
     if outside.count(b'"') > 4 * (most + 1):
         return True
     return sum(map(_separators, outside.split(b'"')[::2])) > most

@@ -98,19 +98,8 @@ class Stream:
 
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
-        *(
-            "_arrived_s",
-            "_body",
-            "_deliver",
-            "_head",
-            "_heard_s",
-            "_limits",
-            "_max_body_bytes",
-            "_modes",
-            "_peer",
-            "_picker",
-        ),
-        *("_buffered", "_cancel_reading", "_reader", "_response", "_retries", "_unanswered"),
+        *("_arrived_s", "_body", "_buffered", "_cancel_reading", "_deliver", "_head", "_heard_s", "_limits"),
+        *("_max_body_bytes", "_modes", "_peer", "_picker", "_reader", "_response", "_retries", "_unanswered"),
         *("deadline_s", "decided", "held_bytes", "phase"),
     )
 

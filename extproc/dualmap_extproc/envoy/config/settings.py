@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Final, Self
 
 from dualmap.errors import DualMapError
-from dualmap.pools.pool import Pool
+from dualmap.pools.pool import BODY_BYTES, Pool
 
 PORT_MAX = 65535
 ANY_PATH: Final = "*"
 """The member of ``EnvoySettings.allow_paths`` that allows every path."""
-BODY_BYTES: Final = 16 * 1024 * 1024
-"""The default of ``spec.routing.maxBodyBytes``."""
 MEMORY_BYTES: Final = 1 << 30
-"""The memory of an Envoy whose environment does not tell it: the chart's default."""
+"""The memory limit of Envoy if no other limit is configured: the chart's default."""
 _MEMORY_MIN: Final = 64 << 20
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{letter}i": 1 << 10 * power for power, letter in enumerate("KMGT", start=1)

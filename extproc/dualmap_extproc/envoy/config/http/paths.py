@@ -19,7 +19,7 @@ from dualmap_extproc.envoy.config.settings import ANY_PATH
 # list of paths.
 REGEX_SIZE_MAX: Final = 10_000
 
-# The APIs that the router knows (docs/prompts.md), and the list of models and one model by its name.
+# Regular expressions of the paths of all APIs (docs/prompts.md), and of the model list and a single model.
 _APIS: Final = f"(/v1)?({'|'.join(map(re.escape, PATHS))})({RENDER})?"
 _MODELS: Final = "/v1/models(/.+)?"
 # Browsers send OPTIONS before a request to another origin, without credentials, and engines answer it.

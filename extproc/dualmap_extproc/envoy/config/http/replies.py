@@ -56,7 +56,7 @@ _UNAVAILABLE = (
 
 
 def local_replies(settings: EnvoySettings) -> LocalReplyConfig:
-    """Return the bodies of Envoy's own errors: for example for a body above the limit."""
+    """Return the OpenAI error bodies of Envoy's own error responses, such as 413 for a body above the limit."""
     return LocalReplyConfig(
         mappers=[
             _mapper(_TOO_LARGE, body_too_large(settings.body_bytes)),
