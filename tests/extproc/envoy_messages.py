@@ -264,6 +264,7 @@ class Conversation:
         self.picker = picker
         self.buffered = buffered or BufferedBodies(self.limits.buffered_bytes)
         self.reader = reader
+        self.tokens = tokens
         self.again()
 
     def send(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
@@ -279,7 +280,9 @@ class Conversation:
 
     def again(self) -> None:
         """Begin another stream with the same picker."""
-        self.stream = Stream(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader)
+        self.stream = Stream(
+            *(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader), tokens=self.tokens
+        )
 
     @property
     def in_flight(self) -> int:

@@ -134,7 +134,7 @@ def test_pool_page_shows_queued_requests_per_endpoint_and_pool() -> None:
     status = PoolRouter(builders.pool(1)).status()
     (endpoint,) = status.endpoints
     status = replace(status, held=5, endpoints=(replace(endpoint, held=3, suspended=True),))
-    document = pool_document("router-0", status, Traffic())
+    document = pool_document("router-0", status, Traffic(), {"source": "Estimate"})
     assert document["held"] == 5
     (shown,) = document["endpoints"]  # type: ignore[misc]  # a list of dicts
     assert (shown["held"], shown["suspended"]) == (3, True)

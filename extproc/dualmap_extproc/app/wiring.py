@@ -231,9 +231,9 @@ async def _pool_source(
             run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s
         )
     files = PoolFileWatcher(settings.pools)
-    pools = files.load()
-    tokenizers.start(pools)
-    adoption.adopt(pools)
+    loaded = files.load()
+    tokenizers.start(loaded)
+    adoption.adopt(loaded)
     return _PoolSource(
         run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
         known=_at_once,

@@ -42,12 +42,13 @@ class Renderer:
         path = _PATHS.get(api)
         if path is None:
             raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) have no renderer")
-        try:
-            answer = await self._post(url.rstrip("/") + path, b"".join(chunks))
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise UnsupportedRequest(f"the renderer gave no valid HTTP answer ({type(error).__name__})") from error
+        answer = await self._post(url.rstrip("/") + path, b"".join(chunks))
         # Most answers take less than a millisecond to decode; a long prompt's answer takes several.
         return await asyncio.to_thread(_ids, answer) if len(answer) > _CHUNK_BYTES else _ids(answer)
+
+    async def tokenized(self, url: str, body: bytes) -> "array[int]":
+        """Return the ids that an engine's ``/tokenize`` gives. Raises UnsupportedRequest if it gives none."""
+        return _ids(await self._post(url.rstrip("/") + "/tokenize", body), "tokens")
 
     async def close(self) -> None:
         """Close open connections."""
@@ -65,32 +66,38 @@ class Renderer:
                 trust_env=False,
             )
         headers = {"Content-Type": "application/json"}
-        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-            if response.status != 200:
-                raise UnsupportedRequest(f"the renderer answered with {response.status}")
-            answer = bytearray()
-            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                answer += chunk
-                if len(answer) > ANSWER_MAX_BYTES:
-                    raise UnsupportedRequest(f"the renderer's answer has more than {ANSWER_MAX_BYTES} bytes")
-            return bytes(answer)
+        try:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise UnsupportedRequest(f"{url} answered with {response.status}")
+                answer = bytearray()
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    answer += chunk
+                    if len(answer) > ANSWER_MAX_BYTES:
+                        raise UnsupportedRequest(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
+                return bytes(answer)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # asyncio.TimeoutError is an OSError as well, but belongs to the caller's deadline.
+            if isinstance(error, TimeoutError):
+                raise
+            raise UnsupportedRequest(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
 
 
-def _ids(answer: bytes) -> "array[int]":
+def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
     """Return the ids in an answer. Raises UnsupportedRequest for anything but the ids of one prompt of text."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
-        raise UnsupportedRequest("the renderer's answer is not JSON") from None
+        raise UnsupportedRequest("the answer is not JSON") from None
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    ids = value.get("token_ids") if isinstance(value, dict) else None
+    ids = value.get(field) if isinstance(value, dict) else None
     if not isinstance(ids, list):
-        raise UnsupportedRequest("the renderer's answer has no token_ids of one prompt")
+        raise UnsupportedRequest(f"the answer has no {field} of one prompt")
     features = value.get("features")
     if isinstance(features, dict) and features.get("mm_hashes"):
         raise UnsupportedRequest("the request contains media")
     try:
         return array("I", ids)
     except (TypeError, OverflowError):
-        raise UnsupportedRequest("the renderer's token_ids are not numbers of tokens") from None
+        raise UnsupportedRequest(f"the answer's {field} are not ids of tokens") from None

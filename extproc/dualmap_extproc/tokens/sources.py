@@ -10,8 +10,9 @@ The files of a tokenizer may change. A version that cannot be read is logged onc
 import asyncio
 import time
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -37,6 +38,7 @@ RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
 _THREADS: Final = 2
 _POLL_S: Final = 5.0
+Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int] | None"]]
 _Version: TypeAlias = tuple[tuple[int, int, int], ...]
 
 _log = get_logger(__name__)
@@ -111,13 +113,15 @@ class PoolTokenizers:
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
                 return None
-            return self._later(pool, _class_of(model, api, chunks), self._renderer.ids(wanted.url, chunks, api), done)
+            return self._later(
+                pool, _class_of(model, api, chunks), partial(self._renderer.ids, wanted.url, chunks, api), done
+            )
         folder = self._files.get(pool)
         if folder is None or not small:
             return None
         began_s = time.perf_counter()
         if size_bytes > INLINE_BYTES:
-            return self._later(pool, _class_of(model, api, chunks), self._in_thread(folder, chunks, api), done)
+            return self._later(pool, _class_of(model, api, chunks), partial(self._in_thread, folder, chunks, api), done)
         ids = _ids_of(folder, b"".join(chunks), api)
         self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
         return None if ids is None else Tokens(ids, _class_of(model, api, chunks))
@@ -144,7 +148,7 @@ class PoolTokenizers:
             return
         try:
             read = await asyncio.to_thread(_Folder, path)
-        except TokenizerError as error:
+        except Exception as error:  # noqa: BLE001  # no content of a file may end the router
             kept = "keeping the last valid version" if folder is not None else "routing by bytes"
             _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
             self._problems[pool] = (version, str(error))
@@ -154,23 +158,23 @@ class PoolTokenizers:
             self._problems.pop(pool, None)
             _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
 
-    def _later(
-        self, pool: str, requests: TokenClass, computed: Coroutine[Any, Any, "array[int] | None"], done: TokensDone
-    ) -> Pending:
+    def _later(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> Pending:
         """Call ``done`` with the ids that are computed, or without them after the deadline."""
-        task = asyncio.create_task(self._wait(pool, requests, computed, done))
+        task = asyncio.create_task(self._wait(pool, requests, compute, done))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
-        return Pending(task.cancel)
 
-    async def _wait(
-        self, pool: str, requests: TokenClass, computed: Coroutine[Any, Any, "array[int] | None"], done: TokensDone
-    ) -> None:
+        def cancel() -> None:
+            task.cancel()
+
+        return Pending(cancel)
+
+    async def _wait(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> None:
         began_s = self._clock()
         ids: array[int] | None = None
         try:
             async with asyncio.timeout(TOKENIZE_S):
-                ids = await computed
+                ids = await compute()
         except TimeoutError:
             _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
         except UnsupportedRequest as error:

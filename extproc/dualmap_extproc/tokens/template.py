@@ -7,7 +7,6 @@ keeps a template from reaching Python's internals through a message.
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Final
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -64,7 +63,7 @@ def _environment() -> Environment:
 class _Generation(Extension):
     """The block ``generation``, which marks assistants' text for training and does not change the text."""
 
-    tags: Final = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it without ClassVar
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the statements inside the block."""
@@ -96,26 +95,28 @@ def _reads_parts(template: nodes.Template) -> bool:
     """Return whether a template loops over the parts of a message's content, and not over its text."""
     messages = _aliases(template, "messages")
     loops = list(template.find_all(nodes.For))
-    items = {each.target.name for each in loops if _name(each.iter) in messages and isinstance(each.target, nodes.Name)}
+    items = {_name(each.target) for each in loops if _name(each.iter) in messages} - {None}
     return any(_content_owner(each.iter) in items for each in loops)
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
     """Return the names of the variables that are, directly or through others, the value of ``name`` or a part of it."""
     found = {name}
-    assigned = [each for each in template.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)]
-    while more := {each.target.name for each in assigned if _name(each.node) in found} - found:
+    assigned = [(_name(each.target), _name(each.node)) for each in template.find_all(nodes.Assign)]
+    while more := {target for target, value in assigned if target is not None and value in found} - found:
         found |= more
     return found
 
 
 def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
     """Return an expression without filters, tests and slices around it."""
-    while isinstance(node, nodes.Filter | nodes.Test) or (
-        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-    ):
-        node = node.node
-    return node
+    while True:
+        if isinstance(node, nodes.Filter | nodes.Test) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        else:
+            return node
 
 
 def _name(node: nodes.Node | None) -> str | None:
