@@ -29,6 +29,7 @@ from dualmap_extproc.request.observations import (
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
+from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
@@ -252,6 +253,7 @@ class Conversation:
         now=100.0,
         buffered: BufferedBodies | None = None,
         reader: Reader | None = None,
+        tokens: TokenSources | None = None,
     ) -> None:
         self.observer = Recorder()
         self.limits = limits or Limits()
