@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dualmap.errors import BadRequest
 from dualmap.prompts.api import PATHS, Api, api_of, guess_api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import LAYOUTS, read_prompt

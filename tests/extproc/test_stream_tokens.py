@@ -9,7 +9,7 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.parity import WINDOW, TokenClass
 from dualmap.requests import Request, Usage
 from dualmap.router import PoolRouter
-from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Decided, TokensMismatched
 from dualmap_extproc.request.stream import Phase
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
@@ -125,12 +125,7 @@ def ended(talk: Conversation, prompt_tokens: int, *, number: int = 1) -> None:
         talk.again()
         talk.send(request_headers(), request_body(chat()))
         request_id = talk.stream._response.request_id
-        entry = AccessLogEntry(
-            request_id=request_id,
-            served_endpoint=None,
-            ending=Ending.FINISHED,
-            usage=Usage(prompt_tokens=prompt_tokens),
-        )
+        entry = AccessLogEntry(request_id=request_id, status=200, usage=Usage(prompt_tokens=prompt_tokens))
         talk.picker.access_log(talk.now, entry)
         talk.close()
 

@@ -121,7 +121,7 @@ async def test_request_beyond_the_files_has_no_tokens(files: Sources) -> None:
 
 
 async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "TOKENIZE_S", 0.0)
+    monkeypatch.setattr(sources, "TOKENIZE_MS", 0)
     assert await files.tokens(chat("x" * 10_000)) is None
 
 
@@ -214,7 +214,7 @@ async def test_renderer_that_sends_too_much_is_not_used(monkeypatch: pytest.Monk
 
 
 async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "TOKENIZE_S", 0.05)
+    monkeypatch.setattr(sources, "TOKENIZE_MS", 50)
     released = asyncio.Event()
 
     async def give(_: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """The sources of token ids of all pools: their tokenizers' files, or their renderers.
 
 Short prompts are tokenized at once. Longer ones are tokenized in threads, where the tokenizer releases the
-interpreter's lock. A request whose ids are not there within TOKENIZE_S is routed by its bytes, as in a pool without a
+interpreter's lock. A request whose ids are not there within TOKENIZE_MS is routed by its bytes, as in a pool without a
 source. Bodies that the reading processes had to parse are routed by their bytes with the source Files.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
@@ -28,8 +28,8 @@ from dualmap_extproc.tokens.files import NAMES, FilesTokenizer, TokenizerError
 from dualmap_extproc.tokens.messages import UnsupportedRequest
 from dualmap_extproc.tokens.renderer import Renderer
 
-TOKENIZE_S: Final = 0.2
-"""The longest time that a request waits for its token ids."""
+TOKENIZE_MS: Final = 200
+"""The longest time in milliseconds that a request waits for its token ids."""
 INLINE_BYTES: Final = 8 * 1024
 """The largest body that is tokenized at once. It takes at most about a millisecond."""
 PENDING_MAX: Final = 64
@@ -173,7 +173,7 @@ class PoolTokenizers:
         began_s = self._clock()
         ids: array[int] | None = None
         try:
-            async with asyncio.timeout(TOKENIZE_S):
+            async with asyncio.timeout(TOKENIZE_MS / 1000):
                 ids = await compute()
         except TimeoutError:
             _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
