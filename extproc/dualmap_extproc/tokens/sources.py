@@ -31,7 +31,7 @@ from dualmap_extproc.tokens.renderer import Renderer
 TOKENIZE_MS: Final = 200
 """The longest time in milliseconds that a request waits for its token ids."""
 INLINE_BYTES: Final = 8 * 1024
-"""The largest body that is tokenized at once. It takes at most about a millisecond."""
+"""The largest body that is tokenized at once. Rendering and tokenizing it takes at most about two milliseconds."""
 PENDING_MAX: Final = 64
 """The most requests that wait for token ids; further ones are routed by bytes."""
 RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
