@@ -1,7 +1,7 @@
 """A stream that waits for token ids, and the comparison of the ids' number with the engine's count."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -9,8 +9,11 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.parity import WINDOW, TokenClass
 from dualmap.requests import Request, Usage
 from dualmap.router import PoolRouter
+from dualmap_extproc.request.body import read_body
+from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Decided, TokensMismatched
+from dualmap_extproc.request.reading import Done, LargeBody
 from dualmap_extproc.request.stream import Phase
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
 from extproc.envoy_messages import (
@@ -18,10 +21,12 @@ from extproc.envoy_messages import (
     chat,
     destination,
     pool,
+    refused_with,
     request_body,
     request_headers,
     response_headers,
 )
+from extproc.stream_requests import every_mode
 
 CLASS = TokenClass(model="m", api=Api.CHAT, has_tools=False)
 TOKENS = Tokens(array("I", range(10)), CLASS)
@@ -150,3 +155,47 @@ def test_removed_pool_forgets_its_comparisons() -> None:
     talk.picker.set_pools(talk.now, ())
     talk.picker.set_pools(talk.now, (pool(),))
     assert talk.picker.distrusted(POOL) == ()
+
+
+@every_mode
+def test_request_that_waited_is_answered_as_without_tokens(config: object) -> None:
+    source, plain = Source(TOKENS, later=True), Conversation()
+    talk = Conversation(tokens=source)
+    early = talk.send(request_headers(config), request_body(chat()))
+    meanwhile = (talk.stream.phase, talk.buffered.held_bytes, talk.in_flight)
+    source.finish(now=talk.now)
+    expected = plain.send(request_headers(config), request_body(chat()))
+    assert early + talk.delivered == expected
+    assert meanwhile == (Phase.QUEUED, len(chat()), 0)
+    assert talk.in_flight == 1
+
+
+class HeldReader:
+    """A reader whose reading ends when the test lets it."""
+
+    def read(self, large: LargeBody, done: Done) -> Callable[[], None]:
+        self.large, self.done = large, done
+        return lambda: None
+
+
+def test_tokens_follow_the_reading_of_a_large_body(requests: list[Request]) -> None:
+    source, reader = Source(TOKENS, later=True), HeldReader()
+    talk = Conversation(tokens=source, reader=reader)
+    body = chat("long text " * 60_000)
+    talk.send(request_headers(), request_body(body))
+    assert source.asked == []
+    reader.done(200.0, read_body(body, reader.large.api))
+    assert [(each[2], each[3]) for each in source.asked] == [(body, False)]
+    assert (talk.stream.phase, talk.buffered.held_bytes, requests) == (Phase.QUEUED, len(body), [])
+    source.finish(300.0)
+    assert [each.token_ids for each in requests] == [TOKENS.ids]
+    assert len(talk.observer.of(Decided)) == 1
+    assert talk.buffered.held_bytes == 0
+
+
+def test_request_whose_tokens_wait_counts_as_buffered() -> None:
+    source = Source(TOKENS, later=True)
+    talk = Conversation(tokens=source, buffered=BufferedBodies(10))
+    answers = talk.send(request_headers(), request_body(chat()))
+    assert refused_with(answers[-1:]) == 503
+    assert (talk.buffered.held_bytes, source.waiting) == (0, [])

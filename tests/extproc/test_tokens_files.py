@@ -206,3 +206,15 @@ def test_template_for_tools_is_used_with_tools(folder: Path) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert text_of(tokenizer.ids({"messages": [USER]}, Api.CHAT)) == "plain"
     assert text_of(tokenizer.ids({"messages": [USER], "tools": [tool]}, Api.CHAT)) == "tools"
+
+
+def test_cache_is_off_if_its_ids_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FilesTokenizer, "_agrees_with", lambda *_: False)
+    tokenizer = FilesTokenizer(str(folder))
+    assert not tokenizer.cached
+    assert text_of(tokenizer.ids({"prompt": "hello"}, Api.COMPLETIONS)) == "hello"
+    assert tokenizer.cache_use().of_bytes == 0
+
+
+def test_tokenizer_without_special_tokens_is_not_cached(tmp_path: Path) -> None:
+    assert not FilesTokenizer(str(write_tokenizer(tmp_path / "t", special=()))).cached
