@@ -35,6 +35,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "explain",
         "Print which instance the router chooses for a request, and why.",
     ),
+    "tokenize": (
+        "dualmap_extproc.app.tokenize",
+        "tokenize",
+        "Print the token count of a request, and compare the ids with an engine's.",
+    ),
     "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its paper or project."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),

@@ -5,7 +5,8 @@ event returns the Decision or Rejection. The drivers (the ext_proc server and th
 progress to the router. The router returns values for metrics and logs.
 """
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ class Request:
     that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
     client sent no session.
     ``client`` identifies the client among those of the pool; 0 if clients are not distinguished.
+    ``token_ids`` are the ids that the engine computes; None if they are not known. Keys never depend on them.
     """
 
     id: str
@@ -33,6 +35,7 @@ class Request:
     streamed: bool = True
     session: int | None = None
     client: int = 0
+    token_ids: "array[int] | None" = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import yaml
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
 from dualmap.policies.registry import POLICIES
-from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm
+from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm, TokenSource
 from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
 from dualmap_operator.decide.workload.checks import template_warnings
 from dualmap_operator.names import KIND, PLURAL, VERSION, ConditionType
@@ -260,6 +260,7 @@ def test_crd_only_the_dispatch_window_may_be_unlimited() -> None:
 def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
+        "spec.engine.tokenizer.source": [each.value for each in TokenSource],
         "spec.routing.policy": list(POLICIES),
         "spec.routing.receiptFields": [each.value for each in ReceiptFields],
         "spec.routing.ring.algorithm": [each.value for each in RingAlgorithm],

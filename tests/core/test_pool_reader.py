@@ -6,7 +6,17 @@ import pytest
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import parse_duration, read_pools
-from dualmap.pools.pool import Engine, MemberState, Pool, Queue, ReceiptFields, RingAlgorithm, Routing
+from dualmap.pools.pool import (
+    Engine,
+    MemberState,
+    Pool,
+    Queue,
+    ReceiptFields,
+    RingAlgorithm,
+    Routing,
+    Tokenizer,
+    TokenSource,
+)
 
 OBJECT: dict[str, Any] = {
     "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -17,6 +27,7 @@ OBJECT: dict[str, Any] = {
         "engine": {"type": "vLLM", "port": 8000, "prefillTokensPerSecond": 9000, "cacheTokens": 500000,
                    "maxModelLen": 32768,
                    "discovery": {"enabled": True, "interval": "10s"},
+                   "tokenizer": {"source": "Files", "path": "/models/qwen"},
                    "kvEvents": {"enabled": True, "port": 1, "replayPort": 2}},
         "replicas": 4,
         "workload": {"template": {"anything": ["goes"]}},
@@ -63,6 +74,7 @@ def test_pool_fields_are_all_parsed() -> None:
     assert (pool.id, pool.model.name, pool.model.aliases) == ("llm/qwen", "Qwen/Qwen2.5-7B-Instruct", ("qwen",))
     assert (pool.engine.prefill_tokens_per_second, pool.engine.cache_tokens) == (9000, 500_000)
     assert pool.engine.kv_events.enabled
+    assert pool.engine.tokenizer == Tokenizer(source=TokenSource.FILES, path="/models/qwen")
     assert pool.engine.max_model_len == 32_768
     assert (pool.slo.ttft_s, pool.slo.attainment) == (2, 0.95)
     routing = pool.routing
@@ -157,6 +169,16 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/engine/prefillTokensPerSecond", 99, "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/prefillTokensPerSecond", float("nan"), "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/kvEvents/prt", 1, "spec.engine.kvEvents.prt"),
+        ("spec/engine/tokenizer/source", "files", "spec.engine.tokenizer.source"),
+        ("spec/engine/tokenizer/source", "Estimate", "spec.engine.tokenizer.path"),
+        ("spec/engine/tokenizer/path", "", "spec.engine.tokenizer.path"),
+        ("spec/engine/tokenizer/path", 7, "spec.engine.tokenizer.path"),
+        ("spec/engine/tokenizer/url", "http://renderer:8000", "spec.engine.tokenizer.url"),
+        ("spec/engine/tokenizer/file", "x", "spec.engine.tokenizer.file"),
+        ("spec/engine/tokenizer", {}, "spec.engine.kvEvents.enabled"),
+        ("spec/engine/tokenizer", {"source": "Renderer"}, "spec.engine.tokenizer.url"),
+        ("spec/engine/tokenizer", {"source": "Renderer", "url": "ftp://renderer"}, "spec.engine.tokenizer.url"),
+        ("spec/engine/tokenizer", {"source": "Renderer", "url": "http://user@host"}, "spec.engine.tokenizer.url"),
         ("spec/engine/maxModelLen", -1, "spec.engine.maxModelLen"),
         ("spec/engine/discovery/enabled", 1, "spec.engine.discovery.enabled"),
         ("spec/engine/discovery/interval", "500ms", "spec.engine.discovery.interval"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dualmap.errors import BadRequest
 from dualmap.prompts.api import PATHS, Api, api_of, guess_api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import LAYOUTS, read_prompt
@@ -276,3 +277,14 @@ def test_api_page_lists_every_path_and_field_in_order() -> None:
 )
 def test_api_of_a_body_without_path_is_guessed_from_its_fields(body: Any, api: Api) -> None:
     assert guess_api(body) is api
+
+
+@pytest.mark.parametrize("mode", ["full", "", 1])
+def test_prompt_refuses_requests_for_a_full_report(mode: object) -> None:
+    with pytest.raises(BadRequest, match="kv_cache_report_mode"):
+        read_prompt({"model": "m", "prompt": "a", "vllm_xargs": {"kv_cache_report_mode": mode}})
+
+
+@pytest.mark.parametrize("extra", [None, {}, [], {"kv_cache_report_mode": "incremental"}, {"other": 1}])
+def test_prompt_accepts_other_extra_arguments(extra: object) -> None:
+    assert read_prompt({"model": "m", "prompt": "a", "vllm_xargs": extra}).text == b"a"

@@ -29,6 +29,7 @@ from dualmap_extproc.request.observations import (
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
+from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
@@ -252,6 +253,7 @@ class Conversation:
         now=100.0,
         buffered: BufferedBodies | None = None,
         reader: Reader | None = None,
+        tokens: TokenSources | None = None,
     ) -> None:
         self.observer = Recorder()
         self.limits = limits or Limits()
@@ -264,6 +266,7 @@ class Conversation:
         self.picker = picker
         self.buffered = buffered or BufferedBodies(self.limits.buffered_bytes)
         self.reader = reader
+        self.tokens = tokens
         self.again()
 
     def send(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
@@ -279,7 +282,9 @@ class Conversation:
 
     def again(self) -> None:
         """Begin another stream with the same picker."""
-        self.stream = Stream(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader)
+        self.stream = Stream(
+            *(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader), tokens=self.tokens
+        )
 
     @property
     def in_flight(self) -> int:

@@ -18,11 +18,22 @@ from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.tokens.sources import PoolTokenizers
 from extproc.envoy_messages import chat, crowded_pool, pool
 
 
 class Engines(EngineProfiles):
     """Records the pools, and asks no engine."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[Pool, ...]] = []
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.pools.append(tuple(pools))
+
+
+class Tokenizers(PoolTokenizers):
+    """Records the pools, and reads no tokenizer."""
 
     def __init__(self) -> None:
         self.pools: list[tuple[Pool, ...]] = []
@@ -41,7 +52,8 @@ class Adopted:
         self.discovery = Discovery(self.metrics)
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
         self.engines = Engines()
-        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.picker)
+        self.tokenizers = Tokenizers()
+        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.tokenizers, self.picker)
         self.adoption.adopt(pools)
 
     def hold(self) -> None:

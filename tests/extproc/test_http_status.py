@@ -114,7 +114,7 @@ async def test_pool_page_has_the_documented_fields() -> None:
             assert response.status == 200
             assert response.content_type == "application/json"
             document = await response.json()
-    assert document.keys() == {"router", "ring_version", "held", "traffic", "endpoints"}
+    assert document.keys() == {"router", "ring_version", "held", "traffic", "tokenizer", "endpoints"}
     assert (document["router"], document["ring_version"]) == ("router-0", 1)
     assert {"requests", "slo_met", "first_tokens", "measured_cached_tokens"} <= document["traffic"].keys()
     endpoints = document["endpoints"]
@@ -134,7 +134,7 @@ def test_pool_page_shows_queued_requests_per_endpoint_and_pool() -> None:
     status = PoolRouter(builders.pool(1)).status()
     (endpoint,) = status.endpoints
     status = replace(status, held=5, endpoints=(replace(endpoint, held=3, suspended=True),))
-    document = pool_document("router-0", status, Traffic())
+    document = pool_document("router-0", status, Traffic(), {"source": "Estimate"})
     assert document["held"] == 5
     (shown,) = document["endpoints"]  # type: ignore[misc]  # a list of dicts
     assert (shown["held"], shown["suspended"]) == (3, True)

@@ -34,6 +34,8 @@ from dualmap.pools.pool import (
     SessionMigration,
     Slo,
     Spill,
+    Tokenizer,
+    TokenSource,
 )
 
 GROUP: Final = "serving.dualmap.dev"
@@ -62,6 +64,10 @@ _METADATA_SERVICES: Final = frozenset(
     )
 )
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
+_LONGEST_PATH: Final = 1024
+# The same as in the schema. A server is named without user, query and fragment.
+_HTTP_URL: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]{1,253}(/[A-Za-z0-9._~/-]{0,200})?", re.ASCII)
+_HTTP_URL_ACCEPTED: Final = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
 
@@ -320,6 +326,7 @@ def _read_engine(fields: _Fields) -> Engine:
             port=events.integer("port", 5557, 1, 65_535),
             replay_port=events.integer("replayPort", 5558, 1, 65_535),
         ),
+        tokenizer=_read_tokenizer(fields.sub("tokenizer")),
         discovery=Discovery(
             enabled=discovery.flag("enabled", default=True),
             interval_s=discovery.duration("interval", 10.0, low_s=1.0, high_s=3600.0),
@@ -330,7 +337,24 @@ def _read_engine(fields: _Fields) -> Engine:
     events.refuse_others()
     discovery.refuse_others()
     fields.refuse_others()
+    if engine.kv_events.enabled and engine.tokenizer.source is TokenSource.ESTIMATE:
+        accepted = "false while spec.engine.tokenizer.source is Estimate, because KV events contain token ids"
+        raise PoolError(events.at("enabled"), True, accepted)
     return engine
+
+
+def _read_tokenizer(fields: _Fields) -> Tokenizer:
+    source = TokenSource(fields.choice("source", TokenSource.ESTIMATE, list(TokenSource)))
+    tokenizer = Tokenizer(
+        source=source,
+        path=fields.text("path", longest=_LONGEST_PATH) if source is TokenSource.FILES else "",
+        url=fields.matching("url", _HTTP_URL, _HTTP_URL_ACCEPTED) if source is TokenSource.RENDERER else "",
+    )
+    for name, owner in (("path", TokenSource.FILES), ("url", TokenSource.RENDERER)):
+        if source is not owner and fields.get(name) not in (None, ""):
+            raise PoolError(fields.at(name), fields.get(name), f"no value, because source is {source} and not {owner}")
+    fields.refuse_others()
+    return tokenizer
 
 
 def _read_slo(fields: _Fields) -> Slo:

@@ -82,6 +82,23 @@ class KvEvents:
     replay_port: int = 5558
 
 
+class TokenSource(StrEnum):
+    """How the router gets the token ids of a prompt; ESTIMATE stands for no ids."""
+
+    ESTIMATE = "Estimate"
+    FILES = "Files"
+    RENDERER = "Renderer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """The source of token ids: the folder ``path`` for FILES, the server at ``url`` for RENDERER."""
+
+    source: TokenSource = TokenSource.ESTIMATE
+    path: str = ""
+    url: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discovery:
     """What the router asks of every member's engine.
@@ -113,6 +130,7 @@ class Engine:
     kv_tokens: int | None = None
     max_model_len: int = 131_072
     kv_events: KvEvents = KvEvents()
+    tokenizer: Tokenizer = Tokenizer()
     discovery: Discovery = Discovery()
 
 

@@ -210,6 +210,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise BadRequest("the body must have the field model with a non-empty string", param="model")
+    _check_report_mode(body.get("vllm_xargs"))
     salt = body.get("cache_salt")
     try:
         # The names come first: a body that is refused for a name takes little time.
@@ -227,6 +228,15 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _check_report_mode(extra: object) -> None:
+    """Raise BadRequest for a request that makes vLLM announce cached blocks again.
+
+    Such a report looks like new blocks to every reader of KV events, and ends some engines.
+    """
+    if isinstance(extra, dict) and extra.get("kv_cache_report_mode") not in (None, "incremental"):
+        raise BadRequest("vllm_xargs.kv_cache_report_mode must be incremental", param="vllm_xargs")
 
 
 def _name(text: str, param: str) -> str:

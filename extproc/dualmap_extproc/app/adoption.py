@@ -17,6 +17,7 @@ from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.tokens.sources import PoolTokenizers
 
 # Every worker of an idle Envoy applies a push within 2 ms; a busy Envoy takes longer. The delay is negligible for
 # requests that waited for a member to start.
@@ -27,12 +28,19 @@ class Adoption:
     """The component that applies every version of the pools, first to Envoy and then to the picker."""
 
     def __init__(
-        self, metrics: Metrics, demand: Demand, discovery: Discovery, engines: EngineProfiles, picker: Picker
+        self,
+        metrics: Metrics,
+        demand: Demand,
+        discovery: Discovery,
+        engines: EngineProfiles,
+        tokenizers: PoolTokenizers,
+        picker: Picker,
     ) -> None:
         self._metrics = metrics
         self._demand = demand
         self._discovery = discovery
         self._engines = engines
+        self._tokenizers = tokenizers
         self._picker = picker
         self._pools: Sequence[Pool] = ()
         self._due: asyncio.TimerHandle | None = None
@@ -44,6 +52,7 @@ class Adoption:
         self._demand.set_pools(pools)
         self._discovery.publish(pools)
         self._engines.set_pools(pools)
+        self._tokenizers.set_pools(pools)
         if not self._must_wait():
             self._set_picker_pools()
         elif self._due is None:

@@ -45,6 +45,8 @@ from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.tokens.files import TokenizerError
+from dualmap_extproc.tokens.sources import PoolTokenizers
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
@@ -60,7 +62,7 @@ def run(settings: Settings) -> int:
     """
     try:
         asyncio.run(serve(settings))
-    except (KubeConfigError, PoolFileError, TlsError, TracingError) as error:
+    except (KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError) as error:
         click.echo(f"dualmap router: {error}", err=True)
         return 2
     except AddressError as error:
@@ -72,7 +74,7 @@ def run(settings: Settings) -> int:
 async def serve(settings: Settings) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it.
 
-    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError if the router cannot start.
+    Raises KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError or AddressError if it cannot start.
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
@@ -106,15 +108,16 @@ async def serve(settings: Settings) -> None:
         picker.on_profile(loop.time(), pool, member, profile)
 
     engines = EngineProfiles(take_profile)
-    adoption = Adoption(metrics, demand, discovery, engines, picker)
+    tokenizers = PoolTokenizers(observations.report)
+    adoption = Adoption(metrics, demand, discovery, engines, tokenizers, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
         for entry in entries:
             picker.access_log(loop.time(), entry)
 
-    source = await _pool_source(settings, metrics, adoption)
+    source = await _pool_source(settings, metrics, adoption, tokenizers)
     reading = ReadingProcesses()
-    processor = ExternalProcessor(picker, observations.report, settings.limits, reading)
+    processor = ExternalProcessor(picker, observations.report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
     servers = GrpcServers(
         processor,
@@ -128,6 +131,7 @@ async def serve(settings: Settings) -> None:
         statuses=picker.statuses,
         signals=demand.signals,
         metrics=metrics,
+        tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
         dashboard=None
         if histories is None
         else _dashboard(settings.replica_id, picker, pool_demand, histories, _reach(exchange, source.ages_s)),
@@ -141,6 +145,7 @@ async def serve(settings: Settings) -> None:
             asyncio.create_task(discovery.run()),
             asyncio.create_task(keep_deadlines(picker)),
             asyncio.create_task(reading.run()),
+            asyncio.create_task(tokenizers.run()),
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))
@@ -166,6 +171,7 @@ async def serve(settings: Settings) -> None:
         await status.close()
         await source.close()
         await engines.close()
+        await tokenizers.close()
         await asyncio.to_thread(close_tracing)
 
 
@@ -207,8 +213,13 @@ class _PoolSource:
     ages_s: Callable[[], Mapping[str, float]]
 
 
-async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _PoolSource:
-    """Return the source of pools; adopt pools of files immediately. Raises PoolFileError and KubeConfigError."""
+async def _pool_source(
+    settings: Settings, metrics: Metrics, adoption: Adoption, tokenizers: PoolTokenizers
+) -> _PoolSource:
+    """Return the source of pools; adopt pools of files immediately.
+
+    Raises PoolFileError, KubeConfigError, and TokenizerError for the tokenizer of a pool in a file.
+    """
     if settings.kube is not None:
         client = await KubeClient.connect()
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
@@ -220,7 +231,9 @@ async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption)
             run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s
         )
     files = PoolFileWatcher(settings.pools)
-    adoption.adopt(files.load())
+    loaded = files.load()
+    tokenizers.start(loaded)
+    adoption.adopt(loaded)
     return _PoolSource(
         run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
         known=_at_once,

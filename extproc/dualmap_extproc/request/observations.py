@@ -126,6 +126,21 @@ class ServedElsewhere(NamedTuple):
     pool: str
 
 
+class Tokenized(NamedTuple):
+    """The router computed a request's token ids, or gave up, in ``seconds``."""
+
+    now: float
+    pool: str
+    seconds: float
+
+
+class TokensMismatched(NamedTuple):
+    """The engine counted another number of prompt tokens than the router's token ids."""
+
+    now: float
+    pool: str
+
+
 Observation: TypeAlias = (
     Routed
     | RoutedBodiless
@@ -139,6 +154,8 @@ Observation: TypeAlias = (
     | Expired
     | Measured
     | ServedElsewhere
+    | Tokenized
+    | TokensMismatched
 )
 Report: TypeAlias = Callable[[Observation], None]
 

@@ -19,6 +19,7 @@ from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
+from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
@@ -53,10 +54,13 @@ from dualmap_extproc.request.observations import (
     Routed,
     RoutedBodiless,
     ServedElsewhere,
+    TokensMismatched,
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Outcomes, ServedPools
+from dualmap_extproc.request.token_counts import TokenCounts
+from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
@@ -122,6 +126,7 @@ class Picker:
         self._released: deque[tuple[str, Picked | Refused]] = deque()
         self._resuming = False
         self._ended = EndedRequests(limits.ended_requests)
+        self._counts = TokenCounts()
         self._on_first_queued: Callable[[], None] = lambda: None
 
     @property
@@ -133,6 +138,15 @@ class Picker:
         """Return a pool (``namespace/name``) with what its engines say about open values; None if it is not served."""
         router = self._served.router(name)
         return None if router is None else router.pool
+
+    def pool_of(self, model: str) -> str | None:
+        """Return the pool (``namespace/name``) that serves a model, None for an unknown model."""
+        router = self._served.of_model(model)
+        return None if router is None else router.pool.id
+
+    def distrusted(self, pool: str) -> tuple[TokenClass, ...]:
+        """Return the classes of a pool's requests whose token ids are not used (``token_counts``)."""
+        return self._counts.distrusted(pool)
 
     @property
     def kept_headers(self) -> frozenset[str]:
@@ -157,6 +171,7 @@ class Picker:
         picker rejects the queued requests of a removed pool.
         """
         removed, effects = self._served.replace(now, pools)
+        self._counts.set_pools(pool.id for pool in pools)
         self._kept_headers = self._served.session_headers | self._served.client_headers | self._trace_headers
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
@@ -220,8 +235,9 @@ class Picker:
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
         peer: str = "",
+        tokens: Tokens | None = None,
     ) -> Picked | Refused | AnswerLater:
-        """Do the same as ``pick`` for a body of ``size_bytes`` whose prompt is known."""
+        """Do the same as ``pick`` for a body of ``size_bytes`` whose prompt is known, and perhaps its ``tokens``."""
         arrival = Arrival(at_s=arrived_s, headers=headers)
         if isinstance(prompt, Refused):
             return self._reject(now, prompt, arrival)
@@ -252,9 +268,12 @@ class Picker:
             streamed=prompt.streamed,
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
             client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
+            token_ids=self._counts.trusted_ids(pool.id, tokens),
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
+        if tokens is not None:
+            self._counts.add(request.id, pool.id, tokens)
         decision, outcomes = router.on_request(now, request)
         if isinstance(decision, Queued):
             queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
@@ -320,6 +339,7 @@ class Picker:
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """End a request after its complete response. The usage may be known now, later, or never."""
+        self._compare(now, request_id, usage)
         if not self._end(now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED):
             self._measure(now, request_id, usage)
 
@@ -352,6 +372,7 @@ class Picker:
             case Ending.REJECTED:
                 self.rejected(now, entry.request_id)
             case Ending.ABORTED | Ending.FAILED:
+                self._compare(now, entry.request_id, entry.usage)
                 end = self.failed if entry.ending is Ending.FAILED else self.aborted
                 router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
@@ -520,6 +541,12 @@ class Picker:
             self._report(Abandoned(now=now, pool=pool, arrival=queued.arrival, queued_s=now - queued.since_s))
         self._release(now, (router, outcomes))
         return completion is not None
+
+    def _compare(self, now: float, request_id: str, usage: Usage | None) -> None:
+        """Compare the router's number of prompt tokens with the engine's, if both are known."""
+        pool = self._counts.compare(request_id, usage)
+        if pool is not None:
+            self._report(TokensMismatched(now=now, pool=pool))
 
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Report the engine's measurement for a request that ended before its usage was known."""

@@ -42,6 +42,7 @@ from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import INLINE_BYTES, LargeBody, Reader, read_small
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
+from dualmap_extproc.request.tokens import Pending, Tokens, TokenSources
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers
@@ -99,7 +100,8 @@ class Stream:
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
         *("_arrived_s", "_body", "_buffered", "_cancel_reading", "_deliver", "_head", "_heard_s", "_limits"),
-        *("_max_body_bytes", "_modes", "_peer", "_picker", "_reader", "_response", "_retries", "_unanswered"),
+        *("_max_body_bytes", "_modes", "_peer", "_picker", "_reader", "_response", "_retries", "_tokens"),
+        "_unanswered",
         *("deadline_s", "decided", "held_bytes", "phase"),
     )
 
@@ -111,6 +113,7 @@ class Stream:
         buffered: BufferedBodies,
         reader: Reader | None = None,
         *,
+        tokens: TokenSources | None = None,
         peer: str = "",
     ) -> None:
         self._picker = picker
@@ -119,6 +122,7 @@ class Stream:
         self._deliver = deliver
         self._buffered = buffered
         self._reader = reader
+        self._tokens = tokens
         self._cancel_reading: Callable[[], None] | None = None
         self.held_bytes = 0
         self._modes = DEFAULT_MODES
@@ -338,8 +342,7 @@ class Stream:
             prompt = read_small(b"".join(chunks), self._head.api)
         if prompt is None:
             return self._read_elsewhere(now, chunks)
-        self.decided = True
-        return self._after_pick(self._pick(now, prompt))
+        return self._after_read(now, now, prompt, chunks)
 
     def _hold_whole(self, now: float) -> bool:
         """Count the rest of a complete body as buffered; return False if the request must be refused instead."""
@@ -347,7 +350,40 @@ class Stream:
         self._buffered.arrived(self)
         return held
 
-    def _pick(self, now: float, prompt: Prompt | Refused) -> Picked | Refused | AnswerLater:
+    def _after_read(
+        self, now: float, began_s: float, prompt: Prompt | Refused, chunks: tuple[bytes, ...], *, small: bool = True
+    ) -> _Answers:
+        """Ask the picker, perhaps after the token ids are there. The decision began at ``began_s``.
+
+        ``small`` is true for a body that this stream has read itself.
+        """
+        tokens: Tokens | Pending | None = None
+        pool = None if self._tokens is None or isinstance(prompt, Refused) else self._picker.pool_of(prompt.model)
+        if pool is not None and self._tokens is not None and isinstance(prompt, Prompt) and not prompt.exact:
+
+            def done(done_s: float, found: Tokens | None) -> None:
+                self._cancel_reading = None
+                self._deliver_pick(done_s, began_s, prompt, found)
+
+            tokens = self._tokens.tokens(pool, prompt.model, chunks, self._head.api, small=small, done=done)
+        if isinstance(tokens, Pending):
+            self._cancel_reading = tokens.cancel
+            if small and not self._hold_whole(now):
+                return self._refuse(now, overloaded())
+            self.phase = _QUEUED
+            return []
+        self.decided = small
+        return self._after_pick(self._pick(now, prompt, tokens))
+
+    def _deliver_pick(self, now: float, began_s: float, prompt: Prompt | Refused, tokens: Tokens | None) -> None:
+        """Ask the picker without a message from Envoy, and deliver the answers."""
+        outcome = self._pick(now, prompt, tokens)
+        self._picker.decided(now, now - began_s)
+        answers = self._after_pick(outcome)
+        if answers:
+            self._deliver(answers)
+
+    def _pick(self, now: float, prompt: Prompt | Refused, tokens: Tokens | None) -> Picked | Refused | AnswerLater:
         """Ask the picker for a member by the prompt."""
         return self._picker.pick_read(
             now,
@@ -358,6 +394,7 @@ class Stream:
             headers=self._head.kept,
             resume=self._resume,
             peer=self._peer,
+            tokens=tokens,
         )
 
     def _read_elsewhere(self, now: float, chunks: tuple[bytes, ...]) -> _Answers:
@@ -366,9 +403,9 @@ class Stream:
 
         def done(read_s: float, prompt: Prompt | Refused) -> None:
             self._cancel_reading = None
-            outcome = self._pick(read_s, prompt)
-            self._picker.decided(read_s, read_s - now)
-            answers = self._after_pick(outcome)
+            answers = self._after_read(read_s, now, prompt, chunks, small=False)
+            if self._cancel_reading is None:
+                self._picker.decided(read_s, read_s - now)
             if answers:
                 self._deliver(answers)
 

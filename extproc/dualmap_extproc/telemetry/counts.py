@@ -32,6 +32,8 @@ from dualmap_extproc.request.observations import (
     Routed,
     RoutedBodiless,
     ServedElsewhere,
+    Tokenized,
+    TokensMismatched,
 )
 
 # The bounds cover the TTFT objectives of pools: 100 ms to 10 min by the CRD's schema, usually seconds (5 s in the
@@ -41,6 +43,9 @@ _TTFT_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 3
 _QUEUED_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 # A decision takes a few hundred microseconds, and milliseconds for a long prompt.
 _DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+
+# Tokenizing takes microseconds for text seen before, and at most the router's deadline for it.
+_TOKENIZE_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
@@ -112,6 +117,8 @@ class _PoolCounts:
     ttft_s: Distribution = field(default_factory=lambda: Distribution(_TTFT_BUCKETS_S))
     predicted_ttft_s: Distribution = field(default_factory=lambda: Distribution(_TTFT_BUCKETS_S))
     queued_s: Distribution = field(default_factory=lambda: Distribution(_QUEUED_BUCKETS_S))
+    tokenize_s: Distribution = field(default_factory=lambda: Distribution(_TOKENIZE_BUCKETS_S))
+    tokenizer_mismatches: int = 0
     bodiless: int = 0
     served_elsewhere: int = 0
     clients_limited: int = 0
@@ -168,6 +175,11 @@ _POOL_COUNTERS: Final[tuple[tuple[str, str, Callable[[_PoolCounts], int]], ...]]
         "Requests rejected because the queue was full and the client had its share of it.",
         lambda counts: counts.clients_limited,
     ),
+    (
+        "dualmap_tokenizer_mismatches",
+        "Requests of which the engine counted another number of prompt tokens than the router's token ids.",
+        lambda counts: counts.tokenizer_mismatches,
+    ),
 )
 _POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_PoolCounts], Distribution]], ...]] = (
     (
@@ -187,6 +199,12 @@ _POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_Poo
         "Time that queued requests waited in the router, in seconds.",
         _QUEUED_BUCKETS_S,
         lambda counts: counts.queued_s,
+    ),
+    (
+        "dualmap_tokenize_seconds",
+        "Time to compute a request's token ids, or to give up, in seconds.",
+        _TOKENIZE_BUCKETS_S,
+        lambda counts: counts.tokenize_s,
     ),
 )
 
@@ -222,6 +240,8 @@ class RequestCounts(Collector):
         observations.subscribe(Expired, self._expired)
         observations.subscribe(Measured, self._measured)
         observations.subscribe(ServedElsewhere, self._served_elsewhere)
+        observations.subscribe(Tokenized, self._tokenized)
+        observations.subscribe(TokensMismatched, self._tokens_mismatched)
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Keep the counts of these pools and their members, and discard the counts of all others."""
@@ -344,6 +364,14 @@ class RequestCounts(Collector):
     def _served_elsewhere(self, served: ServedElsewhere) -> None:
         if served.pool in self._pools:
             self._pools[served.pool].served_elsewhere += 1
+
+    def _tokenized(self, tokenized: Tokenized) -> None:
+        if tokenized.pool in self._pools:
+            self._pools[tokenized.pool].tokenize_s.observe(tokenized.seconds)
+
+    def _tokens_mismatched(self, mismatched: TokensMismatched) -> None:
+        if mismatched.pool in self._pools:
+            self._pools[mismatched.pool].tokenizer_mismatches += 1
 
     def _count_outcome(self, pool: str, completion: Completion, outcome: str) -> None:
         counts = self._pools.get(pool)

@@ -37,7 +37,8 @@ STALLED_TIMEOUT_S: Final = 30.0
 class StatusServer:
     """The HTTP server of the metrics port.
 
-    Each request reads the current ``statuses`` and ``signals``. ``router`` is this router's name.
+    Each request reads the current ``statuses`` and ``signals``. ``router`` is this router's name. ``tokenizer`` returns
+    the state of a pool's source of token ids.
     Without ``dashboard``, the path ``/`` does not exist. The server disconnects a client that completes no request
     within ``idle_timeout_s``, or does not read an answer for ``stalled_timeout_s``. These timeouts keep connections
     free for Prometheus.
@@ -50,6 +51,7 @@ class StatusServer:
         statuses: Callable[[], tuple[PoolSnapshot, ...]],
         signals: Callable[[Sequence[PoolSnapshot]], Mapping[str, PoolSignals]],
         metrics: Metrics,
+        tokenizer: Callable[[str], Mapping[str, object]] = lambda _: {},
         dashboard: Dashboard | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         stalled_timeout_s: float = STALLED_TIMEOUT_S,
@@ -58,6 +60,7 @@ class StatusServer:
         self._statuses = statuses
         self._signals = signals
         self._metrics = metrics
+        self._tokenizer = tokenizer
         self._dashboard = dashboard
         self._stalled_timeout_s = stalled_timeout_s
         # The lock allows one page at a time, because several threads would leave the event loop little time of the
@@ -149,7 +152,8 @@ class StatusServer:
         pool = f"{request.match_info['namespace']}/{request.match_info['name']}"
         for status in self._statuses():
             if status.pool == pool:
-                return web.json_response(pool_document(self._router, status, self._metrics.traffic(pool)))
+                traffic, tokenizer = self._metrics.traffic(pool), self._tokenizer(pool)
+                return web.json_response(pool_document(self._router, status, traffic, tokenizer))
         error = f"this router serves no pool {pool}; GET /pools lists those it does"
         response = web.json_response({"router": self._router, "error": error}, status=404)
         _end_line(response)
@@ -190,19 +194,23 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[str, object]:
+def pool_document(
+    router: str, status: PoolSnapshot, traffic: Traffic, tokenizer: Mapping[str, object]
+) -> dict[str, object]:
     """Return the answer to ``GET /pools/NAMESPACE/NAME``, as JSON values (docs/metrics.md).
 
     ``traffic`` contains totals that only grow, so that a client can sum them over routers and compute differences.
     ``held`` is the number of requests queued in this router, even for a pool without members. The ring version is the
     version that the picker uses, which may briefly be older than the latest version (``app.adoption``). A ``suspended``
     endpoint failed several times and temporarily gets no requests. ``engine`` is what the endpoint's engine says.
+    ``tokenizer`` is the state of the pool's source of token ids.
     """
     return {
         "router": router,
         "ring_version": status.ring_version,
         "held": status.held,
         "traffic": asdict(traffic),
+        "tokenizer": tokenizer,
         "endpoints": [
             {
                 "id": endpoint.id,

@@ -14,6 +14,7 @@ from dualmap_extproc.request.observations import Decided, Report
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
+from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from dualmap_extproc.wire.peer import peer_of
@@ -32,12 +33,20 @@ _POLL_BUSY_S: Final = 0.005
 class ExternalProcessor:
     """The ext_proc service: one state machine per stream, driven by the clock of the event loop.
 
-    ``reader`` reads large bodies; without one, the streams read them on the event loop.
+    ``reader`` reads large bodies; without one, the streams read them on the event loop. ``tokens`` gives token ids.
     """
 
-    def __init__(self, picker: Picker, report: Report, limits: Limits, reader: Reader | None = None) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        report: Report,
+        limits: Limits,
+        reader: Reader | None = None,
+        tokens: TokenSources | None = None,
+    ) -> None:
         self._picker = picker
         self._reader = reader
+        self._tokens = tokens
         self._buffered = BufferedBodies(limits.buffered_bytes)
         self._report = report
         self._limits = limits
@@ -83,7 +92,11 @@ class ExternalProcessor:
         """Serve one stream, and close its state machine after any end of the stream."""
         clock = asyncio.get_running_loop().time
         writer = _UnpromptedWriter(context)
-        stream = Stream(self._picker, self._limits, writer.write, self._buffered, self._reader, peer=peer_of(context))
+        stream = Stream(
+            *(self._picker, self._limits, writer.write, self._buffered, self._reader),
+            tokens=self._tokens,
+            peer=peer_of(context),
+        )
         writer.on_written = stream.written
         cancelled = True
         self._streams += 1

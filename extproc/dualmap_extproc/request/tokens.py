@@ -1,0 +1,39 @@
+"""The seam between streams and the sources of token ids (``tokens``): what a stream asks for, and what it gets."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from dualmap.prompts.api import Api
+from dualmap.prompts.parity import TokenClass
+
+
+class Tokens(NamedTuple):
+    """The token ids of a request, and the class of requests whose ids are right or wrong together."""
+
+    ids: "array[int]"
+    requests: TokenClass
+
+
+TokensDone: TypeAlias = Callable[[float, Tokens | None], None]
+"""Takes the time, and the tokens of a request; None if the request is routed by its bytes."""
+
+
+class Pending(NamedTuple):
+    """Tokens that are being computed. ``cancel`` stops waiting for them."""
+
+    cancel: Callable[[], None]
+
+
+class TokenSources(Protocol):
+    """Gives the token ids of requests without holding the event loop."""
+
+    def tokens(
+        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+    ) -> Tokens | Pending | None:
+        """Return the tokens of a complete body that was sent to ``pool``; None if the pool or the request has none.
+
+        For Pending, ``done`` is called once, within a deadline, unless the caller cancels before. ``small`` is true for
+        a body that the event loop itself could parse.
+        """
+        ...

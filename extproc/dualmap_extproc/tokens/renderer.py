@@ -1,0 +1,103 @@
+"""Asks a server with vLLM's render endpoints for the token ids of a request, which it computes as the engine would.
+
+The request's body goes there unchanged, because another order of keys could change the ids. The client follows no
+redirect, uses no proxy and no cookies, and sends none of the request's headers.
+"""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import aiohttp
+
+from dualmap.prompts.api import Api
+from dualmap_extproc.tokens.messages import UnsupportedRequest
+
+ANSWER_MAX_BYTES: Final = 4 * 1024 * 1024
+"""The largest answer. The ids of the longest prompts take about a megabyte."""
+CONNECTIONS_MAX: Final = 16
+"""The most requests to all renderers at the same time."""
+_PATHS: Final = {
+    Api.CHAT: "/v1/chat/completions/render",
+    Api.COMPLETIONS: "/v1/completions/render",
+    Api.RESPONSES: "/v1/responses/render",
+    Api.MESSAGES: "/v1/messages/render",
+}
+_CHUNK_BYTES: Final = 64 * 1024
+
+
+class Renderer:
+    """A client of renderers over kept-alive connections. Construct it in an event loop."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ids(self, url: str, chunks: Sequence[bytes], api: Api) -> "array[int]":
+        """Return the ids of a request. Raises UnsupportedRequest if the server does not give the ids of one text.
+
+        The caller sets the deadline.
+        """
+        path = _PATHS.get(api)
+        if path is None:
+            raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) have no renderer")
+        answer = await self._post(url.rstrip("/") + path, b"".join(chunks))
+        # Most answers take less than a millisecond to decode; a long prompt's answer takes several.
+        return await asyncio.to_thread(_ids, answer) if len(answer) > _CHUNK_BYTES else _ids(answer)
+
+    async def tokenized(self, url: str, body: bytes) -> "array[int]":
+        """Return the ids that an engine's ``/tokenize`` gives. Raises UnsupportedRequest if it gives none."""
+        return _ids(await self._post(url.rstrip("/") + "/tokenize", body), "tokens")
+
+    async def close(self) -> None:
+        """Close open connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
+                timeout=aiohttp.ClientTimeout(),
+                auto_decompress=False,
+                trust_env=False,
+            )
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise UnsupportedRequest(f"{url} answered with {response.status}")
+                answer = bytearray()
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    answer += chunk
+                    if len(answer) > ANSWER_MAX_BYTES:
+                        raise UnsupportedRequest(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
+                return bytes(answer)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # asyncio.TimeoutError is an OSError as well, but belongs to the caller's deadline.
+            if isinstance(error, TimeoutError):
+                raise
+            raise UnsupportedRequest(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
+
+
+def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
+    """Return the ids in an answer. Raises UnsupportedRequest for anything but the ids of one prompt of text."""
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        raise UnsupportedRequest("the answer is not JSON") from None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    ids = value.get(field) if isinstance(value, dict) else None
+    if not isinstance(ids, list):
+        raise UnsupportedRequest(f"the answer has no {field} of one prompt")
+    features = value.get("features")
+    if isinstance(features, dict) and features.get("mm_hashes"):
+        raise UnsupportedRequest("the request contains media")
+    try:
+        return array("I", ids)
+    except (TypeError, OverflowError):
+        raise UnsupportedRequest(f"the answer's {field} are not ids of tokens") from None

@@ -1,0 +1,228 @@
+"""The sources of token ids of all pools: their tokenizers' files, or their renderers.
+
+Short prompts are tokenized at once. Longer ones are tokenized in threads, where the tokenizer releases the
+interpreter's lock. A request whose ids are not there within TOKENIZE_MS is routed by its bytes, as in a pool without a
+source. Bodies that the reading processes had to parse are routed by their bytes with the source Files.
+
+The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import orjson
+
+from dualmap.pools.pool import Pool, Tokenizer, TokenSource
+from dualmap.prompts.api import Api
+from dualmap.prompts.parity import TokenClass
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.request.observations import Report, Tokenized
+from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
+from dualmap_extproc.tokens.files import NAMES, FilesTokenizer, TokenizerError
+from dualmap_extproc.tokens.messages import UnsupportedRequest
+from dualmap_extproc.tokens.renderer import Renderer
+
+TOKENIZE_MS: Final = 200
+"""The longest time in milliseconds that a request waits for its token ids."""
+INLINE_BYTES: Final = 8 * 1024
+"""The largest body that is tokenized at once. Rendering and tokenizing it takes at most about two milliseconds."""
+PENDING_MAX: Final = 64
+"""The most requests that wait for token ids; further ones are routed by bytes."""
+RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
+"""The largest body that is sent to a renderer."""
+_THREADS: Final = 2
+_POLL_S: Final = 5.0
+Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int] | None"]]
+_Version: TypeAlias = tuple[tuple[int, int, int], ...]
+
+_log = get_logger(__name__)
+
+
+class PoolTokenizers:
+    """The sources of all pools. It implements ``request.tokens.TokenSources``. Construct it in an event loop."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._clock = asyncio.get_running_loop().time
+        self._wanted: dict[str, Tokenizer] = {}
+        # The last valid tokenizer of each pool, with the folder that it was read from.
+        self._files: dict[str, _Folder] = {}
+        # What is wrong with the newest version of each pool's folder.
+        self._problems: dict[str, tuple[_Version, str]] = {}
+        self._renderer = Renderer()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._pending: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def start(self, pools: Sequence[Pool]) -> None:
+        """Read the tokenizers of these pools now. Raises TokenizerError for the first one that cannot be read."""
+        for pool in pools:
+            if pool.engine.tokenizer.source is TokenSource.FILES:
+                try:
+                    self._files[pool.id] = _Folder(pool.engine.tokenizer.path)
+                except TokenizerError as error:
+                    raise TokenizerError(f"{pool.id}: spec.engine.tokenizer.path: {error}") from error
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        """Use the sources of these pools from now on. ``run`` reads new tokenizers."""
+        self._wanted = {pool.id: pool.engine.tokenizer for pool in pools}
+        for pool in self._files.keys() - self._paths().keys():
+            del self._files[pool]
+        for pool in self._problems.keys() - self._paths().keys():
+            del self._problems[pool]
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Read new and changed tokenizers until cancelled."""
+        while True:
+            for pool, path in self._paths().items():
+                await self._refresh(pool, path)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def status(self, pool: str, distrusted: Sequence[TokenClass]) -> dict[str, object]:
+        """Return the state of a pool's source as JSON values, with the classes whose ids are not used."""
+        wanted = self._wanted.get(pool, Tokenizer())
+        return {
+            "source": wanted.source.value,
+            "ready": wanted.source is TokenSource.RENDERER or pool in self._files,
+            "reason": self._problems[pool][1] if pool in self._problems else "",
+            "distrusted": [
+                {"model": each.model, "api": each.api.name.lower(), "tools": each.has_tools} for each in distrusted
+            ],
+        }
+
+    def tokens(
+        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+    ) -> Tokens | Pending | None:
+        """Return the tokens of a body, or None, or call ``done`` later (``request.tokens``)."""
+        wanted = self._wanted.get(pool)
+        if wanted is None or wanted.source is TokenSource.ESTIMATE or len(self._pending) >= PENDING_MAX:
+            return None
+        size_bytes = sum(map(len, chunks))
+        if wanted.source is TokenSource.RENDERER:
+            if size_bytes > RENDERED_MAX_BYTES:
+                return None
+            return self._later(
+                pool, _class_of(model, api, chunks), partial(self._renderer.ids, wanted.url, chunks, api), done
+            )
+        folder = self._files.get(pool)
+        if folder is None or not small:
+            return None
+        began_s = time.perf_counter()
+        if size_bytes > INLINE_BYTES:
+            return self._later(pool, _class_of(model, api, chunks), partial(self._in_thread, folder, chunks, api), done)
+        ids = _ids_of(folder, b"".join(chunks), api)
+        self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
+        return None if ids is None else Tokens(ids, _class_of(model, api, chunks))
+
+    async def close(self) -> None:
+        """Stop all work."""
+        for task in self._pending:
+            task.cancel()
+        await asyncio.gather(*self._pending, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._renderer.close()
+
+    def _paths(self) -> dict[str, str]:
+        return {pool: each.path for pool, each in self._wanted.items() if each.source is TokenSource.FILES}
+
+    async def _refresh(self, pool: str, path: str) -> None:
+        """Read a pool's tokenizer if it is new or changed; keep the last valid one if it cannot be read."""
+        folder = self._files.get(pool)
+        version = await asyncio.to_thread(_version, path)
+        if folder is not None and folder.path == path and folder.version == version:
+            self._problems.pop(pool, None)
+            return
+        if pool in self._problems and self._problems[pool][0] == version:
+            return
+        try:
+            read = await asyncio.to_thread(_Folder, path)
+        except Exception as error:  # noqa: BLE001  # no content of a file may end the router
+            kept = "keeping the last valid version" if folder is not None else "routing by bytes"
+            _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
+            self._problems[pool] = (version, str(error))
+            return
+        if self._paths().get(pool) == path:
+            self._files[pool] = read
+            self._problems.pop(pool, None)
+            _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
+
+    def _later(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> Pending:
+        """Call ``done`` with the ids that are computed, or without them after the deadline."""
+        task = asyncio.create_task(self._wait(pool, requests, compute, done))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+        def cancel() -> None:
+            task.cancel()
+
+        return Pending(cancel)
+
+    async def _wait(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> None:
+        began_s = self._clock()
+        ids: array[int] | None = None
+        try:
+            async with asyncio.timeout(TOKENIZE_MS / 1000):
+                ids = await compute()
+        except TimeoutError:
+            _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
+        except UnsupportedRequest as error:
+            _log.debug("Routing by bytes", pool=pool, reason=str(error))
+        except Exception as error:  # noqa: BLE001  # the request is routed, whatever is wrong with the tokenizer
+            _log.error("Tokenizing failed, routing by bytes", pool=pool, error=repr(error))
+        now = self._clock()
+        self._report(Tokenized(now=now, pool=pool, seconds=now - began_s))
+        done(now, None if ids is None else Tokens(ids, requests))
+
+    async def _in_thread(self, folder: "_Folder", chunks: Sequence[bytes], api: Api) -> "array[int] | None":
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: _ids_of(folder, b"".join(chunks), api))
+
+
+class _Folder:
+    """A tokenizer that was read from a folder. Raises TokenizerError if it cannot be read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # First, so that a change during the reading is seen later.
+        self.version = _version(path)
+        self.tokenizer = FilesTokenizer(path)
+
+
+def _version(path: str) -> _Version:
+    """Return what changes when a file of a folder changes."""
+    stats = []
+    for name in NAMES:
+        try:
+            found = (Path(path) / name).stat()
+        except OSError:
+            stats.append((0, 0, 0))
+        else:
+            stats.append((found.st_mtime_ns, found.st_size, found.st_ino))
+    return tuple(stats)
+
+
+def _ids_of(folder: _Folder, body: bytes, api: Api) -> "array[int] | None":
+    """Return the ids of a body; None if the tokenizer's files do not tell them."""
+    try:
+        return folder.tokenizer.ids(orjson.loads(body), api)
+    except UnsupportedRequest as error:
+        if _log.debugging:
+            _log.debug("Routing by bytes", reason=str(error))
+        return None
+
+
+def _class_of(model: str, api: Api, chunks: Sequence[bytes]) -> TokenClass:
+    # A text that contains the field's name counts as well: it makes the class no less uniform.
+    return TokenClass(model=model, api=api, has_tools=any(b'"tools"' in chunk for chunk in chunks))

@@ -1,0 +1,228 @@
+"""Tests of the sources of token ids: inline, in threads, by a renderer, with a deadline, and with changing files."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
+from dualmap.prompts.api import Api
+from dualmap_extproc.request.observations import Observation, Tokenized
+from dualmap_extproc.request.tokens import Pending, Tokens
+from dualmap_extproc.tokens import renderer, sources
+from dualmap_extproc.tokens.files import TokenizerError
+from dualmap_extproc.tokens.sources import PoolTokenizers
+from extproc.envoy_messages import pool
+from extproc.tokenizer_files import write_tokenizer
+from waiting import until
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Sources:
+    """The sources of one pool."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.pool: Pool = replace(pool(), engine=Engine(tokenizer=tokenizer))
+        self.reported: list[Observation] = []
+        self.tokenizers = PoolTokenizers(self.reported.append)
+
+    def serve(self) -> None:
+        self.tokenizers.start([self.pool])
+        self.tokenizers.set_pools([self.pool])
+
+    async def tokens(self, body: bytes, api: Api = Api.CHAT, *, small: bool = True) -> Tokens | None:
+        """Return the tokens of a body, now or later."""
+        later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
+        found = self.ask([body], lambda _, tokens: later.set_result(tokens), api, small=small)
+        return await later if isinstance(found, Pending) else found
+
+    def ask(
+        self,
+        chunks: Sequence[bytes],
+        done: Callable[[float, Tokens | None], None],
+        api: Api = Api.CHAT,
+        *,
+        small: bool = True,
+    ) -> Tokens | Pending | None:
+        return self.tokenizers.tokens(self.pool.id, "m", chunks, api, small=small, done=done)
+
+
+def chat(text: str = "hello", **fields: object) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+@pytest.fixture
+async def files(tmp_path: Path) -> AsyncIterator[Sources]:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(folder)))
+    served.serve()
+    yield served
+    await served.tokenizers.close()
+
+
+async def rendering(answer: Answer) -> tuple[TestServer, Sources]:
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions/render", answer)
+    server = TestServer(application)
+    await server.start_server()
+    served = Sources(Tokenizer(source=TokenSource.RENDERER, url=str(server.make_url("/")).rstrip("/")))
+    served.serve()
+    return server, served
+
+
+async def rendered(answer: Answer, body: bytes | None = None) -> Tokens | None:
+    server, served = await rendering(answer)
+    try:
+        return await served.tokens(body or chat())
+    finally:
+        await served.tokenizers.close()
+        await server.close()
+
+
+async def test_pool_without_source_has_no_tokens() -> None:
+    served = Sources(Tokenizer())
+    served.serve()
+    assert await served.tokens(chat()) is None
+    assert served.tokenizers.status(served.pool.id, ())["source"] == "Estimate"
+
+
+async def test_small_body_is_tokenized_at_once(files: Sources) -> None:
+    found = files.ask([chat()], lambda _, __: pytest.fail("it was not pending"))
+    assert isinstance(found, Tokens)
+    assert found.requests == ("m", Api.CHAT, False)
+    assert [type(each) for each in files.reported] == [Tokenized]
+
+
+async def test_long_body_is_tokenized_in_a_thread(files: Sources) -> None:
+    long = "hello world " * 2000
+    assert isinstance(files.ask([chat(long)], lambda _, __: None), Pending)
+    found = await files.tokens(chat(long))
+    assert found is not None
+    assert len(found.ids) > 4000
+
+
+async def test_class_has_tools(files: Sources) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    found = await files.tokens(chat(tools=[tool]))
+    assert found is not None
+    assert found.requests.has_tools
+
+
+async def test_request_beyond_the_files_has_no_tokens(files: Sources) -> None:
+    assert await files.tokens(chat(chat_template="x")) is None
+    assert await files.tokens(chat(chat_template="x" * 10_000)) is None
+    assert await files.tokens(chat(), small=False) is None
+
+
+async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "TOKENIZE_MS", 0)
+    assert await files.tokens(chat("x" * 10_000)) is None
+
+
+async def test_cancelled_request_is_not_called(files: Sources) -> None:
+    called: list[Tokens | None] = []
+    pending = files.ask([chat("x" * 10_000)], lambda _, tokens: called.append(tokens))
+    assert isinstance(pending, Pending)
+    pending.cancel()
+    await files.tokens(chat("x" * 10_000))
+    assert called == []
+
+
+async def test_too_many_pending_requests_have_no_tokens(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PENDING_MAX", 1)
+    assert isinstance(files.ask([chat("x" * 10_000)], lambda _, __: None), Pending)
+    assert files.ask([chat("x" * 10_000)], lambda _, __: None) is None
+
+
+async def test_start_refuses_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(tmp_path)))
+    with pytest.raises(TokenizerError, match=r"llm/qwen: spec\.engine\.tokenizer\.path: .*tokenizer_?.*json"):
+        served.serve()
+
+
+async def test_changed_files_replace_the_tokenizer_if_valid(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    folder = Path(files.pool.engine.tokenizer.path)
+    running = asyncio.create_task(files.tokenizers.run())
+    before = await files.tokens(chat())
+    (folder / "tokenizer.json").write_text("{}")
+    await until(lambda: bool(files.tokenizers.status(files.pool.id, ())["reason"]))
+    assert await files.tokens(chat()) == before
+    write_tokenizer(folder, template="{{ messages[0].content }}")
+    await until(lambda: not files.tokenizers.status(files.pool.id, ())["reason"])
+    after = await files.tokens(chat())
+    assert after is not None
+    assert len(after.ids) == 1
+    running.cancel()
+
+
+async def test_renderer_receives_the_body_unchanged() -> None:
+    received: list[bytes] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        received.append(await request.read())
+        return web.json_response({"token_ids": [1, 2, 3]})
+
+    body = b'{ "messages": [],  "model": "m", "big": 12345678901234567890 }'
+    found = await rendered(answer, body)
+    assert found is not None
+    assert found.ids.tolist() == [1, 2, 3]
+    assert received == [body]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"token_ids": "x"},
+        {"token_ids": [1, -1]},
+        {"token_ids": [1, "a"]},
+        {"token_ids": [2**40]},
+        [{"token_ids": [1]}, {"token_ids": [2]}],
+        {"token_ids": [1], "features": {"mm_hashes": {"image": ["a"]}}},
+        "text",
+        None,
+    ],
+)
+async def test_renderer_answer_without_ids_of_one_text_is_not_used(answer: object) -> None:
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    assert await rendered(give) is None
+
+
+@pytest.mark.parametrize("status", [302, 403, 500])
+async def test_renderer_error_is_not_used(status: int) -> None:
+    async def give(_: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": "/"}, text='{"token_ids": [1]}')
+
+    assert await rendered(give) is None
+
+
+async def test_renderer_that_sends_too_much_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "ANSWER_MAX_BYTES", 100)
+
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"token_ids": [1] * 100})
+
+    assert await rendered(give) is None
+
+
+async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "TOKENIZE_MS", 50)
+    released = asyncio.Event()
+
+    async def give(_: web.Request) -> web.Response:
+        await released.wait()
+        return web.Response()
+
+    server, served = await rendering(give)
+    assert await served.tokens(chat()) is None
+    released.set()
+    await served.tokenizers.close()
+    await server.close()
