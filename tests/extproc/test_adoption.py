@@ -10,6 +10,7 @@ from dualmap.pools.pool import Pool
 from dualmap_extproc.app import adoption
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
@@ -31,6 +32,16 @@ class Engines(EngineProfiles):
         self.pools.append(tuple(pools))
 
 
+class Events(KvEvents):
+    """Records the pools, and opens no socket."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[Pool, ...]] = []
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.pools.append(tuple(pools))
+
+
 class Adopted:
     """The adoption of pools, and the times at which Envoys received the pools."""
 
@@ -41,7 +52,8 @@ class Adopted:
         self.discovery = Discovery(self.metrics)
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
         self.engines = Engines()
-        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.picker)
+        self.events = Events()
+        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.events, self.picker)
         self.adoption.adopt(pools)
 
     def hold(self) -> None:

@@ -43,7 +43,7 @@ QUEUE_MESSAGES: Final = 10000
 """The most live messages that wait for the end of a replay; further messages are requested again."""
 QUEUE_BYTES: Final = 16777216
 """The most bytes of live messages that wait for the end of a replay; further messages are requested again."""
-MESSAGE_BYTES_MAX: Final = 16777216
+MESSAGE_BYTES_MAX: Final = 4194304
 """The largest message; a larger one is ignored and leaves a gap."""
 
 _NUMBER_BYTES: Final = 8
@@ -61,6 +61,17 @@ class SourceState(StrEnum):
     LIVE = "Live"
     PARTIAL = "Partial"
     FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStatus:
+    """The state of a source, the number of the last applied message, and its gaps and replays so far."""
+
+    state: SourceState = SourceState.OFF
+    sequence: int | None = None
+    gaps: int = 0
+    resyncs: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +170,13 @@ class EventSource:
     def reason(self) -> str:
         """Why the source is failed or partial, else the empty string."""
         return self._failure if self._phase is SourceState.FAILED else self._missing
+
+    @property
+    def status(self) -> SourceStatus:
+        """The state for status pages and metrics, as a value."""
+        return SourceStatus(
+            state=self.state, sequence=self.sequence, gaps=self.gaps, resyncs=self.resyncs, reason=self.reason
+        )
 
     @property
     def sequence(self) -> int | None:

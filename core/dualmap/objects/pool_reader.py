@@ -61,6 +61,7 @@ _METADATA_SERVICES: Final = frozenset(
     )
 )
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
+_TOPIC: Final = re.compile(r".{0,253}", re.DOTALL)
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
 
@@ -318,6 +319,7 @@ def _read_engine(fields: _Fields) -> Engine:
             enabled=events.flag("enabled", default=False),
             port=events.integer("port", 5557, 1, 65_535),
             replay_port=events.integer("replayPort", 5558, 1, 65_535),
+            topic=events.matching("topic", _TOPIC, "a text of at most 253 characters", ""),
         ),
         discovery=Discovery(
             enabled=discovery.flag("enabled", default=True),

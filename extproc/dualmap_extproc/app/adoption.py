@@ -13,6 +13,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
@@ -27,12 +28,19 @@ class Adoption:
     """The component that applies every version of the pools, first to Envoy and then to the picker."""
 
     def __init__(
-        self, metrics: Metrics, demand: Demand, discovery: Discovery, engines: EngineProfiles, picker: Picker
+        self,
+        metrics: Metrics,
+        demand: Demand,
+        discovery: Discovery,
+        engines: EngineProfiles,
+        kv_events: KvEvents,
+        picker: Picker,
     ) -> None:
         self._metrics = metrics
         self._demand = demand
         self._discovery = discovery
         self._engines = engines
+        self._kv_events = kv_events
         self._picker = picker
         self._pools: Sequence[Pool] = ()
         self._due: asyncio.TimerHandle | None = None
@@ -67,3 +75,5 @@ class Adoption:
             self._due.cancel()
             self._due = None
         self._picker.set_pools(asyncio.get_running_loop().time(), self._pools)
+        # After the picker, which forgets the blocks of a member's earlier process.
+        self._kv_events.set_pools(self._pools)
