@@ -11,7 +11,8 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from dualmap.engines.profile import EngineProfile
+from dualmap.engines.profile import EngineProfile, read_event_sources
+from dualmap.engines.source import MESSAGE_BYTES_MAX
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
 from dualmap.prompts.api import Api
 from dualmap.requests import EventsStatus
@@ -73,7 +74,7 @@ class Following:
 
     async def until(self, condition: Callable[[], object], *, within_s: float = 15.0) -> None:
         async with asyncio.timeout(within_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - the condition changes without an event
                 await asyncio.sleep(0.01)
 
     async def has(self, *, number: int = 0, **expected) -> None:
@@ -378,10 +379,10 @@ async def test_flood_delays_the_loop_by_a_few_milliseconds():
 async def test_message_above_the_bound_is_a_gap():
     async with following() as follows:
         publisher = follows.publishers[0]
-        publisher.hangs = True
         await publisher.publish(stored(1, PROMPT))
         await follows.has(state="Live")
-        await publisher.send(bytes(5_000_000))
+        publisher.hangs = True
+        await publisher.send(bytes(MESSAGE_BYTES_MAX + 1))
         await publisher.subscribed()
         await publisher.publish(removed(20))
         await follows.has(state="Partial", sequence=2, blocks=19)
@@ -400,7 +401,7 @@ async def test_topic_of_the_pool_is_subscribed():
 async def test_ranks_of_a_member_are_counted_apart():
     async with following(members=2) as follows:
         first, second = follows.publishers
-        other = replace(second.source, rank=1)
+        other = replace(second.source, rank=1, replay_port=None)
         # The second publisher listens at another address, which is not the member's.
         follows.tell("m-0", replace(first.profile(), event_sources=(first.source, other)))
         await first.publish(stored(1, PROMPT))
@@ -428,3 +429,22 @@ async def test_pool_without_events_opens_no_source():
     finally:
         await follows.close()
         context.destroy(linger=0)
+
+
+async def test_number_of_ranks_is_bounded(monkeypatch):
+    monkeypatch.setattr(kv_events, "RANKS_MAX", 1)
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        ranks = tuple(replace(publisher.source, rank=rank) for rank in range(3))
+        follows.tell("m-0", replace(publisher.profile(), event_sources=ranks))
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_host_of_an_engine_is_ignored():
+    async with following() as follows:
+        answer = {"0": {"enable_kv_cache_events": True, "endpoint": f"tcp://10.1.2.3:{follows.publishers[0].port}"}}
+        follows.tell("m-0", read_event_sources(answer))
+        await follows.publishers[0].subscribed()
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)

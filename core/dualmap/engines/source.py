@@ -44,7 +44,7 @@ QUEUE_MESSAGES: Final = 10000
 QUEUE_BYTES: Final = 16777216
 """The most bytes of live messages that wait for the end of a replay; further messages are requested again."""
 MESSAGE_BYTES_MAX: Final = 4194304
-"""The largest message; a larger one is ignored and leaves a gap."""
+"""The largest message; a larger one leaves a gap."""
 
 _NUMBER_BYTES: Final = 8
 _END_NUMBER: Final = b"\xff" * _NUMBER_BYTES

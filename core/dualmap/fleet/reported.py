@@ -105,6 +105,7 @@ class ReportedCaches:
                 self._held, model=self._pool.model.name, key=self._key, capacity_blocks=_capacity_blocks(profile)
             )
             reporter = self._reporters[member] = _Reporter(residency)
+        self._held.clean()
         residency, cleared = reporter.residency, False
         for change in changes:
             if isinstance(change, Batch):

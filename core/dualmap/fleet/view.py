@@ -132,10 +132,9 @@ class Everyone:
             + each.quadratic_s * quadratic
             for each in summaries
         ]
-        for position, cached in enumerate(self.matched_tokens()):
-            if cached:
-                each = summaries[position]
-                costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
+        for position, cached in self._cached_tokens().items():
+            each = summaries[position]
+            costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
         behind_s = self._view.behind_s
         if behind_s is not None:
             for position, instance in enumerate(self._roster.instances):
@@ -160,16 +159,19 @@ class Everyone:
 
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
+        matched_tokens = [0] * len(self._roster.instances)
+        for position, cached in self._cached_tokens().items():
+            matched_tokens[position] = cached
+        return matched_tokens
+
+    def _cached_tokens(self) -> dict[int, int]:
+        """Return the cached tokens of the prompt by position, without most members that cache none."""
         positions, chain = self._roster.positions, self._view.chain
         held = self._view.tree.holders(self._view.path)
         # Most members that hold blocks of the prompt hold the same number of blocks.
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
-        matched_tokens = [0] * len(positions)
-        for index, blocks in held.items():
-            if index in positions:
-                matched_tokens[positions[index]] = tokens[blocks]
-        ids = self._roster.ids
-        for member, cached in self._view.reported or ():
-            if member in ids:
-                matched_tokens[ids[member]] = cached
-        return matched_tokens
+        cached = {positions[index]: tokens[blocks] for index, blocks in held.items() if index in positions}
+        if self._view.reported is not None:
+            ids = self._roster.ids
+            cached.update((ids[member], reported) for member, reported in self._view.reported if member in ids)
+        return cached
