@@ -43,7 +43,7 @@ class HeldBlocks:
         return holder
 
     def leave(self, holder: int, links: Iterable[int]) -> None:
-        """Remove a holder at once, and its blocks by this and later calls of ``clean``; ``links`` must stay as it is."""
+        """Remove a holder at once, and its blocks by this and later calls of ``clean``; ``links`` must not change."""
         self._holders ^= self._bits[holder]
         self._leaving.append((holder, iter(links)))
         self.clean()
