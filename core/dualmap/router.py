@@ -16,10 +16,10 @@ from dataclasses import replace
 from dualmap.chooser import Chooser
 from dualmap.dispatcher import Dispatcher
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
-from dualmap.fleet.reported import KvChange
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding

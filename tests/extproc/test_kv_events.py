@@ -11,6 +11,7 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from dualmap.engines.events import Batch
 from dualmap.engines.profile import EngineProfile, read_event_sources
 from dualmap.engines.source import MESSAGE_BYTES_MAX
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
@@ -448,3 +449,19 @@ async def test_host_of_an_engine_is_ignored():
         await follows.publishers[0].subscribed()
         await follows.publishers[0].publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
+
+
+async def test_unexpected_error_stops_one_source_only():
+    async with following(members=2) as follows:
+        report = follows.events._report
+
+        def fail(pool, member, rank, changes, status):
+            if member == "m-0" and any(isinstance(each, Batch) for each in changes):
+                raise ZeroDivisionError
+            report(pool, member, rank, changes, status)
+
+        follows.events._report = fail
+        for each in follows.publishers:
+            await each.publish(stored(1, PROMPT))
+        await follows.has(number=0, state="Failed", blocks=0, reason="an unexpected error: ZeroDivisionError")
+        await follows.has(number=1, state="Live", blocks=20)

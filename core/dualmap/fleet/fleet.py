@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
@@ -19,7 +20,7 @@ from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.load import MemberLoad
-from dualmap.fleet.reported import KvChange, ReportedCaches
+from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing

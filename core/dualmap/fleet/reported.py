@@ -13,8 +13,8 @@ from dualmap.engines.events import Batch
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
-from dualmap.engines.residency import Residency
-from dualmap.engines.source import Clear, ForgetCopies, SourceState, SourceStatus
+from dualmap.engines.residency import KvChange, Residency
+from dualmap.engines.source import ForgetCopies, SourceState, SourceStatus
 from dualmap.fleet.claims import Claims
 from dualmap.pools.pool import Pool
 from dualmap.requests import NO_EVENTS, EventsStatus
@@ -28,9 +28,6 @@ _WORST_FIRST: Final = (
     SourceState.LIVE,
 )
 _FOLLOWED: Final = frozenset((SourceState.SYNCING, SourceState.PARTIAL, SourceState.LIVE))
-
-KvChange = Batch | Clear | ForgetCopies
-"""A change of the blocks of one rank."""
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 import click
 
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
-from dualmap.fleet.reported import KvChange
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger

@@ -19,6 +19,7 @@ import zmq
 
 from dualmap.engines.events import Batch, Unreadable
 from dualmap.engines.profile import NO_PROFILE, EngineProfile
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import (
     MESSAGE_BYTES_MAX,
     Apply,
@@ -30,7 +31,6 @@ from dualmap.engines.source import (
     read_frames,
     replays_to_begin,
 )
-from dualmap.fleet.reported import KvChange
 from dualmap.pools.pool import Member, Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.engines.event_messages import slices
@@ -209,27 +209,43 @@ class KvEvents:
             source.queued = False
             try:
                 more = source.step(self._loop.time())
-            except zmq.ZMQError as error:
-                source.fail(f"the socket failed: {error}")
+                self._show(source)
+            except Exception as error:  # noqa: BLE001  # One source's fault must not stop routing or other sources.
                 more = False
-            self._show(source)
+                self._abandon(source, error)
             if more:
                 self._queue(source)
+
+    def _abandon(self, source: "_Source", error: Exception) -> None:
+        """Stop a source because of an unexpected error, and forget the rank's blocks."""
+        address = source.address
+        _log.error(
+            "Abandoning KV event source",
+            pool=address.pool,
+            member=address.member,
+            rank=address.rank,
+            error=repr(error),
+        )
+        source.fail(f"an unexpected error: {type(error).__name__}")
+        source.take_changes()
+        source.shown = source.events.status
+        with suppress(Exception):
+            self._report(address.pool, address.member, address.rank, (Clear(),), source.shown)
 
     def _show(self, source: "_Source") -> None:
         changes = source.take_changes()
         status = source.events.status
         if changes or status != source.shown:
-            if status.state != source.shown.state:
-                _log.info(
-                    "KV event source changed its state",
-                    pool=source.address.pool,
-                    member=source.address.member,
-                    rank=source.address.rank,
+            address = source.address
+            if status.reason and (status.state, status.reason) != (source.shown.state, source.shown.reason):
+                _log.warning(
+                    "KV events are incomplete",
+                    pool=address.pool,
+                    member=address.member,
+                    rank=address.rank,
                     state=status.state.value,
                     reason=status.reason,
                 )
-            address = source.address
             self._metrics.count(address.pool, changes, source.shown, status)
             source.shown = status
             self._report(address.pool, address.member, address.rank, changes, status)
@@ -280,6 +296,8 @@ class _Source:
     def fail(self, reason: str) -> None:
         """Stop for a reason."""
         self.close()
+        self._effects.clear()
+        self._unpacking = None
         self.events.on_failed(reason)
 
     def close(self) -> None:

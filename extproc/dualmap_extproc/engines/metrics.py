@@ -6,8 +6,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter
 
 from dualmap.engines.events import Batch, Removed, Stored
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceState, SourceStatus
-from dualmap.fleet.reported import KvChange
 
 _KINDS: Final = ("stored", "removed", "cleared")
 _COMPLETE: Final = "complete"

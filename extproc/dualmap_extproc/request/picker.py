@@ -17,9 +17,9 @@ from typing import Final
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.engines.token_chain import token_root
-from dualmap.fleet.reported import KvChange
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
