@@ -68,7 +68,9 @@ class Publisher:
 
     async def subscribed(self) -> None:
         """Wait for a subscription."""
-        await asyncio.wait_for(self._live.recv(), 10)
+        async with asyncio.timeout(10):
+            while not (await self._live.recv()).startswith(b"\x01"):
+                pass
 
     async def publish(self, *events: object, told: bool = True, as_map: bool = False) -> None:
         """Publish a batch; without ``told``, no subscriber receives it."""
@@ -95,7 +97,12 @@ class Publisher:
     async def replaced(self) -> "Publisher":
         """Close this publisher; return another one at the same address and ports."""
         await self.close()
-        return Publisher(self._context, self.host, ports=(self.port, self.replay_port))
+        async with asyncio.timeout(10):
+            while True:
+                # ZeroMQ frees the ports some time after a socket is closed.
+                await asyncio.sleep(0.05)
+                with suppress(zmq.ZMQError):
+                    return Publisher(self._context, self.host, ports=(self.port, self.replay_port))
 
     async def close(self) -> None:
         self._task.cancel()

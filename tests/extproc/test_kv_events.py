@@ -377,6 +377,32 @@ async def test_flood_delays_the_loop_by_a_few_milliseconds():
         assert sorted(turns)[len(turns) // 2] < 2 * kv_events.TURN_S
 
 
+async def test_server_of_another_protocol_leaves_a_member_connecting():
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    async with following() as follows, await asyncio.start_server(answer, "127.0.0.2", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        other = replace(follows.publishers[0].source, port=port, replay_port=None)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(other,)))
+        await asyncio.sleep(1.0)
+        await follows.has(state="Connecting", blocks=0)
+        assert 'source="records"' in (follows.pick().receipt or "")
+
+
+async def test_lost_connection_is_opened_again_and_replayed():
+    async with following() as follows:
+        first = follows.publishers[0]
+        await first.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        other = await first.replaced()
+        await follows.has(state="Failed", reason="the connection was lost", blocks=20)
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)], [removed(20)])
+        # No message follows.
+        await follows.has(state="Live", blocks=19, sequence=1)
+
+
 async def test_message_above_the_bound_is_a_gap():
     async with following() as follows:
         publisher = follows.publishers[0]

@@ -188,10 +188,14 @@ class EventSource:
         """The time at which ``on_deadline`` must be called, None if there is none."""
         return self._silent_s if self.attempt is not None else None
 
-    def start(self, now: float) -> None:
-        """Begin after a subscription, also after a failure. The position is kept."""
+    def connect(self) -> None:
+        """Wait for a connection to the publisher, also after a failure. The position is kept."""
         self._phase = SourceState.CONNECTING
         self._failure = ""
+
+    def start(self, now: float) -> None:
+        """Begin after a subscription, also after a failure. The position is kept."""
+        self.connect()
         if self._may_replay(now):
             self._want_replay(now + self._jitter * JITTER_S)
 

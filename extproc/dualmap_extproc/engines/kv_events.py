@@ -9,6 +9,7 @@ finds the gap.
 
 import asyncio
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -48,12 +49,23 @@ REPLAY_MESSAGES_MAX: Final = 256
 """The most messages of a replay that wait in a socket. Publishers drop what neither this nor their own queue takes."""
 FRAMES_MAX: Final = 8
 """The most frames of a message; a message with more is ignored."""
+RETRY_S: Final = (0.5, 60.0)
+"""The shortest and the longest pause after a lost connection; each pause without a message between is twice as long."""
 _RECONNECT_MS: Final = (500, 10_000)
 _HEARTBEAT_MS: Final = (10_000, 30_000)
 _CONNECT_TIMEOUT_MS: Final = 3_000
 _TICK_S: Final = 0.1
 # Two reports of the same start differ by rounding only.
 _SAME_START_S: Final = 1.0
+
+# ZeroMQ connects again after most errors, but not after data that is not of its protocol, or a message above the bound.
+_CONNECTED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_LOST: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 Report = Callable[[str, str, int, Sequence[KvChange], SourceStatus], None]
 """Receives changes: the pool (``namespace/name``), the member's id, the rank, the changes and the source's status."""
@@ -85,7 +97,8 @@ class KvEvents:
         self._report = report
         self._metrics = metrics
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, SOURCES_MAX + 64)
+        # Each source has a socket, and a socket that reports its connections at both ends.
+        self._context.set(zmq.MAX_SOCKETS, 3 * SOURCES_MAX + 64)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._members: dict[tuple[str, str], tuple[Pool, Member]] = {}
@@ -170,7 +183,10 @@ class KvEvents:
                 full = len(self._sources) >= SOURCES_MAX
                 source = _Source(self._context, address, self._loop, self._on_ready)
                 self._sources[address] = source
-                source.open(self._loop.time(), f"the router follows {SOURCES_MAX} sources already" if full else "")
+                if full:
+                    source.fail(f"the router follows {SOURCES_MAX} sources already")
+                else:
+                    source.open()
                 self._queue(source)
         self._wake.set()
 
@@ -190,6 +206,10 @@ class KvEvents:
         if now < self._tick_s:
             return
         self._tick_s = now + _TICK_S
+        for source in self._sources.values():
+            if source.retry_s is not None and source.retry_s <= now:
+                source.open()
+                self._queue(source)
         replaying = {id(each.events): each for each in self._sources.values() if each.is_replaying}
         for source in replaying.values():
             source.on_deadline(now)
@@ -265,33 +285,38 @@ class _Source:
         self.queued = False
         self.shown = SourceStatus()
         self.events = EventSource(replays=address.replay_port is not None, jitter=random.random())
+        self.retry_s: float | None = None
+        """The time of the next attempt to connect; None if the source is connected or connects."""
         self._context = context
         self._loop = loop
         self._on_ready = on_ready
         self._live: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         self._replay: zmq.Socket[bytes] | None = None
+        self._lost = False
+        self._pause_s = RETRY_S[0]
         self._attempt: int | None = None
         self._effects: deque[Effect] = deque()
         self._unpacking: Iterator[Batch | Unreadable] | None = None
-        self._changes: list[KvChange] = []
+        self._changes: list[KvChange] = [Clear()]
         # Whether the numbers showed a restart after the last profile, so that its start time is no further restart.
         self._restarted = False
 
-    def open(self, now: float, failure: str) -> None:
-        """Subscribe, or fail for a reason."""
-        self._changes.append(Clear())
-        if failure:
-            self.events.on_failed(failure)
-            return
+    def open(self) -> None:
+        """Subscribe. The source begins when the publisher answers."""
+        self.retry_s = None
+        self._lost = False
         try:
             self._live = self._socket(zmq.SUB, LIVE_MESSAGES_MAX)
+            self._monitor = self._live.get_monitor_socket(_CONNECTED | _LOST)
             self._live.subscribe(self.address.topic.encode("utf-8", "surrogatepass"))
             self._live.connect(_endpoint(self.address.host, self.address.port))
             self._watch(self._live)
+            self._watch(self._monitor)
         except (zmq.ZMQError, OSError) as error:
             self.fail(f"the subscription failed: {error}")
             return
-        self.events.start(now)
+        self.events.connect()
 
     def fail(self, reason: str) -> None:
         """Stop for a reason."""
@@ -303,10 +328,15 @@ class _Source:
     def close(self) -> None:
         """Close the sockets."""
         self._close_replay()
+        monitor, self._monitor = self._monitor, None
         if self._live is not None:
             self._unwatch(self._live)
+            self._live.disable_monitor()
             self._live.close(linger=0)
             self._live = None
+        if monitor is not None:
+            self._unwatch(monitor)
+            monitor.close(linger=0)
 
     def on_other_start(self, now: float) -> None:
         """The engine's process has another start time."""
@@ -341,13 +371,34 @@ class _Source:
             self._close_replay()
         if self._apply_slice():
             return True
+        # The monitor comes first, because messages count only after the connection.
+        if self._monitor is not None and self._hear(now, self._monitor):
+            return True
         for socket in (self._replay, self._live):
             if socket is not None and self._receive(now, socket):
                 return True
-        for socket in (self._replay, self._live):
+        if self._lost:
+            self.close()
+            self.events.on_failed("the connection was lost")
+            self.retry_s = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+        for socket in (self._monitor, self._replay, self._live):
             if socket is not None:
                 self._watch(socket)
         return False
+
+    def _hear(self, now: float, monitor: "zmq.Socket[bytes]") -> bool:
+        """Read a report of the connection; return whether there was one."""
+        try:
+            frames = monitor.recv_multipart(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        event = int.from_bytes(frames[0][:2], sys.byteorder)
+        if event & _LOST:
+            self._lost = True
+        elif event & _CONNECTED:
+            self.events.start(now)
+        return True
 
     def take_changes(self) -> tuple[KvChange, ...]:
         """Return the changes since the last call."""
@@ -385,6 +436,7 @@ class _Source:
         message = read_frames(frames) if len(frames) <= FRAMES_MAX else None
         if message is None:
             return True
+        self._pause_s = RETRY_S[0]
         if socket is self._replay:
             assert self._attempt is not None
             self._act(self.events.on_replayed(now, self._attempt, message))
