@@ -186,7 +186,7 @@ class KvEvents:
                 if full:
                     source.fail(f"the router follows {SOURCES_MAX} sources already")
                 else:
-                    source.open()
+                    source.open(self._loop.time())
                 self._queue(source)
         self._wake.set()
 
@@ -208,7 +208,7 @@ class KvEvents:
         self._tick_s = now + _TICK_S
         for source in self._sources.values():
             if source.retry_s is not None and source.retry_s <= now:
-                source.open()
+                source.open(now)
                 self._queue(source)
         replaying = {id(each.events): each for each in self._sources.values() if each.is_replaying}
         for source in replaying.values():
@@ -219,7 +219,7 @@ class KvEvents:
             try:
                 source.begin_replay(now)
             except (zmq.ZMQError, OSError) as error:
-                source.fail(f"the replay failed: {error}")
+                source.fail(f"the replay failed: {error}", retry_s=now + RETRY_S[1])
             self._queue(source)
 
     def _turn(self, until_s: float) -> None:
@@ -302,7 +302,7 @@ class _Source:
         # Whether the numbers showed a restart after the last profile, so that its start time is no further restart.
         self._restarted = False
 
-    def open(self) -> None:
+    def open(self, now: float) -> None:
         """Subscribe. The source begins when the publisher answers."""
         self.retry_s = None
         self._lost = False
@@ -314,13 +314,14 @@ class _Source:
             self._watch(self._live)
             self._watch(self._monitor)
         except (zmq.ZMQError, OSError) as error:
-            self.fail(f"the subscription failed: {error}")
+            self.fail(f"the subscription failed: {error}", retry_s=now + RETRY_S[1])
             return
         self.events.connect()
 
-    def fail(self, reason: str) -> None:
-        """Stop for a reason."""
+    def fail(self, reason: str, *, retry_s: float | None = None) -> None:
+        """Stop for a reason; ``retry_s`` is the time of the next attempt, None if there is none."""
         self.close()
+        self.retry_s = retry_s
         self._effects.clear()
         self._unpacking = None
         self.events.on_failed(reason)
@@ -378,9 +379,7 @@ class _Source:
             if socket is not None and self._receive(now, socket):
                 return True
         if self._lost:
-            self.close()
-            self.events.on_failed("the connection was lost")
-            self.retry_s = now + self._pause_s
+            self.fail("the connection was lost", retry_s=now + self._pause_s)
             self._pause_s = min(2 * self._pause_s, RETRY_S[1])
         for socket in (self._monitor, self._replay, self._live):
             if socket is not None:
