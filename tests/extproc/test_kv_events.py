@@ -378,8 +378,11 @@ async def test_flood_delays_the_loop_by_a_few_milliseconds():
 
 
 async def test_server_of_another_protocol_leaves_a_member_connecting():
+    writers: list[asyncio.StreamWriter] = []
+
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writers.append(writer)
 
     async with following() as follows, await asyncio.start_server(answer, "127.0.0.2", 0) as server:
         port = server.sockets[0].getsockname()[1]
@@ -388,6 +391,9 @@ async def test_server_of_another_protocol_leaves_a_member_connecting():
         await asyncio.sleep(1.0)
         await follows.has(state="Connecting", blocks=0)
         assert 'source="records"' in (follows.pick().receipt or "")
+        for each in writers:
+            each.close()
+            await each.wait_closed()
 
 
 async def test_lost_connection_is_opened_again_and_replayed():
