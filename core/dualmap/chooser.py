@@ -17,7 +17,7 @@ from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Candidate, Choice, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
-from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.receipt import CandidateReceipt, Key, Receipt, source_of
 from dualmap.requests import Request
 
 
@@ -68,7 +68,8 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         fleet, chain = self._fleet, request.chain
-        view, members = fleet.view(now, chain, client=request.client), ring.pair(key.hash)
+        view = fleet.view(now, chain, client=request.client, tokens=request.tokens)
+        members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
         if binding is None:
@@ -127,7 +128,8 @@ class Chooser:
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         ring = self._fleet.ring(queued.request.subset)
-        view = self._fleet.view(now, queued.request.chain, client=queued.request.client)
+        request = queued.request
+        view = self._fleet.view(now, request.chain, client=request.client, tokens=request.tokens)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
@@ -159,6 +161,7 @@ class Chooser:
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
+            source=source_of(chosen),
             predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple(
                 [

@@ -171,12 +171,12 @@ class Dispatcher:
         if queue:
             self._release(now, member, outcomes)
         if not queue and self._may_take(now, member, request):
-            self._fleet.will_cache(member, request.chain)
+            self._fleet.will_cache(now, placed)
             outcomes.append(self._dispatch(now, placed))
         elif not self._has_place(now, request, outcomes):
             outcomes.append(self._refusal(now, request, Reason.QUEUE_FULL, member))
         else:
-            self._fleet.will_cache(member, request.chain)
+            self._fleet.will_cache(now, placed)
             self._queue.enqueue(now, placed)
             # The new request may fit into the member's memory even if earlier requests do not.
             self._release(now, member, outcomes)

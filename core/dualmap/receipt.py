@@ -32,7 +32,10 @@ class CandidateReceipt(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because"."""
+    """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because".
+
+    ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the router's own ``records``.
+    """
 
     pool: str
     policy: str
@@ -46,6 +49,7 @@ class Receipt(NamedTuple):
     matched_tokens: int
     predicted_ttft_s: float
     candidates: tuple[CandidateReceipt, ...]
+    source: str = "records"
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
         """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
@@ -59,7 +63,8 @@ class Receipt(NamedTuple):
         pair = " ".join(_sf_string(member) for member in self.pair)
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
-            f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}"
+            f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
+            f"source={_sf_string(self.source)}"
         )
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float) -> "Receipt":
@@ -70,6 +75,7 @@ class Receipt(NamedTuple):
             chosen=to.id,
             address=to.endpoint,
             matched_tokens=to.matched_tokens,
+            source=source_of(to),
             predicted_ttft_s=predicted_ttft_s,
         )
 
@@ -84,6 +90,11 @@ class Receipt(NamedTuple):
             "pair": list(self.pair),
             "candidates": [each._asdict() for each in self.candidates],
         }
+
+
+def source_of(candidate: Candidate) -> str:
+    """Return where a candidate's cached tokens are known from."""
+    return "events" if candidate.reported else "records"
 
 
 def _sf_string(text: str) -> str:

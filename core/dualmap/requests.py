@@ -5,12 +5,13 @@ event returns the Decision or Rejection. The drivers (the ext_proc server and th
 progress to the router. The router returns values for metrics and logs.
 """
 
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from dualmap.engines.profile import NO_PROFILE, EngineProfile
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.source import SourceState
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
@@ -24,8 +25,9 @@ class Request:
     endpoints are allowed; if it is empty, no endpoint is allowed. ``streamed`` is true if the response is streamed, so
     that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
     client sent no session.
-    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished.
-    ``token_ids`` are the ids that the engine computes; None if they are not known. Keys never depend on them.
+    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``tokens`` are the
+    prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
+    by them.
     """
 
     id: str
@@ -35,7 +37,7 @@ class Request:
     streamed: bool = True
     session: int | None = None
     client: int = 0
-    token_ids: "array[int] | None" = field(default=None, compare=False, repr=False)
+    tokens: PromptTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +141,32 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventsStatus:
+    """The KV events of one member over all its ranks, as in ``SourceStatus``.
+
+    ``state`` is the worst state of a rank. ``blocks`` is the number of blocks that the member is known to hold.
+    """
+
+    state: SourceState = SourceState.OFF
+    sequence: int | None = None
+    blocks: int = 0
+    gaps: int = 0
+    resyncs: int = 0
+    reason: str = ""
+
+
+NO_EVENTS: Final = EventsStatus()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
     """One member in this router: the load from this router's requests, and the member's learnt speed.
 
     ``held`` is the number of queued requests, with ``held_prefill_tokens`` to compute. ``pending_prefill_tokens``
     counts requests in flight only. ``prefill_tokens_per_second`` is the speed for this router's requests;
     ``solo_tokens_per_second`` is the speed without other routers' prefills. A ``suspended`` member failed several
-    consecutive requests and receives no new requests for some seconds. ``engine`` is what the member's engine says.
+    consecutive requests and receives no new requests for some seconds. ``engine`` is what the member's engine says,
+    and ``events`` is the state of its KV events.
     """
 
     id: str
@@ -162,6 +183,7 @@ class EndpointStatus:
     solo_tokens_per_second: float
     suspended: bool
     engine: EngineProfile = NO_PROFILE
+    events: EventsStatus = NO_EVENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

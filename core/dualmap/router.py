@@ -16,9 +16,12 @@ from dataclasses import replace
 from dualmap.chooser import Chooser
 from dualmap.dispatcher import Dispatcher
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.residency import KvChange
+from dualmap.engines.source import SourceStatus
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Completion,
@@ -37,12 +40,13 @@ from dualmap.requests import (
 class PoolRouter:
     """Routes the requests of one pool and records the progress of its members' requests.
 
-    If ``replicated`` is true, the router stores the data of ``take_update`` for other replicas.
+    If ``replicated`` is true, the router stores the data of ``take_update`` for other replicas. ``hash_key`` is the key
+    of the hashes of prompts.
     """
 
-    def __init__(self, pool: Pool, *, replicated: bool = False) -> None:
+    def __init__(self, pool: Pool, *, replicated: bool = False, hash_key: bytes = PUBLIC_KEY) -> None:
         self._pool = pool
-        self._fleet = Fleet(pool)
+        self._fleet = Fleet(pool, hash_key)
         self._chooser = Chooser(pool, self._fleet, replicated=replicated)
         self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
         self._bodiless_sequence = 0
@@ -147,6 +151,13 @@ class PoolRouter:
         elif change.ring:
             outcomes = self._dispatcher.requeue(now, self._fleet.members)
         return Effects(changed, outcomes + self._dispatcher.release_all(now))
+
+    def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
+        """Apply what a rank of a member's engine reports about its cache, in order; ignore an unknown member.
+
+        The report changes no load, so it releases no queued request.
+        """
+        self._fleet.on_kv_events(member, rank, changes, status)
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of requests that expired without a report."""

@@ -21,6 +21,7 @@ from dualmap.engines.source import (
     read_frames,
 )
 from dualmap.engines.token_chain import chain_tokens, pack_tokens, token_root
+from dualmap_extproc.engines.event_messages import SLICE_EVENTS, slices
 from fuzz import trees
 from fuzz.choices import Choices
 
@@ -48,6 +49,8 @@ def check(data: bytes) -> None:
 
     The input is used twice: as a packed message, and as choices that build messages, replays and lost messages.
     """
+    for part in slices(data):
+        assert part.reason if isinstance(part, Unreadable) else len(part.events) <= SLICE_EVENTS
     batch = _read(data)
     residency = Residency(held := HeldBlocks(), model="m")
     for rank in (0, 1):

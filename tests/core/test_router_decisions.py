@@ -190,7 +190,8 @@ def test_receipt_has_header_and_json_form() -> None:
     router = PoolRouter(replace(pool(0, engine=Engine()), members=(odd,)))
     receipt = decide(router, "1", text_of(300, "x")).receipt
     assert receipt.header() == (
-        'policy=dualmap, rule="lone", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
+        'policy=dualmap, rule="lone", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2, '
+        'source="records"'
     )
     assert receipt.header(ReceiptFields.CHOSEN) == 'policy=dualmap, chosen="a:b/c@d", prompt=300'
     document = receipt.as_json()

@@ -6,9 +6,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import builders
+from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolSnapshot
+from dualmap.requests import Completion, Decision, EndpointStatus, EventsStatus, FirstToken, PoolSnapshot
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint
 from dualmap_extproc.request.ending import Ending
@@ -76,6 +77,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
             prefill_tokens_per_second=6500.499999999999,
             solo_tokens_per_second=6600.0,
             suspended=state is MemberState.DRAINING,
+            events=EventsStatus(state=SourceState.PARTIAL if n else SourceState.LIVE),
         )
         for n, state in enumerate(states)
     )

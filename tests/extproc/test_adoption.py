@@ -10,6 +10,7 @@ from dualmap.pools.pool import Pool
 from dualmap_extproc.app import adoption
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
@@ -42,6 +43,16 @@ class Tokenizers(PoolTokenizers):
         self.pools.append(tuple(pools))
 
 
+class Events(KvEvents):
+    """Records the pools, and opens no socket."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[Pool, ...]] = []
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.pools.append(tuple(pools))
+
+
 class Adopted:
     """The adoption of pools, and the times at which Envoys received the pools."""
 
@@ -53,7 +64,10 @@ class Adopted:
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
         self.engines = Engines()
         self.tokenizers = Tokenizers()
-        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.engines, self.tokenizers, self.picker)
+        self.events = Events()
+        self.adoption = Adoption(
+            self.metrics, self.demand, self.discovery, self.engines, self.tokenizers, self.events, self.picker
+        )
         self.adoption.adopt(pools)
 
     def hold(self) -> None:

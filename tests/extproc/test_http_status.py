@@ -77,7 +77,7 @@ async def test_pool_page_shows_what_engines_say() -> None:
         "block_tokens": 16,
         "kv_tokens": 1600,
         "adapters": ["sql"],
-        "events": {"state": "Off"},
+        "events": {"state": "Off", "sequence": None, "blocks": 0, "gaps": 0, "resyncs": 0, "reason": ""},
         "reason": "",
     }
     assert (failed["version"], failed["kv_tokens"], failed["reason"]) == ("", None, "/metrics was answered with 404")

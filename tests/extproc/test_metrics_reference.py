@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from dualmap.pools.pool import MemberState
+from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
 from extproc.metrics_pages import everything, families, metrics, status
@@ -19,6 +20,7 @@ class TestReference:
         watches.show_ages(lambda: {"pods": 1.0})
         watches.kube_listed("pods")
         watches.kube_failed("pods", "refused")
+        KvEventMetrics(made.metrics.registry).set_pools(["llm/qwen"])
         everything(made)
         found = {}
         for family in families(made, status(MemberState.ACTIVE)):

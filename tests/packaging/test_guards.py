@@ -94,6 +94,8 @@ PLANTED = [
         "Only readers of bodies and writers of answers import orjson",
     ),
     ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Only the Redis store imports redis"),
+    ("extproc/dualmap_extproc/engines/profiles.py", "import zmq", "Only the followers of KV events import ZeroMQ"),
+    ("extproc/dualmap_extproc/engines/kv_events.py", "import msgspec", "Only the followers of KV events import ZeroMQ"),
     ("extproc/dualmap_extproc/request/stream.py", "import opentelemetry", "Only tracing imports OpenTelemetry"),
     ("core/dualmap/replicas/update.py", "import redis", "The core is pure"),
     (

@@ -6,6 +6,7 @@ that all have the same position, which would make every search slow.
 """
 
 from array import array
+from collections.abc import Iterator
 from typing import Final
 
 COPIES_MAX: Final = 8
@@ -92,9 +93,9 @@ class BlockTable:
                 states[slot] = state & _ENDS | 1
         self.copies = self._blocks
 
-    def ending_links(self) -> list[int]:
-        """Return the links of all blocks that end an index block."""
-        return [link for link, state in zip(self.links, self._states, strict=True) if state & _ENDS]
+    def ending_links(self) -> Iterator[int]:
+        """Yield the links of all blocks that end an index block, of a table that no longer changes."""
+        return (link for link, state in zip(self.links, self._states, strict=True) if state & _ENDS)
 
     def _insert(self, block: int, link: int, tail: bytes, state: int) -> None:
         states, last = self._states, self._last

@@ -5,9 +5,15 @@ number of leading blocks of every holder. An engine may lack a block in the midd
 therefore ends at its first missing block, also if it holds later blocks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Final
 
 from dualmap.engines.token_chain import KEY_SHIFT, TokenChain
+
+CLEAN_BLOCKS: Final = 4096
+"""The most blocks of holders that left which one call removes. More blocks would delay requests."""
 
 
 class HeldBlocks:
@@ -19,6 +25,8 @@ class HeldBlocks:
         self._holders = 0
         # The masks of a single holder are shared objects, so that most values of the dictionary take no memory.
         self._bits: list[int] = []
+        # The holders that left, with their blocks that are still in the masks.
+        self._leaving: deque[tuple[int, Iterator[int]]] = deque()
 
     def __len__(self) -> int:
         """The number of different blocks."""
@@ -35,10 +43,22 @@ class HeldBlocks:
         return holder
 
     def leave(self, holder: int, links: Iterable[int]) -> None:
-        """Remove a holder and its blocks."""
-        self.drop(holder, links)
+        """Remove a holder at once, and its blocks by this and later calls of ``clean``; ``links`` must not change."""
         self._holders ^= self._bits[holder]
-        self._free.append(holder)
+        self._leaving.append((holder, iter(links)))
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove some blocks of holders that left."""
+        left = CLEAN_BLOCKS
+        while self._leaving and left:
+            holder, links = self._leaving[0]
+            part = list(islice(links, left))
+            left -= len(part)
+            self.drop(holder, part)
+            if left:
+                self._leaving.popleft()
+                self._free.append(holder)
 
     def hold(self, holder: int, link: int) -> None:
         """Add a block to a holder."""

@@ -35,6 +35,7 @@ from dualmap.engines.block_table import BlockTable
 from dualmap.engines.events import Batch, Removed, Stored
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.parked_stores import ParkedStores
+from dualmap.engines.source import Clear, ForgetCopies
 from dualmap.engines.token_chain import TOKEN_BYTES, TokenChain, link_block, link_media, token_root
 from dualmap.prompts.blocks import PUBLIC_KEY
 
@@ -46,6 +47,10 @@ GROUPS_MAX: Final = 64
 """The most groups of blocks of a member, over all ranks; the events of further groups are ignored."""
 INDEX_TOKENS_MIN: Final = 16
 """The smallest index block. Engines' smaller blocks are gathered, so that a pick does not search for every token."""
+
+
+KvChange = Batch | Clear | ForgetCopies
+"""A change of the blocks of one rank, in the order in which its source asks for it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -43,8 +43,8 @@ QUEUE_MESSAGES: Final = 10000
 """The most live messages that wait for the end of a replay; further messages are requested again."""
 QUEUE_BYTES: Final = 16777216
 """The most bytes of live messages that wait for the end of a replay; further messages are requested again."""
-MESSAGE_BYTES_MAX: Final = 16777216
-"""The largest message; a larger one is ignored and leaves a gap."""
+MESSAGE_BYTES_MAX: Final = 4194304
+"""The largest message; a larger one leaves a gap."""
 
 _NUMBER_BYTES: Final = 8
 _END_NUMBER: Final = b"\xff" * _NUMBER_BYTES
@@ -61,6 +61,17 @@ class SourceState(StrEnum):
     LIVE = "Live"
     PARTIAL = "Partial"
     FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStatus:
+    """The state of a source, the number of the last applied message, and its gaps and replays so far."""
+
+    state: SourceState = SourceState.OFF
+    sequence: int | None = None
+    gaps: int = 0
+    resyncs: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,13 @@ class EventSource:
         return self._failure if self._phase is SourceState.FAILED else self._missing
 
     @property
+    def status(self) -> SourceStatus:
+        """The state for status pages and metrics, as a value."""
+        return SourceStatus(
+            state=self.state, sequence=self.sequence, gaps=self.gaps, resyncs=self.resyncs, reason=self.reason
+        )
+
+    @property
     def sequence(self) -> int | None:
         """The number of the last applied message, None before the first one."""
         return self._due - 1 if self._due else None
@@ -170,10 +188,14 @@ class EventSource:
         """The time at which ``on_deadline`` must be called, None if there is none."""
         return self._silent_s if self.attempt is not None else None
 
-    def start(self, now: float) -> None:
-        """Begin after a subscription, also after a failure. The position is kept."""
+    def connect(self) -> None:
+        """Wait for a connection to the publisher, also after a failure. The position is kept."""
         self._phase = SourceState.CONNECTING
         self._failure = ""
+
+    def start(self, now: float) -> None:
+        """Begin after a subscription, also after a failure. The position is kept."""
+        self.connect()
         if self._may_replay(now):
             self._want_replay(now + self._jitter * JITTER_S)
 

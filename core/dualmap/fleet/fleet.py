@@ -4,24 +4,28 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 (membership, caches, ledger, peers, foreign work) do not use each other, and only this package uses them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.residency import KvChange
+from dualmap.engines.source import SourceStatus
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.load import MemberLoad
+from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
-from dualmap.prompts.blocks import BlockChain
+from dualmap.prompts.blocks import PUBLIC_KEY, BlockChain
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
@@ -58,9 +62,9 @@ class ProfileChange(NamedTuple):
 
 
 class Fleet:
-    """The members of one pool in this router."""
+    """The members of one pool in this router. ``hash_key`` is the key of the hashes of prompts."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, hash_key: bytes = PUBLIC_KEY) -> None:
         self._membership = Membership(pool)
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._peers = Peers()
@@ -77,6 +81,7 @@ class Fleet:
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._caches = Caches(pool, self._profiles)
+        self._reported = ReportedCaches(pool, hash_key)
         self._instances = self._new_instances()
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
@@ -108,10 +113,19 @@ class Fleet:
 
     # The members' state for decisions.
 
-    def view(self, now: float, chain: BlockChain, *, client: int = 0) -> View:
+    def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
         """Return a view of the members for one prompt of a client."""
         behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
-        return View(now, chain, self._instances, self._caches.tree, stall_s=self._stall_s, behind_s=behind_s)
+        reported = self._reported.matches(now, tokens, chain.tokens)
+        return View(
+            now,
+            chain,
+            self._instances,
+            self._caches.tree,
+            stall_s=self._stall_s,
+            reported=reported,
+            behind_s=behind_s,
+        )
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""
@@ -183,9 +197,11 @@ class Fleet:
         """Return a request with the tokens of its prompt as the engines' counts let expect."""
         return self._caches.recounted(request)
 
-    def will_cache(self, member: str, chain: BlockChain) -> None:
-        """Record that a member caches a prompt or will cache it; ignore a member that has left."""
-        self._caches.add(member, chain)
+    def will_cache(self, now: float, placed: QueuedRequest) -> None:
+        """Record that a placed request's member will cache its prompt; ignore a member that has left."""
+        request = placed.request
+        self._caches.add(placed.member, request.chain)
+        self._claim(now, placed)
 
     def has_computed(self, request: InFlightRequest) -> None:
         """Record that a request's member has computed its prompt; ignore a member that has left."""
@@ -194,6 +210,7 @@ class Fleet:
     def will_not_cache(self, request: QueuedRequest) -> None:
         """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
         self._caches.cut(request.member, request.request.chain, request.matched_tokens)
+        self._reported.withdraw(request.member, request.request.id)
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""
@@ -217,6 +234,7 @@ class Fleet:
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
+        self._claim(now, queued)
         return in_flight
 
     def served(self, now: float, request_id: str, endpoint: str) -> tuple[InFlightRequest, str] | None:
@@ -231,10 +249,11 @@ class Fleet:
         if serving is None or serving is self._membership.members.get(left):
             return None
         self._caches.cut(left, request.chain, request.matched_tokens)
+        self._reported.withdraw(left, request_id)
         candidate = self.view(now, request.chain).candidate(serving.id)
         prediction = self._caches.predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
         self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
-        self.will_cache(serving.id, request.chain)
+        self._caches.add(serving.id, request.chain)
         return request, left
 
     def heard(self, now: float, request_id: str) -> None:
@@ -327,13 +346,22 @@ class Fleet:
             return ProfileChange()
         if _restarted(before, profile) or (profile.asleep and not before.asleep):
             self._caches.forget(member)
+            self._reported.forget_claims(member)
         facts = _facts(profile) != _facts(before)
         if facts:
             self._caches.resize(member)
+            self._reported.resize(member, profile)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         load = self._count_foreign(now, member, profile)
         return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=load)
+
+    def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
+        """Apply what a rank of a member's engine reports about its cache; ignore an unknown member."""
+        if member not in self._membership.members or not self._pool.engine.kv_events.enabled:
+            return
+        if self._reported.apply(member, rank, changes, status, self._profiles.get(member)):
+            self._caches.forget(member)
 
     def adopt(self, now: float, pool: Pool) -> set[str]:
         """Apply a new version of the pool; return the members that did not restart.
@@ -350,6 +378,7 @@ class Fleet:
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
         self._caches.adopt(pool, stayed)
+        self._reported.adopt(pool, stayed)
         self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
@@ -470,6 +499,12 @@ class Fleet:
         """
         if not request.prefilled:
             self._caches.cut(request.member, request.chain, request.matched_tokens)
+            self._reported.withdraw(request.member, request.request_id)
+
+    def _claim(self, now: float, placed: QueuedRequest) -> None:
+        request, waited_s = placed.request, max(0.0, now - placed.request.arrived_s)
+        expected_s = max(0.0, placed.predicted_ttft_s - waited_s)
+        self._reported.claim(now, placed.member, request.id, request.tokens, expected_s=expected_s)
 
     def _dispatch_window_s(self, now: float) -> float:
         window_s = self._pool.routing.queue.dispatch_window_s
@@ -515,6 +550,7 @@ class Fleet:
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
             engine=self._profiles.get(member.id),
+            events=self._reported.status(member.id),
         )
 
 
@@ -525,7 +561,7 @@ def _credit_tokens(pool: Pool) -> int:
 
 def _facts(profile: EngineProfile) -> tuple[object, ...]:
     """Return the facts on which the pool, or a member's index or memory depends."""
-    return profile.kv_tokens, profile.cache_tokens, profile.max_model_len, profile.adapters
+    return profile.block_tokens, profile.kv_tokens, profile.cache_tokens, profile.max_model_len, profile.adapters
 
 
 def _restarted(before: EngineProfile, after: EngineProfile) -> bool:

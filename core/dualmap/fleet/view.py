@@ -11,6 +11,7 @@ from functools import cached_property
 
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.reported import ReportedMatches
 from dualmap.policies.situation import Candidate, Weights
 from dualmap.pools.pool import Member
 from dualmap.prompts.blocks import BlockChain
@@ -34,14 +35,15 @@ class Roster:
     def __init__(self, instances: tuple[Instance, ...]) -> None:
         self.instances = instances
         self.positions = {each.index: position for position, each in enumerate(instances)}
+        self.ids = {each.member.id: position for position, each in enumerate(instances)}
         self.summaries = [each.load.summary for each in instances]
 
 
 class View:
     """The members of a pool for one prompt; valid until the next event.
 
-
-    ``behind_s`` returns the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none.
+    ``reported`` contains what members with KV events hold of the prompt, None if nothing is known. ``behind_s`` returns
+    the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class View:
         tree: PrefixTree,
         *,
         stall_s: float,
+        reported: ReportedMatches | None = None,
         behind_s: Callable[[MemberQueue], float] | None = None,
     ) -> None:
         self.now = now
@@ -60,6 +63,7 @@ class View:
         self.stall_s = stall_s
         self.behind_s = behind_s
         self.path = tree.path(chain.hashes)
+        self.reported = reported
         self._instances = instances
 
     def candidate(self, member: str, hint_tokens: int = 0) -> Candidate:
@@ -69,10 +73,14 @@ class View:
     def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
         """Return an instance as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)
-        blocks = instance.index.matched_on(self.path)
-        if hint_tokens:
-            blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
-        matched_tokens = chain.tokens_of(blocks)
+        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id)
+        if reported_tokens is not None:
+            matched_tokens = reported_tokens
+        else:
+            blocks = instance.index.matched_on(self.path)
+            if hint_tokens:
+                blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
+            matched_tokens = chain.tokens_of(blocks)
         speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
         if self.behind_s is not None:
             queue_s -= self.behind_s(instance.load.queue)
@@ -87,6 +95,7 @@ class View:
             tokens_per_second=speed.tokens_per_second,
             queue_s=queue_s,
             compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
+            reported=reported_tokens is not None,
         )
 
 
@@ -123,12 +132,9 @@ class Everyone:
             + each.quadratic_s * quadratic
             for each in summaries
         ]
-        positions, chain = self._roster.positions, self._view.chain
-        for index, blocks in self._view.tree.holders(self._view.path).items():
-            position = positions.get(index)
-            if position is not None:
-                each, cached = summaries[position], chain.tokens_of(blocks)
-                costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
+        for position, cached in self._cached_tokens().items():
+            each = summaries[position]
+            costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
         behind_s = self._view.behind_s
         if behind_s is not None:
             for position, instance in enumerate(self._roster.instances):
@@ -153,12 +159,19 @@ class Everyone:
 
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
+        matched_tokens = [0] * len(self._roster.instances)
+        for position, cached in self._cached_tokens().items():
+            matched_tokens[position] = cached
+        return matched_tokens
+
+    def _cached_tokens(self) -> dict[int, int]:
+        """Return the cached tokens of the prompt by position, without most members that cache none."""
         positions, chain = self._roster.positions, self._view.chain
         held = self._view.tree.holders(self._view.path)
         # Most members that hold blocks of the prompt hold the same number of blocks.
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
-        matched_tokens = [0] * len(positions)
-        for index, blocks in held.items():
-            if index in positions:
-                matched_tokens[positions[index]] = tokens[blocks]
-        return matched_tokens
+        cached = {positions[index]: tokens[blocks] for index, blocks in held.items() if index in positions}
+        if self._view.reported is not None:
+            ids = self._roster.ids
+            cached.update((ids[member], reported) for member, reported in self._view.reported if member in ids)
+        return cached

@@ -68,6 +68,7 @@ _LONGEST_PATH: Final = 1024
 # The same as in the schema. A server is named without user, query and fragment.
 _HTTP_URL: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]{1,253}(/[A-Za-z0-9._~/-]{0,200})?", re.ASCII)
 _HTTP_URL_ACCEPTED: Final = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
+_TOPIC: Final = re.compile(r".{0,253}", re.DOTALL)
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
 
@@ -325,6 +326,7 @@ def _read_engine(fields: _Fields) -> Engine:
             enabled=events.flag("enabled", default=False),
             port=events.integer("port", 5557, 1, 65_535),
             replay_port=events.integer("replayPort", 5558, 1, 65_535),
+            topic=events.matching("topic", _TOPIC, "a text of at most 253 characters", ""),
         ),
         tokenizer=_read_tokenizer(fields.sub("tokenizer")),
         discovery=Discovery(

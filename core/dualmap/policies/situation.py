@@ -18,8 +18,9 @@ class Candidate(NamedTuple):
     """One member that a request may go to.
 
     ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. Token counts are prompt tokens; ``matched_tokens``
-    are assumed to be cached at the member. The class is a named tuple because every decision creates two or three
-    candidates. A named tuple is immutable and takes half the time of a frozen dataclass.
+    are assumed to be cached at the member. If ``reported``, the KV events of the member's engine say so. The class is a
+    named tuple because every decision creates two or three candidates. A named tuple is immutable and takes half the
+    time of a frozen dataclass.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Candidate(NamedTuple):
     tokens_per_second: float
     queue_s: float
     compute_s: float
+    reported: bool = False
 
     @property
     def ttft_s(self) -> float:

@@ -75,11 +75,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvents:
-    """The ports on which an engine publishes KV cache events, if enabled."""
+    """The ports and the topic with which an engine publishes KV cache events, if enabled.
+
+    The data-parallel rank is added to both ports. Ports that an engine reports replace these values.
+    """
 
     enabled: bool = False
     port: int = 5557
     replay_port: int = 5558
+    topic: str = ""
 
 
 class TokenSource(StrEnum):

@@ -5,6 +5,7 @@ fields are omitted, because they do not change the cached blocks. A client must 
 with a field that the engine ignores.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ class Prompt:
 
     ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the client
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
-    token ids, whose tokens are counted and not estimated.
+    token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
+    bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
     """
 
     model: str
@@ -196,6 +198,7 @@ class Prompt:
     streamed: bool = False
     session: str = ""
     exact: bool = False
+    token_ids: bytes | None = None
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -216,11 +219,12 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         # The names come first: a body that is refused for a name takes little time.
         lora = _name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path")
         cache_salt = _name(salt if isinstance(salt, str) else compact(salt), "cache_salt")
-        text, exact = _canonical_text(body, api)
+        text, exact, token_ids = _canonical_text(body, api)
         return Prompt(
             model=model,
             text=text,
             exact=exact,
+            token_ids=token_ids,
             lora=lora,
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
@@ -254,15 +258,17 @@ def _session(body: Mapping[str, object]) -> str:
     return ""
 
 
-def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool]:
-    """Return the prompt, and whether it consists of token ids."""
+def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool, bytes | None]:
+    """Return the prompt, whether it consists of token ids, and the ids of a single prompt."""
     for name in LAYOUTS[api].token_ids:
-        tokens = _token_bytes(body.get(name))
+        value = body.get(name)
+        tokens = _token_bytes(value)
         if tokens is not None:
-            return tokens, True
+            is_single = isinstance(value, list) and (len(value) == 1 or not isinstance(value[0], list))
+            return tokens, True, tokens if is_single and sys.byteorder == "little" else None
     pieces = list(islice(_pieces(body, api), MAX_PIECES + 1))
     _check_number(pieces)
-    return "".join(pieces).encode("utf-8", "surrogatepass"), False
+    return "".join(pieces).encode("utf-8", "surrogatepass"), False, None
 
 
 def _token_bytes(value: object) -> bytes | None:

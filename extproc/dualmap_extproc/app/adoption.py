@@ -13,6 +13,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
@@ -34,6 +35,7 @@ class Adoption:
         discovery: Discovery,
         engines: EngineProfiles,
         tokenizers: PoolTokenizers,
+        kv_events: KvEvents,
         picker: Picker,
     ) -> None:
         self._metrics = metrics
@@ -41,6 +43,7 @@ class Adoption:
         self._discovery = discovery
         self._engines = engines
         self._tokenizers = tokenizers
+        self._kv_events = kv_events
         self._picker = picker
         self._pools: Sequence[Pool] = ()
         self._due: asyncio.TimerHandle | None = None
@@ -76,3 +79,5 @@ class Adoption:
             self._due.cancel()
             self._due = None
         self._picker.set_pools(asyncio.get_running_loop().time(), self._pools)
+        # After the picker, which forgets the blocks of a member's earlier process.
+        self._kv_events.set_pools(self._pools)

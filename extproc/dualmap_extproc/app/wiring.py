@@ -16,6 +16,8 @@ from typing import Any
 import click
 
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.residency import KvChange
+from dualmap.engines.source import SourceStatus
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
@@ -24,6 +26,8 @@ from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
+from dualmap_extproc.engines.kv_events import KvEvents
+from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
@@ -106,10 +110,14 @@ async def serve(settings: Settings) -> None:
 
     def take_profile(pool: str, member: str, profile: EngineProfile) -> None:
         picker.on_profile(loop.time(), pool, member, profile)
+        kv_events.on_profile(pool, member, profile)
 
-    engines = EngineProfiles(take_profile)
+    def take_kv_events(pool: str, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
+        picker.on_kv_events(pool, member, rank, changes, status)
+
+    engines, kv_events = EngineProfiles(take_profile), KvEvents(take_kv_events, KvEventMetrics(metrics.registry))
     tokenizers = PoolTokenizers(observations.report)
-    adoption = Adoption(metrics, demand, discovery, engines, tokenizers, picker)
+    adoption = Adoption(metrics, demand, discovery, engines, tokenizers, kv_events, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
         for entry in entries:
@@ -146,6 +154,7 @@ async def serve(settings: Settings) -> None:
             asyncio.create_task(keep_deadlines(picker)),
             asyncio.create_task(reading.run()),
             asyncio.create_task(tokenizers.run()),
+            asyncio.create_task(kv_events.run()),
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))
@@ -172,6 +181,7 @@ async def serve(settings: Settings) -> None:
         await source.close()
         await engines.close()
         await tokenizers.close()
+        kv_events.close()
         await asyncio.to_thread(close_tracing)
 
 

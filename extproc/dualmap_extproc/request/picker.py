@@ -16,6 +16,10 @@ from functools import lru_cache, partial
 from typing import Final
 
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.residency import KvChange
+from dualmap.engines.source import SourceStatus
+from dualmap.engines.token_chain import pack_tokens, token_root
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
@@ -118,7 +122,7 @@ class Picker:
         # whether a salt is in use.
         self._common_root = lru_cache(_COMMON_ROOTS_MAX)(partial(chain_root, key=hash_key))
         self._client_key = client_key
-        self._served = ServedPools(replicated=replicated)
+        self._served = ServedPools(replicated=replicated, hash_key=hash_key)
         # The router of every request that is queued or in flight, by request id.
         self._owners: dict[str, PoolRouter] = {}
         self._queued: dict[str, _Queued] = {}
@@ -191,6 +195,14 @@ class Picker:
         if changed:
             self._served.name_pools()
         self._release(now, (router, outcomes))
+
+    def on_kv_events(
+        self, pool: str, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus
+    ) -> None:
+        """Apply what a rank of the engine of a pool's member reports about its cache; ignore an unknown pool."""
+        router = self._served.router(pool)
+        if router is not None:
+            router.on_kv_events(member, rank, changes, status)
 
     def stop_queueing(self, now: float) -> None:
         """Release all queued requests and stop queueing, because this router is about to end.
@@ -268,7 +280,7 @@ class Picker:
             streamed=prompt.streamed,
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
             client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
-            token_ids=self._counts.trusted_ids(pool.id, tokens),
+            tokens=self._tokens(pool, prompt, adapter, tokens),
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
@@ -281,6 +293,23 @@ class Picker:
         answer = self._answer(now, pool, decision, arrival, quoted)
         self._release(now, (router, outcomes))
         return answer
+
+    def _tokens(self, pool: Pool, prompt: Prompt, adapter: str, tokens: Tokens | None) -> PromptTokens | None:
+        """Return the token ids of a prompt, by which the engines' KV events find its blocks; None if not known.
+
+        Ids in the body precede those of the pool's tokenizer. An adapter that the body names in an engine's own field
+        is unknown to events by that name.
+        """
+        if prompt.lora or not pool.engine.kv_events.enabled:
+            return None
+        packed = prompt.token_ids
+        if packed is None:
+            ids = self._counts.trusted_ids(pool.id, tokens)
+            if ids is None:
+                return None
+            packed = pack_tokens(ids)
+        root = token_root(model=pool.model.name, adapter=adapter, cache_salt=prompt.cache_salt, key=self._hash_key)
+        return PromptTokens(packed, root=root)
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None, *, model: str = "") -> Picked | Refused:
         """Pick any member for a request without a prompt, from the pool of ``model``, or from the only pool.

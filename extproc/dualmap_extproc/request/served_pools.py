@@ -14,14 +14,15 @@ Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 
 class ServedPools:
     """The routers of all pools. With ``replicated``, the pools' routers store replication updates for other
-    replicas.
+    replicas. ``hash_key`` is the key of the hashes of prompts.
 
     A pool serves the names of its specification, and the adapters that its engines serve. A name of a specification
     always goes to the pool that specifies it.
     """
 
-    def __init__(self, *, replicated: bool) -> None:
+    def __init__(self, *, replicated: bool, hash_key: bytes) -> None:
         self._replicated = replicated
+        self._hash_key = hash_key
         self._queues = True
         self._routers: dict[str, PoolRouter] = {}
         # The pools as they were given; a router's pool also contains what its engines say.
@@ -73,7 +74,7 @@ class ServedPools:
         for pool in self._given:
             router = self._routers.get(pool.id)
             if router is None:
-                router = PoolRouter(pool, replicated=self._replicated)
+                router = PoolRouter(pool, replicated=self._replicated, hash_key=self._hash_key)
             elif before[pool.id] != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router

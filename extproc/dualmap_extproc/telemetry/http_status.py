@@ -15,8 +15,7 @@ from typing import Final, TypeAlias
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from dualmap.engines.profile import EngineProfile
-from dualmap.requests import PoolSnapshot
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.connections import Connections
 from dualmap_edge.ports import IDLE_TIMEOUT_S
@@ -219,19 +218,20 @@ def pool_document(
                 "held": endpoint.held,
                 "pending_prefill_tokens": endpoint.pending_prefill_tokens,
                 "suspended": endpoint.suspended,
-                "engine": _engine(endpoint.engine),
+                "engine": _engine(endpoint),
             }
             for endpoint in status.endpoints
         ],
     }
 
 
-def _engine(profile: EngineProfile) -> dict[str, object]:
+def _engine(endpoint: EndpointStatus) -> dict[str, object]:
+    profile = endpoint.engine
     return {
         "version": profile.version,
         "block_tokens": profile.block_tokens,
         "kv_tokens": profile.kv_tokens,
         "adapters": profile.adapters,
-        "events": {"state": "Off"},
+        "events": asdict(endpoint.events),
         "reason": profile.problem,
     }

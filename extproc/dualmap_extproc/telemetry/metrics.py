@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
@@ -268,6 +269,18 @@ def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSig
                 family.add_metric((pool,), value)
         yield family
     yield _members(statuses)
+    yield _kv_event_states(statuses)
+
+
+def _kv_event_states(statuses: Sequence[PoolSnapshot]) -> Metric:
+    text = "1 for the state of the endpoint's KV events, 0 for the other states."
+    family = GaugeMetricFamily("dualmap_kv_event_state", text, labels=(*_ENDPOINT, "state"))
+    for status in statuses:
+        for endpoint in status.endpoints:
+            if endpoint.events.state is not SourceState.OFF:
+                for state in SourceState:
+                    family.add_metric((status.pool, endpoint.id, state.value), endpoint.events.state is state)
+    return family
 
 
 def _members(statuses: Sequence[PoolSnapshot]) -> Metric:

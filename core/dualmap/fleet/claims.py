@@ -1,0 +1,81 @@
+"""Prompts that were placed at a member lately, whose blocks the member's engine may not have reported yet.
+
+An engine reports blocks after it has computed them. Until then, a claim lets equal prompts go to the same member. A
+claim ends soon after the expected first token, whatever the engine reports: the engine may never compute the prompt.
+"""
+
+from heapq import heappop, heappush
+from typing import Final
+
+from dualmap.engines.token_chain import TokenChain
+
+CLAIM_S: Final = 5.0
+"""A claim lasts for this time after the expected first token."""
+CLAIM_MAX_S: Final = 60.0
+"""The longest claim."""
+CLAIMED_BLOCKS_MAX: Final = 65536
+"""The most blocks of one member's claims; above, the oldest claims end."""
+
+
+class Claims:
+    """The claims of one member, by request id."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, tuple[float, tuple[int, ...]]] = {}
+        self._ends_s: list[tuple[float, str]] = []
+        # The number of claims of each block.
+        self._blocks: dict[int, int] = {}
+        self._size = 0
+
+    def add(self, now: float, request_id: str, chain: TokenChain, *, expected_s: float) -> None:
+        """Claim a request's prompt, whose first token is expected in ``expected_s`` seconds; extend a known claim."""
+        self._expire(now)
+        keys = chain.keys
+        if not keys or len(keys) > CLAIMED_BLOCKS_MAX:
+            return
+        ends_s = now + min(expected_s + CLAIM_S, CLAIM_MAX_S)
+        if request_id not in self._claims:
+            while self._size + len(keys) > CLAIMED_BLOCKS_MAX:
+                self.withdraw(next(iter(self._claims)))
+            for key in keys:
+                self._blocks[key] = self._blocks.get(key, 0) + 1
+            self._size += len(keys)
+        self._claims[request_id] = (ends_s, keys)
+        heappush(self._ends_s, (ends_s, request_id))
+
+    def withdraw(self, request_id: str) -> None:
+        """End a request's claim; ignore an unknown request."""
+        _, keys = self._claims.pop(request_id, (0.0, ()))
+        self._size -= len(keys)
+        for key in keys:
+            count = self._blocks[key]
+            if count > 1:
+                self._blocks[key] = count - 1
+            else:
+                del self._blocks[key]
+
+    def leading_blocks(self, now: float, chain: TokenChain) -> int:
+        """Return the number of leading blocks of a chain that are claimed."""
+        self._expire(now)
+        # A claim with a block contains all blocks before it, so the claimed blocks of a chain are its first ones.
+        low, high = 0, len(chain.keys) if self._blocks else 0
+        while low < high:
+            middle = (low + high) // 2
+            if chain.keys[middle] in self._blocks:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def clear(self) -> None:
+        """End all claims."""
+        self._claims.clear()
+        self._ends_s.clear()
+        self._blocks.clear()
+        self._size = 0
+
+    def _expire(self, now: float) -> None:
+        while self._ends_s and self._ends_s[0][0] <= now:
+            ends_s, request_id = heappop(self._ends_s)
+            if request_id in self._claims and self._claims[request_id][0] == ends_s:
+                self.withdraw(request_id)

@@ -1,0 +1,201 @@
+"""What the members with KV events hold, as their engines report it.
+
+A member whose sources are all followed needs no assumption about its cache. For a request with token ids, its reported
+blocks then replace the router's own record. For a request without token ids, and for a member without events, the
+record counts as before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dualmap.engines.events import Batch
+from dualmap.engines.held_blocks import HeldBlocks
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.residency import KvChange, Residency
+from dualmap.engines.source import ForgetCopies, SourceState, SourceStatus
+from dualmap.fleet.claims import Claims
+from dualmap.pools.pool import Pool
+from dualmap.requests import NO_EVENTS, EventsStatus
+
+# The states of a member's sources, the worst one first. A member is in the worst state of its ranks.
+_WORST_FIRST: Final = (
+    SourceState.FAILED,
+    SourceState.CONNECTING,
+    SourceState.SYNCING,
+    SourceState.PARTIAL,
+    SourceState.LIVE,
+)
+_FOLLOWED: Final = frozenset((SourceState.SYNCING, SourceState.PARTIAL, SourceState.LIVE))
+
+
+@dataclass(slots=True)
+class _Reporter:
+    """One member with KV events."""
+
+    residency: Residency
+    claims: Claims = field(default_factory=Claims)
+    ranks: dict[int, SourceStatus] = field(default_factory=dict)
+
+    @property
+    def followed(self) -> bool:
+        """Whether the router knows what every rank holds."""
+        return all(each.state in _FOLLOWED and each.sequence is not None for each in self.ranks.values())
+
+
+class ReportedMatches:
+    """How many tokens of one prompt each followed member holds, as a mapping that is computed at its first use."""
+
+    def __init__(
+        self, now: float, tokens: PromptTokens, held: HeldBlocks, reporters: Mapping[str, _Reporter], prompt_tokens: int
+    ) -> None:
+        self._now = now
+        self._tokens = tokens
+        self._held = held
+        self._reporters = reporters
+        self._prompt_tokens = prompt_tokens
+        self._found: dict[int, Mapping[int, int]] = {}
+
+    def get(self, member: str) -> int | None:
+        """Return the cached tokens of the prompt at a member; None if the member's events are not followed."""
+        reporter = self._reporters.get(member)
+        return None if reporter is None or not reporter.followed else self._matched(reporter)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """Yield each followed member and its cached tokens."""
+        for member, reporter in self._reporters.items():
+            if reporter.followed:
+                yield member, self._matched(reporter)
+
+    def _matched(self, reporter: _Reporter) -> int:
+        block_tokens = reporter.residency.block_tokens
+        if block_tokens is None:
+            return 0
+        chain = self._tokens.chain(block_tokens)
+        if block_tokens not in self._found:
+            self._found[block_tokens] = self._held.leading_blocks(chain)
+        reported = reporter.residency.matched_tokens(chain, self._found[block_tokens])
+        matched = max(reported, chain.reusable_tokens(reporter.claims.leading_blocks(self._now, chain)))
+        # The prompt's tokens may be an estimate, and candidates compare parts of it.
+        return min(matched * self._prompt_tokens // max(chain.tokens, 1), self._prompt_tokens)
+
+
+class ReportedCaches:
+    """The reported blocks of a pool's members. ``key`` is the key of the hashes of prompts."""
+
+    def __init__(self, pool: Pool, key: bytes) -> None:
+        self._pool = pool
+        self._key = key
+        self._held = HeldBlocks()
+        self._reporters: dict[str, _Reporter] = {}
+
+    def apply(
+        self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus, profile: EngineProfile
+    ) -> bool:
+        """Apply changes of a rank; return whether the rank lost its blocks. A source that is off is forgotten."""
+        reporter = self._reporters.get(member)
+        if reporter is None:
+            if status.state is SourceState.OFF:
+                return False
+            residency = Residency(
+                self._held, model=self._pool.model.name, key=self._key, capacity_blocks=_capacity_blocks(profile)
+            )
+            reporter = self._reporters[member] = _Reporter(residency)
+        self._held.clean()
+        residency, cleared = reporter.residency, False
+        for change in changes:
+            if isinstance(change, Batch):
+                before = residency.counts.cleared
+                residency.apply(rank, change)
+                cleared |= residency.counts.cleared != before
+            elif isinstance(change, ForgetCopies):
+                residency.forget_copies(rank)
+            else:
+                residency.clear(rank)
+                cleared = True
+        if cleared:
+            reporter.claims.clear()
+        reporter.ranks[rank] = status
+        if status.state is SourceState.OFF:
+            residency.clear(rank)
+            del reporter.ranks[rank]
+            if not reporter.ranks:
+                self._drop(member)
+        return cleared
+
+    def matches(self, now: float, tokens: PromptTokens | None, prompt_tokens: int) -> ReportedMatches | None:
+        """Return what the members hold of a prompt of ``prompt_tokens``; None if nothing is known."""
+        if tokens is None or not self._reporters:
+            return None
+        return ReportedMatches(now, tokens, self._held, self._reporters, prompt_tokens)
+
+    def claim(
+        self, now: float, member: str, request_id: str, tokens: PromptTokens | None, *, expected_s: float
+    ) -> None:
+        """Claim a prompt for a member that will compute it, until its engine has reported the blocks."""
+        reporter = self._reporters.get(member)
+        if tokens is None or reporter is None:
+            return
+        block_tokens = reporter.residency.block_tokens
+        if block_tokens is not None:
+            reporter.claims.add(now, request_id, tokens.chain(block_tokens), expected_s=expected_s)
+
+    def withdraw(self, member: str, request_id: str) -> None:
+        """End the claim of a request that a member will not compute."""
+        if member in self._reporters:
+            self._reporters[member].claims.withdraw(request_id)
+
+    def forget_claims(self, member: str) -> None:
+        """End all claims of a member that lost its cache."""
+        if member in self._reporters:
+            self._reporters[member].claims.clear()
+
+    def resize(self, member: str, profile: EngineProfile) -> None:
+        """Take the size of a member's cache from its profile."""
+        if member in self._reporters:
+            self._reporters[member].residency.resize(_capacity_blocks(profile))
+
+    def adopt(self, pool: Pool, stayed: set[str]) -> None:
+        """Apply a new version of the pool; only the members in ``stayed`` keep their blocks."""
+        keep = stayed if pool.engine.kv_events.enabled and pool.model.name == self._pool.model.name else set[str]()
+        self._pool = pool
+        for member in self._reporters.keys() - keep:
+            self._drop(member)
+
+    def status(self, member: str) -> EventsStatus:
+        """Return the state of a member's KV events."""
+        reporter = self._reporters.get(member)
+        if reporter is None or not reporter.ranks:
+            return NO_EVENTS
+        ranks, faults = reporter.ranks, {rank: reporter.residency.fault(rank) for rank in reporter.ranks}
+        states = {_state(each, faults[rank]) for rank, each in ranks.items()}
+        reasons = {
+            rank: reason
+            for rank, each in sorted(ranks.items())
+            if (reason := "; ".join(text for text in (each.reason, faults[rank]) if text))
+        }
+        return EventsStatus(
+            state=next(state for state in _WORST_FIRST if state in states),
+            sequence=max((each.sequence for each in ranks.values() if each.sequence is not None), default=None),
+            blocks=reporter.residency.blocks,
+            gaps=sum(each.gaps for each in ranks.values()),
+            resyncs=sum(each.resyncs for each in ranks.values()),
+            reason=", ".join(
+                f"rank {rank}: {reason}" if len(ranks) > 1 else reason for rank, reason in reasons.items()
+            ),
+        )
+
+    def _drop(self, member: str) -> None:
+        self._reporters.pop(member).residency.clear()
+
+
+def _state(status: SourceStatus, fault: str) -> SourceState:
+    return SourceState.PARTIAL if fault and status.state is SourceState.LIVE else status.state
+
+
+def _capacity_blocks(profile: EngineProfile) -> int | None:
+    """Return the blocks of an engine's memory. With several ranks, it is an upper bound for each of them."""
+    if not profile.block_tokens or not profile.cache_tokens:
+        return None
+    return profile.cache_tokens // profile.block_tokens

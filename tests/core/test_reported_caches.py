@@ -1,0 +1,169 @@
+"""Tests of decisions by the blocks that engines report."""
+
+from dataclasses import replace
+
+import builders
+from dualmap.engines.events import Batch, Cleared, Stored
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.source import Clear, SourceState, SourceStatus
+from dualmap.engines.token_chain import pack_tokens, token_root
+from dualmap.pools.pool import Engine, KvEvents
+from dualmap.prompts.blocks import BlockChain, chain_blocks
+from dualmap.requests import NO_EVENTS, Decision, Request
+from dualmap.router import PoolRouter
+
+IDS = list(range(1, 1026))
+LIVE = SourceStatus(state=SourceState.LIVE, sequence=0)
+KEY = b"k" * 32
+
+
+def tokens(ids: list[int] = IDS, *, salt: str = "") -> PromptTokens:
+    return PromptTokens(pack_tokens(ids), root=token_root(model=builders.MODEL, cache_salt=salt, key=KEY))
+
+
+def stored(blocks: int, *, start: int = 0, parent: int | None = None) -> Stored:
+    return Stored(
+        hashes=tuple(range(start, start + blocks)),
+        parent=parent,
+        tokens=pack_tokens(IDS[start * 16 : (start + blocks) * 16]),
+        block_tokens=16,
+    )
+
+
+def router(*, policy: str = "dualmap", members: int = 4, enabled: bool = True) -> PoolRouter:
+    engine = Engine(kv_events=KvEvents(enabled=enabled))
+    return PoolRouter(builders.pool(members, policy=policy, engine=engine), hash_key=KEY)
+
+
+def text_chain(ids: list[int] = IDS) -> BlockChain:
+    return chain_blocks(pack_tokens(ids), root=7, block_tokens=128, exact=True)
+
+
+def decide(of: PoolRouter, request_id: str, *, now: float = 0.0, known: PromptTokens | None = None) -> Decision:
+    request = Request(id=request_id, chain=text_chain(), arrived_s=now, tokens=known)
+    decision = of.on_request(now, request).answer
+    assert isinstance(decision, Decision)
+    return decision
+
+
+def test_policy_over_all_members_finds_the_member_with_reported_blocks():
+    for policy in ("min_ttft", "cache_affinity_global"):
+        of = router(policy=policy)
+        for number in range(4):
+            of.on_kv_events(f"m-{number}", 0, [Batch(events=(stored(40 if number == 2 else 1),))], LIVE)
+        receipt = decide(of, "r", known=tokens()).receipt
+        assert (receipt.chosen, receipt.matched_tokens, receipt.source) == ("m-2", 640, "events"), policy
+
+
+def test_block_that_ends_with_the_prompt_is_not_reused():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    assert decide(of, "r", known=tokens()).receipt.matched_tokens == 1024
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    assert decide(of, "r", known=tokens(IDS[:1024])).receipt.matched_tokens == 1008
+
+
+def test_prompt_of_another_salt_matches_nothing():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    assert decide(of, "r", known=tokens(salt="other")).receipt.matched_tokens == 0
+
+
+def test_record_counts_while_a_rank_is_not_followed():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    of.on_kv_events("m-0", 1, [], SourceStatus(state=SourceState.CONNECTING))
+    assert decide(of, "r", known=tokens()).receipt.source == "records"
+    of.on_kv_events("m-0", 1, [], LIVE)
+    assert decide(of, "s", known=tokens()).receipt.source == "events"
+
+
+def test_claim_of_an_aborted_request_ends():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1),))], LIVE)
+    decide(of, "a", known=tokens())
+    assert decide(of, "b", known=tokens()).receipt.matched_tokens == 1024
+    of.on_aborted(1.0, "a")
+    assert decide(of, "c", known=tokens()).receipt.matched_tokens == 1024
+    for request in ("b", "c"):
+        of.on_aborted(1.0, request)
+    assert decide(of, "d", known=tokens()).receipt.matched_tokens == 16
+
+
+def test_claim_ends_when_the_engine_restarts():
+    of = router(members=1)
+    of.on_profile(0.0, "m-0", EngineProfile(started_s=1.0))
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1),))], LIVE)
+    decide(of, "a", known=tokens())
+    of.on_profile(1.0, "m-0", EngineProfile(started_s=100.0))
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 16
+
+
+def test_cleared_rank_forgets_blocks_claims_and_records():
+    for change in (Batch(events=(Cleared(),)), Clear()):
+        of = router(members=1)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], LIVE)
+        decide(of, "a", known=tokens())
+        of.on_kv_events("m-0", 0, [change, Batch(events=(stored(1),))], LIVE)
+        assert decide(of, "b", known=tokens()).receipt.matched_tokens == 16
+        of.on_kv_events("m-0", 0, [Clear()], LIVE)
+        assert decide(of, "c").receipt.matched_tokens == 0
+
+
+def test_member_that_restarted_or_left_has_no_reported_blocks():
+    of = router(members=2)
+    for member in ("m-0", "m-1"):
+        of.on_kv_events(member, 0, [Batch(events=(stored(40),))], LIVE)
+    first, second = of.pool.members
+    of.on_pool(0.0, replace(of.pool, members=(replace(first, incarnation="2"), second)))
+    assert [each.events.blocks for each in of.status().endpoints] == [0, 40]
+    of.on_pool(0.0, replace(of.pool, members=(first,)))
+    of.on_kv_events("m-1", 0, [Batch(events=(stored(40),))], LIVE)
+    assert [each.events for each in of.status().endpoints] == [NO_EVENTS]
+
+
+def test_pool_that_disables_events_forgets_blocks_and_ignores_reports():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], LIVE)
+    of.on_pool(0.0, replace(of.pool, engine=Engine()))
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], LIVE)
+    assert of.status().endpoints[0].events == NO_EVENTS
+    assert decide(of, "r", known=tokens()).receipt.source == "records"
+
+
+def test_status_is_the_worst_rank_and_the_sum():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(2),))], replace(LIVE, gaps=1, resyncs=2))
+    partial = SourceStatus(state=SourceState.PARTIAL, sequence=7, gaps=2, resyncs=1, reason="messages are lost")
+    of.on_kv_events("m-0", 1, [Batch(events=(stored(3),))], partial)
+    events = of.status().endpoints[0].events
+    assert (events.state, events.sequence, events.blocks) == (SourceState.PARTIAL, 7, 5)
+    assert (events.gaps, events.resyncs, events.reason) == (3, 3, "rank 1: messages are lost")
+    of.on_kv_events("m-0", 1, [Clear()], SourceStatus())
+    assert of.status().endpoints[0].events.state is SourceState.LIVE
+
+
+def test_fault_of_the_blocks_is_partial_too():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(), invalid_events=1)], LIVE)
+    events = of.status().endpoints[0].events
+    assert (events.state, events.reason) == (SourceState.PARTIAL, "an event was invalid")
+
+
+def test_profile_bounds_the_blocks_of_a_member():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], LIVE)
+    of.on_profile(0.0, "m-0", EngineProfile(block_tokens=16, cache_tokens=320))
+    events = of.status().endpoints[0].events
+    assert (events.state, events.blocks) == (SourceState.PARTIAL, 0)
+
+
+def test_estimated_prompt_scales_the_reported_tokens():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(32),))], LIVE)
+    chain = chain_blocks(b"x" * 4 * 2050, root=7, block_tokens=128)
+    decision = of.on_request(0.0, Request(id="r", chain=chain, arrived_s=0.0, tokens=tokens())).answer
+    assert isinstance(decision, Decision)
+    assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (2050, 1024)

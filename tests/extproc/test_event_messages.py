@@ -1,0 +1,68 @@
+"""Tests of messages of KV events that are unpacked in slices."""
+
+from time import perf_counter
+
+import msgspec
+import pytest
+
+from dualmap.engines.events import EVENTS_MAX, Batch, Cleared, Removed, Stored, Unreadable
+from dualmap_extproc.engines.event_messages import EVENT_BYTES_MAX, SLICE_BYTES, SLICE_EVENTS, slices
+from extproc.event_publishers import BLOCK, CLEARED, removed, stored
+
+
+def pack(events: object, *, as_map: bool = False) -> bytes:
+    return msgspec.msgpack.encode({"ts": 1.5, "events": events} if as_map else [1.5, events, 0])
+
+
+@pytest.mark.parametrize("as_map", [False, True])
+def test_slices_keep_the_order_of_events(as_map):
+    events = [*(removed(number) for number in range(SLICE_EVENTS - 1)), stored(1, [1] * BLOCK), CLEARED, removed(9)]
+    batches = list(slices(pack(events, as_map=as_map)))
+    assert len(batches) == 2
+    read = [event for batch in batches if isinstance(batch, Batch) for event in batch.events]
+    assert [type(each) for each in read] == [Removed, Stored, Cleared, Removed]
+
+
+def test_slice_ends_with_its_bytes():
+    events = [stored(number, [70_000] * (SLICE_BYTES // 5 // BLOCK * BLOCK)) for number in range(10)]
+    assert len(list(slices(pack(events)))) >= 5
+
+
+def test_empty_message_has_no_slice():
+    assert list(slices(pack([]))) == []
+
+
+def test_event_above_the_bound_ends_the_message():
+    batches = list(slices(pack([*(CLEARED for _ in range(SLICE_EVENTS)), stored(1, [70_000] * EVENT_BYTES_MAX)])))
+    assert isinstance(batches[0], Batch)
+    assert isinstance(batches[1], Unreadable)
+    assert len(batches) == 2
+
+
+def test_event_that_cannot_be_unpacked_is_invalid():
+    good = msgspec.msgpack.encode(CLEARED)
+    text = b"\xa2\xff\xff"
+    (batch,) = slices(b"\x93\xc0\x92" + text + good + b"\x00")
+    assert isinstance(batch, Batch)
+    assert (batch.invalid_events, batch.events) == (1, (Cleared(),))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"\xc0", b"\x93\x01", b"\xdf\xff\xff\xff\xff", b"\x91\x01", b"\x82\xa1a\x01\xa1b\x01",
+     b"\x91" * 100_000, pack("junk"), pack(None), pack([None] * (EVENTS_MAX + 1)), msgspec.msgpack.encode([0] * 17)],
+)  # fmt: skip
+def test_invalid_message_is_unreadable_with_a_reason(payload):
+    (read,) = slices(payload)
+    assert isinstance(read, Unreadable)
+    assert read.reason
+    assert len(read.reason) < 300
+
+
+def test_millions_of_events_are_refused_without_reading_them():
+    payload = b"\x93\x00\xdd" + (4_000_000).to_bytes(4, "big") + b"\x90" * 4_000_000 + b"\x00"
+    began_s = perf_counter()
+    (read,) = slices(payload)
+    assert isinstance(read, Unreadable)
+    # Reading them takes a second.
+    assert perf_counter() - began_s < 0.2

@@ -1,0 +1,499 @@
+"""Tests of the sockets of KV events, with publishers on loopback that play vLLM."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from dualmap.engines.events import Batch
+from dualmap.engines.profile import EngineProfile, read_event_sources
+from dualmap.engines.source import MESSAGE_BYTES_MAX
+from dualmap.pools.pool import Engine, KvEvents, Member, Pool
+from dualmap.prompts.api import Api
+from dualmap.requests import EventsStatus
+from dualmap_extproc.engines import kv_events
+from dualmap_extproc.engines.metrics import KvEventMetrics
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.settings import Limits
+from extproc import envoy_messages
+from extproc.event_publishers import BLOCK, CLEARED, Publisher, removed, stored
+
+PROMPT = list(range(100, 100 + 20 * BLOCK + 3))
+KEY = b"k" * 32
+
+
+class Following:
+    """A picker whose pool has one member for each publisher, and the follower of their events."""
+
+    def __init__(self, *publishers: Publisher, engine: Engine | None = None) -> None:
+        self.publishers = publishers
+        self.registry = CollectorRegistry()
+        self.picker = Picker(Limits(), FanOut().report, id_prefix="r", hash_key=KEY)
+        self.events = kv_events.KvEvents(self.picker.on_kv_events, KvEventMetrics(self.registry))
+        self.pool = replace(
+            envoy_messages.pool(),
+            engine=engine or Engine(kv_events=KvEvents(enabled=True)),
+            members=tuple(
+                Member(id=f"m-{number}", address=each.host, port=8000) for number, each in enumerate(publishers)
+            ),
+        )
+        self.adopt(self.pool)
+        self._task = asyncio.create_task(self.events.run())
+        for number, each in enumerate(publishers):
+            self.tell(f"m-{number}", each.profile())
+
+    def adopt(self, *pools: Pool) -> None:
+        self.picker.set_pools(self.now, pools)
+        self.events.set_pools(pools)
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def tell(self, member: str, profile: EngineProfile) -> None:
+        self.picker.on_profile(self.now, self.pool.id, member, profile)
+        self.events.on_profile(self.pool.id, member, profile)
+
+    def status(self, number: int = 0) -> EventsStatus:
+        return self.picker.statuses()[0].endpoints[number].events
+
+    def pick(self, prompt: object = PROMPT, **fields) -> Picked:
+        body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+        picked = self.picker.pick(
+            self.now, body, None, self.now, headers={}, resume=lambda _: None, api=Api.COMPLETIONS
+        )
+        assert isinstance(picked, Picked)
+        return picked
+
+    async def until(self, condition: Callable[[], object], *, within_s: float = 15.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not condition():  # noqa: ASYNC110 - the condition changes without an event
+                await asyncio.sleep(0.01)
+
+    async def has(self, *, number: int = 0, **expected) -> None:
+        """Wait for a status."""
+        try:
+            await self.until(
+                lambda: all(getattr(self.status(number), name) == value for name, value in expected.items())
+            )
+        except TimeoutError:
+            pytest.fail(f"{expected} is expected, the status is {self.status(number)}")
+
+    def time_turns(self, turns: list[float]) -> None:
+        """Add the duration of each turn to ``turns``."""
+        turn = self.events._turn
+
+        def timed(until_s: float) -> None:
+            began_s = self.now
+            turn(until_s)
+            turns.append(self.now - began_s)
+
+        self.events._turn = timed
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"pool": self.pool.id, **labels})
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.events.close()
+        for each in self.publishers:
+            await each.close()
+
+
+@asynccontextmanager
+async def following(
+    *, members: int = 1, replays: bool = True, before: Callable[[Publisher], None] = lambda _: None
+) -> AsyncIterator[Following]:
+    context = zmq.asyncio.Context()
+    publishers = [Publisher(context, f"127.0.0.{2 + number}", replays=replays) for number in range(members)]
+    for each in publishers:
+        before(each)
+    follows = Following(*publishers)
+    try:
+        for each in publishers:
+            await each.subscribed()
+        yield follows
+    finally:
+        await follows.close()
+        context.destroy(linger=0)
+
+
+async def test_pick_goes_to_the_member_that_reported_the_prompt():
+    async with following(members=4) as follows:
+        for number, each in enumerate(follows.publishers):
+            await each.publish(stored(1000 * number, PROMPT if number == 2 else [number] * BLOCK))
+        for number in range(4):
+            await follows.has(number=number, state="Live")
+        picked = follows.pick()
+        assert 'source="events"' in (picked.receipt or "")
+        # The pair has two of four members; the member of the blocks is chosen if it is one of them.
+        matched = 20 * BLOCK if 'chosen="m-2"' in (picked.receipt or "") else 0
+        assert f"matched={matched}," in (picked.receipt or "")
+
+
+async def test_removed_blocks_no_longer_match():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20)
+        await publisher.publish(removed(*range(5, 21)), as_map=True)
+        await follows.has(blocks=4)
+        assert f"matched={4 * BLOCK}," in (follows.pick().receipt or "")
+        assert follows.sample("dualmap_kv_events_total", kind="stored") == 20
+        assert follows.sample("dualmap_kv_events_total", kind="removed") == 16
+
+
+async def test_prompt_without_token_ids_uses_the_records():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Live")
+        assert 'source="records"' in (follows.pick("text").receipt or "")
+        assert 'source="records"' in (follows.pick([PROMPT, PROMPT]).receipt or "")
+
+
+async def test_member_without_messages_uses_the_records():
+    async with following() as follows:
+        await follows.until(lambda: follows.status().state != "Off")
+        assert 'source="records"' in (follows.pick().receipt or "")
+
+
+async def test_prompt_of_another_salt_or_adapter_matches_nothing():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT, salt="tenant"))
+        await follows.has(blocks=20, state="Live")
+        assert "matched=0," in (follows.pick().receipt or "")
+        assert "matched=0," in (follows.pick(cache_salt="other").receipt or "")
+        assert f"matched={20 * BLOCK}," in (follows.pick(cache_salt="tenant").receipt or "")
+
+
+async def test_claim_bridges_the_time_until_the_store():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, [7] * BLOCK))
+        await follows.has(state="Live", blocks=1)
+        assert "matched=0," in (follows.pick().receipt or "")
+        assert f"matched={20 * BLOCK}," in (follows.pick().receipt or "")
+        # Another life of the engine ends the claims.
+        follows.publishers[0].restart()
+        await follows.publishers[0].publish(stored(1, [7] * BLOCK))
+        await follows.until(lambda: "matched=0," in (follows.pick(PROMPT[BLOCK:]).receipt or ""))
+
+
+async def test_late_subscriber_replays_the_blocks_before():
+    def prepare(publisher: Publisher) -> None:
+        publisher.history([stored(1, PROMPT)], [removed(20)])
+
+    async with following(before=prepare) as follows:
+        await follows.has(state="Live", blocks=19, sequence=1, resyncs=1)
+        assert follows.publishers[0].asked == [0]
+        assert follows.sample("dualmap_kv_resyncs_total", result="complete") == 1
+
+
+async def test_lost_message_is_replayed():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        await publisher.publish(removed(20), told=False)
+        await publisher.publish(removed(19))
+        await follows.has(state="Live", blocks=18, sequence=2, gaps=1)
+        assert publisher.asked[-1] == 1
+        assert follows.sample("dualmap_kv_event_gaps_total") == 1
+
+
+async def test_hole_in_a_replay_leaves_a_partial_member():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        publisher.lost = {1, 3}
+        for block in (20, 19, 18):
+            await publisher.publish(removed(block), told=False)
+        await publisher.publish(removed(17))
+        await follows.has(state="Partial", sequence=4)
+        assert "lost" in follows.status().reason
+        assert follows.sample("dualmap_kv_resyncs_total", result="incomplete") == 1
+        # The member is still followed.
+        await publisher.publish(removed(16))
+        await follows.has(sequence=5)
+        assert 'source="events"' in (follows.pick().receipt or "")
+
+
+async def test_silent_replay_ends_and_live_messages_are_applied():
+    def prepare(publisher: Publisher) -> None:
+        publisher.hangs = True
+        publisher.history([removed(1)])
+
+    async with following(before=prepare) as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Partial", blocks=20)
+        assert len(follows.publishers[0].asked) == 3
+
+
+async def test_publisher_without_a_replay_port_is_partial_after_a_gap():
+    async with following(replays=False) as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live")
+        await publisher.publish(removed(20), told=False)
+        await publisher.publish(removed(19))
+        await follows.has(state="Partial", blocks=19, gaps=1, resyncs=0)
+
+
+async def test_restart_at_zero_forgets_blocks_and_follows_again():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await publisher.publish(stored(100, [7] * BLOCK))
+        await follows.has(blocks=21, sequence=1)
+        publisher.restart()
+        await publisher.publish(stored(5, [9] * (2 * BLOCK)))
+        await follows.has(state="Live", blocks=2, sequence=0)
+        assert "matched=0," in (follows.pick().receipt or "")
+        # The start time of the new process, which the next profile contains, is no second restart.
+        follows.tell("m-0", publisher.profile(started_s=2000.0))
+        await asyncio.sleep(0.3)
+        assert follows.status().blocks == 2
+
+
+async def test_another_start_time_forgets_blocks_and_replays():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20, state="Live")
+        # An engine that published more in its new life than in its last one looks like a gap.
+        publisher.history([stored(1, [3] * BLOCK)], [stored(2, [4] * BLOCK)], [stored(3, [5] * BLOCK)])
+        follows.tell("m-0", publisher.profile(started_s=2000.0))
+        await follows.has(state="Live", blocks=3, sequence=2)
+        assert publisher.asked[-1] == 0
+
+
+async def test_another_incarnation_starts_without_blocks():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(blocks=20, state="Live")
+        member = replace(follows.pool.members[0], incarnation="2")
+        follows.publishers[0].restart()
+        follows.adopt(replace(follows.pool, members=(member,)))
+        assert follows.status() == EventsStatus()
+        follows.tell("m-0", follows.publishers[0].profile(started_s=2000.0))
+        await follows.publishers[0].subscribed()
+        await follows.publishers[0].publish(stored(1, [7] * BLOCK))
+        await follows.has(blocks=1, state="Live")
+
+
+async def test_port_that_another_pod_reuses_is_another_life():
+    async with following() as follows:
+        first = follows.publishers[0]
+        await first.publish(stored(1, PROMPT))
+        await first.publish(stored(50, [5] * BLOCK))
+        await follows.has(blocks=21, sequence=1)
+        other = await first.replaced()
+        follows.publishers = (other,)
+        await other.subscribed()
+        await other.publish(stored(7, [7] * BLOCK))
+        await follows.has(blocks=1, sequence=0)
+        follows.adopt()
+        await asyncio.sleep(0.1)
+        assert not follows.picker.statuses()
+
+
+async def test_cleared_cache_forgets_records_too():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20)
+        follows.pick("text " * 1000)
+        await publisher.publish(CLEARED)
+        await follows.has(blocks=0)
+        assert "matched=0," in (follows.pick("text " * 1000).receipt or "")
+        assert follows.sample("dualmap_kv_events_total", kind="cleared") == 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", msgspec.msgpack.encode("junk"), msgspec.msgpack.encode([1.5, [[]] * 70000, 0]),
+     msgspec.msgpack.encode({"\ud800".encode("utf-8", "surrogatepass"): 1}), msgspec.msgpack.encode([1, 2, 3])],
+)  # fmt: skip
+async def test_unreadable_message_forgets_blocks_and_is_partial(payload):
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20)
+        await publisher.send(payload)
+        await follows.has(state="Partial", blocks=0, sequence=1)
+        assert follows.status().reason
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Partial", blocks=20)
+
+
+async def test_invalid_event_shows_a_partial_member():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT), ["BlockRemoved", "not a list"])
+        await follows.has(state="Partial", blocks=20, reason="an event was invalid")
+
+
+async def test_frames_that_are_no_message_are_ignored():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.send_frames(b"alone")
+        await publisher.send_frames(b"", b"short", b"payload")
+        await publisher.send_frames(*[bytes(8)] * 20)
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_publisher_that_changes_its_dialect_is_followed():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        fields = list(stored(1, PROMPT[: 10 * BLOCK]).values())
+        await publisher.publish(["BlockStored", *fields[1:5], None, "GPU"])
+        await follows.has(blocks=10)
+        await publisher.publish(stored(11, PROMPT[10 * BLOCK :], parent=10), as_map=True)
+        await follows.has(state="Live", blocks=20)
+        assert f"matched={20 * BLOCK}," in (follows.pick().receipt or "")
+
+
+async def test_flood_delays_the_loop_by_a_few_milliseconds():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        tokens = list(range(64 * BLOCK))
+        events = [stored(64 * number, [number, *tokens[1:]]) for number in range(200)]
+        payload = msgspec.msgpack.encode([1.5, events, 0])
+        for _ in range(10):
+            await publisher.send(payload)
+        turns: list[float] = []
+        follows.time_turns(turns)
+        await follows.has(sequence=9, blocks=200 * 64)
+        # A slice ends after its bound, so a turn can take longer by one slice.
+        assert sorted(turns)[len(turns) // 2] < 2 * kv_events.TURN_S
+
+
+async def test_server_of_another_protocol_leaves_a_member_connecting():
+    writers: list[asyncio.StreamWriter] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writers.append(writer)
+
+    async with following() as follows, await asyncio.start_server(answer, "127.0.0.2", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        other = replace(follows.publishers[0].source, port=port, replay_port=None)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(other,)))
+        await asyncio.sleep(1.0)
+        await follows.has(state="Connecting", blocks=0)
+        assert 'source="records"' in (follows.pick().receipt or "")
+        for each in writers:
+            each.close()
+            await each.wait_closed()
+
+
+async def test_lost_connection_is_opened_again_and_replayed():
+    async with following() as follows:
+        first = follows.publishers[0]
+        await first.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        other = await first.replaced()
+        await follows.has(state="Failed", reason="the connection was lost", blocks=20)
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)], [removed(20)])
+        # No message follows.
+        await follows.has(state="Live", blocks=19, sequence=1)
+
+
+async def test_message_above_the_bound_is_a_gap():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live")
+        publisher.hangs = True
+        await publisher.send(bytes(MESSAGE_BYTES_MAX + 1))
+        await publisher.subscribed()
+        await publisher.publish(removed(20))
+        await follows.has(state="Partial", sequence=2, blocks=19)
+
+
+async def test_topic_of_the_pool_is_subscribed():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        follows.tell("m-0", replace(publisher.profile(), event_sources=(replace(publisher.source, topic="kv@"),)))
+        await publisher.subscribed()
+        await publisher.publish(stored(1, PROMPT))
+        await publisher.send_frames(b"kv@m-0", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.5, [], 0]))
+        await follows.has(sequence=1, state="Live", blocks=20)
+
+
+async def test_ranks_of_a_member_are_counted_apart():
+    async with following(members=2) as follows:
+        first, second = follows.publishers
+        other = replace(second.source, rank=1, replay_port=None)
+        # The second publisher listens at another address, which is not the member's.
+        follows.tell("m-0", replace(first.profile(), event_sources=(first.source, other)))
+        await first.publish(stored(1, PROMPT))
+        await follows.has(number=0, state="Connecting", blocks=20)
+        assert 'source="records"' in (follows.pick().receipt or "")
+
+
+async def test_source_limit_is_a_failed_member(monkeypatch):
+    monkeypatch.setattr(kv_events, "SOURCES_MAX", 0)
+    context = zmq.asyncio.Context()
+    follows = Following(Publisher(context, "127.0.0.2"))
+    try:
+        await follows.has(state="Failed", reason="the router follows 0 sources already")
+    finally:
+        await follows.close()
+        context.destroy(linger=0)
+
+
+async def test_pool_without_events_opens_no_source():
+    context = zmq.asyncio.Context()
+    follows = Following(Publisher(context, "127.0.0.2"), engine=Engine())
+    try:
+        await asyncio.sleep(0.3)
+        assert follows.status() == EventsStatus()
+    finally:
+        await follows.close()
+        context.destroy(linger=0)
+
+
+async def test_number_of_ranks_is_bounded(monkeypatch):
+    monkeypatch.setattr(kv_events, "RANKS_MAX", 1)
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        ranks = tuple(replace(publisher.source, rank=rank) for rank in range(3))
+        follows.tell("m-0", replace(publisher.profile(), event_sources=ranks))
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_host_of_an_engine_is_ignored():
+    async with following() as follows:
+        answer = {"0": {"enable_kv_cache_events": True, "endpoint": f"tcp://10.1.2.3:{follows.publishers[0].port}"}}
+        follows.tell("m-0", read_event_sources(answer))
+        await follows.publishers[0].subscribed()
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_unexpected_error_stops_one_source_only():
+    async with following(members=2) as follows:
+        report = follows.events._report
+
+        def fail(pool, member, rank, changes, status):
+            if member == "m-0" and any(isinstance(each, Batch) for each in changes):
+                raise ZeroDivisionError
+            report(pool, member, rank, changes, status)
+
+        follows.events._report = fail
+        for each in follows.publishers:
+            await each.publish(stored(1, PROMPT))
+        await follows.has(number=0, state="Failed", blocks=0, reason="an unexpected error: ZeroDivisionError")
+        await follows.has(number=1, state="Live", blocks=20)
