@@ -254,7 +254,7 @@ def test_residency_agrees_with_the_engine(config: EngineConfig, as_arrays: bool,
         check(engine.advance(now))
         router.follow(engine)
         is_capped |= max(pool.copies.values(), default=0) > COPIES_MAX
-        is_reset &= engine.running + engine.waiting > 0
+        is_reset &= act.kind != "ask" or engine.running + engine.waiting > 0
     check(run_out(engine))
     # A removal or a reset after the last step is reported with the next one.
     engine.submit(max(engine.now_s, now), request_of("last", prompt(9, 20), answer=prompt(9, 1)))
@@ -262,7 +262,6 @@ def test_residency_agrees_with_the_engine(config: EngineConfig, as_arrays: bool,
     router.follow(engine)
 
     assert router.residency.counts.drifts == 0
-    assert router.residency.counts.unknown_removals == 0
     event(f"exact: {is_exact()}")
     event(f"predictions: {any(predicted.values())}")
     event(f"copies: {any(copies > 1 for copies in pool.copies.values())}")
@@ -273,6 +272,7 @@ def test_residency_agrees_with_the_engine(config: EngineConfig, as_arrays: bool,
             assert router.cached_tokens(request) == engine.cached_tokens(request)
     if is_exact():
         assert router.residency.blocks == len(pool.copies)
+        assert router.residency.counts.unknown_removals == 0
 
 
 @pytest.mark.parametrize("config", [SMALL, CHUNKED], ids=["whole", "chunked"])
