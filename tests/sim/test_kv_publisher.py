@@ -43,10 +43,12 @@ async def start() -> AsyncIterator[Start]:
 async def connect() -> AsyncIterator[Connect]:
     """Connect sockets of a router, and close them after the test."""
     context = zmq.asyncio.Context()
+    # The context does not keep its sockets alive.
+    sockets: list[zmq.asyncio.Socket] = []
 
     def connected(kind: int, endpoint: str) -> zmq.asyncio.Socket:
         socket = context.socket(kind)
-        socket.linger = 0
+        sockets.append(socket)
         if kind == zmq.SUB:
             socket.subscribe(b"")
         socket.connect(endpoint)
