@@ -68,4 +68,5 @@ class MessageLog:
 
     def since(self, number: int) -> list[tuple[int, bytes]]:
         """Return the kept messages from a number on."""
-        return list(self._kept)[bisect_left(self._kept, (number,)) :]
+        kept = list(self._kept)
+        return kept[bisect_left(kept, (number,)) :]

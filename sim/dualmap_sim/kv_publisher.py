@@ -8,7 +8,7 @@ messages without notice when ``send_limit`` messages wait for a slow reader. A s
 import asyncio
 import time
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -88,7 +88,7 @@ class KvPublisher:
         self._replay.close()
         self._context.term()
 
-    def _bind(self, socket: zmq.Socket[bytes], port: int) -> str:
+    def _bind(self, socket: zmq.Socket[Any], port: int) -> str:
         endpoint = f"tcp://{self._host}:{port + self._settings.rank if port else '*'}"
         try:
             socket.bind(endpoint)
