@@ -30,8 +30,9 @@ GROUP = 0
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The KV events of one engine step, which ended at ``at_s``."""
+    """The KV events of one engine step, which ended at ``at_s``. Numbers begin at 0 in each life of an engine."""
 
+    number: int
     at_s: float
     events: tuple[Event, ...]
 

@@ -44,6 +44,7 @@ class Engine:
         self._pool = self.cache if isinstance(self.cache, BlockPool) else None
         self._answer_blocks = AnswerBlocks(config.block_tokens)
         self._batches: list[EventBatch] = []
+        self._reported_steps = 0
         self.now_s = -inf
         self.prompt_tokens_total = 0
         """Prompt tokens of all started prefills."""
@@ -359,7 +360,8 @@ class Engine:
     def _end_step(self, now: float) -> None:
         """Report the KV events of a step."""
         if self._pool is not None and (events := self._pool.take_events()):
-            self._batches.append(EventBatch(now, events))
+            self._batches.append(EventBatch(self._reported_steps, now, events))
+            self._reported_steps += 1
 
     def _release(self, job: Job) -> None:
         """Release the memory of a job that leaves the engine."""

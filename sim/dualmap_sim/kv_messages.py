@@ -53,18 +53,14 @@ def _stored(event: Stored, adapters: Sequence[str]) -> tuple[object, ...]:
 
 
 class MessageLog:
-    """The messages of one rank in one life of an engine: their numbers, and the last ``kept`` messages."""
+    """The last ``kept`` messages of one rank in one life of an engine, with their numbers."""
 
     def __init__(self, kept: int) -> None:
-        self._next = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
 
-    def add(self, payload: bytes) -> int:
-        """Keep a message and return its number."""
-        number = self._next
-        self._next += 1
+    def add(self, number: int, payload: bytes) -> None:
+        """Keep a message, whose number is above all earlier ones."""
         self._kept.append((number, payload))
-        return number
 
     def since(self, number: int) -> list[tuple[int, bytes]]:
         """Return the kept messages from a number on."""

@@ -75,8 +75,8 @@ class KvPublisher:
             batch.events, at_s=time.time(), rank=settings.rank, as_arrays=settings.as_arrays, adapters=self._adapters
         )
         payload = msgspec.msgpack.encode(message)
-        number = self._log.add(payload)
-        self._live.send_multipart((_TOPIC, number.to_bytes(_NUMBER_BYTES, "big"), payload))
+        self._log.add(batch.number, payload)
+        self._live.send_multipart((_TOPIC, batch.number.to_bytes(_NUMBER_BYTES, "big"), payload))
 
     async def close(self) -> None:
         """Close both sockets."""

@@ -140,6 +140,15 @@ def test_clear_event_of_a_reset_comes_with_the_next_step() -> None:
     assert isinstance(batch.events[1], Stored)
 
 
+def test_batches_are_numbered_from_0_in_each_life() -> None:
+    for _ in range(2):
+        engine = with_events(ROUND)
+        for number in range(3):
+            engine.submit(engine.now_s if number else 0.0, ask(str(number), prompt=15, blocks=(number,)))
+            run_out(engine)
+        assert [each.number for each in engine.take_event_batches()] == [0, 1, 2]
+
+
 def test_reset_without_events_empties_the_cache() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=45, blocks=(1, 2, 3, 4)))
