@@ -21,6 +21,7 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
+from dualmap_sim.block_pool import EventBatch
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
 from dualmap_sim.instances import Instance, Instances
@@ -60,6 +61,11 @@ class ClusterConfig:
     """Seconds between two samples of the load; None takes no samples."""
     gives_up: Callable[[Record], bool] | None = None
     """A function that the run calls at each first token, rejection and failure. If it returns True, the run ends."""
+    on_kv_events: Callable[[str, EventBatch], None] | None = None
+    """A function that receives a member's id and the KV events of a step of its engine.
+
+    With this function, the engines have physical blocks (``block_pool.py``). A recovered engine begins at number 0.
+    """
     lasts_s: float = 0.0
     """The minimum duration of a run, even without requests."""
 
@@ -74,7 +80,9 @@ class Cluster:
         self.samples: list[LoadSample] = []
         self.gave_up = False
         """Whether ``gives_up`` ended the run."""
-        self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
+        self._instances = Instances(
+            config.pool, engine=config.engine, engines=config.engines, kv_events=config.on_kv_events is not None
+        )
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
         # Number of requests that are not over, including the next arrival, plus one until the run's minimum duration
@@ -243,7 +251,11 @@ class Cluster:
 
     def _advance(self, instance: Instance) -> None:
         now, report_s = self._timeline.now_s, self._timeline.now_s + self._config.feedback_delay_s
-        for event in instance.engine.advance(now):
+        events = instance.engine.advance(now)
+        if self._config.on_kv_events is not None:
+            for batch in instance.engine.take_event_batches():
+                self._config.on_kv_events(instance.member, batch)
+        for event in events:
             record = self._records[event.request_id]
             if isinstance(event, FirstToken):
                 self._note_first_token(record, event)

@@ -11,10 +11,15 @@ token. A *run* is a series of decode steps over an unchanged batch; a closed for
 at an arrival or an abort. ``decode_steps`` and ``next_step_s`` derive single tokens from the current run.
 
 A request costs O(blocks + log batch + log queue), and each piece of a chunked prompt O(1). An idle engine has no cost.
+
+With a ``BlockPool`` as its cache, the engine has physical blocks and reports KV events at the end of each step.
+Blocks of answers are then cached as well.
 """
 
 from math import inf
 
+from dualmap_sim.answer_blocks import AnswerBlocks
+from dualmap_sim.block_pool import BlockPool, EventBatch
 from dualmap_sim.chunked import ChunkedStep, full_steps_s
 from dualmap_sim.decode_batch import DecodeBatch
 from dualmap_sim.decode_run import DecodeRun
@@ -30,12 +35,16 @@ __all__ = ["Engine", "EngineEvent", "EngineRequest", "Finished", "FirstToken"]
 class Engine:
     """The engine model. ``now`` is in seconds from any origin, and never decreases.
 
-    Several engines may share a ``cache``. Without ``cache``, the engine has its own cache of the configured size.
+    Several engines may share a ``PrefixCache``. Without ``cache``, the engine has its own one of the configured size.
     """
 
-    def __init__(self, config: EngineConfig, *, cache: PrefixCache | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, cache: PrefixCache | BlockPool | None = None) -> None:
         self.config = config
         self.cache = PrefixCache(config.cache_tokens // config.block_tokens) if cache is None else cache
+        self._pool = self.cache if isinstance(self.cache, BlockPool) else None
+        self._answer_blocks = AnswerBlocks(config.block_tokens)
+        self._batches: list[EventBatch] = []
+        self._reported_steps = 0
         self.now_s = -inf
         self.prompt_tokens_total = 0
         """Prompt tokens of all started prefills."""
@@ -62,6 +71,12 @@ class Engine:
     def running(self) -> int:
         """Number of requests in prefill or decode."""
         return self._batch.size + len(self._prefilling)
+
+    @property
+    def memory_tokens(self) -> int:
+        """KV tokens (prompt and output) that all admitted requests together may hold."""
+        memory = self.config.kv_memory_tokens
+        return memory if self._pool is None else min(memory, self._pool.usable_tokens)
 
     @property
     def kv_tokens_reserved(self) -> int:
@@ -127,7 +142,10 @@ class Engine:
         """
         if self._events:
             return self.now_s
-        return self._end_s if self._end_s < inf else None
+        due_s = self._end_s
+        if self._pool is not None and self._run is not None and (step := self._answer_blocks.next_step) is not None:
+            due_s = min(due_s, self._run.end_of_s(step - self._batch.steps))
+        return due_s if due_s < inf else None
 
     def next_step_s(self) -> float | None:
         """Return when the prefill or decode step in progress at the last ``now`` ends, None if the engine is idle.
@@ -144,8 +162,8 @@ class Engine:
         assert request.prompt_tokens >= 1, "a prompt has at least one token"
         assert request.output_tokens >= 1, "a prefill yields the first token"
         need_tokens = self._need_tokens(request)
-        if need_tokens > self.config.kv_memory_tokens:
-            raise RequestDoesNotFit(needed_tokens=need_tokens, memory_tokens=self.config.kv_memory_tokens)
+        if need_tokens > self.memory_tokens:
+            raise RequestDoesNotFit(needed_tokens=need_tokens, memory_tokens=self.memory_tokens)
         self._run_until(now)
         job = Job(request, need_tokens=need_tokens, arrived_s=now)
         self._jobs[request.request_id] = job
@@ -181,6 +199,21 @@ class Engine:
         events, self._events = self._events, []
         return events
 
+    def take_event_batches(self) -> list[EventBatch]:
+        """Return the KV events of the steps that ended since the last call. Only a ``BlockPool`` has events."""
+        batches, self._batches = self._batches, []
+        return batches
+
+    def reset_cache(self) -> bool:
+        """Empty the cache, and return whether it was emptied. A ``BlockPool`` refuses while requests are in flight.
+
+        As in vLLM, the event of the reset belongs to the next step.
+        """
+        if self._pool is not None:
+            return self._pool.reset()
+        self.cache.clear()
+        return True
+
     def _need_tokens(self, request: EngineRequest) -> int:
         return request.prompt_tokens + (request.output_tokens if self.config.decode is not None else 1)
 
@@ -196,6 +229,8 @@ class Engine:
             else:
                 self._end_run()
             self._start_next(end_s)
+        if self._pool is not None and self._run is not None:  # Else `done_at` would be computed for nothing.
+            self._fill_answers(self._batch.steps + self._run.done_at(now), self._run)
         self.now_s = now
 
     def _look_at_queue(self, now: float) -> None:
@@ -209,6 +244,8 @@ class Engine:
         """Return whether a prefill that needs these tokens could begin in a step that begins now."""
         config = self.config
         if config.chunk_tokens is not None and self._batch.size >= config.chunk_tokens:
+            return False
+        if self._pool is not None and not self._pool.admits(need_tokens):
             return False
         return self._kv_reserved + need_tokens <= config.kv_memory_tokens
 
@@ -266,8 +303,8 @@ class Engine:
 
     def _add_chunk(self, step: ChunkedStep, job: Job) -> None:
         step.add(job)
-        if job.computed_tokens == job.request.prompt_tokens:
-            self._store(job.request)
+        if self._pool is not None or job.computed_tokens == job.request.prompt_tokens:
+            self._store(job)
 
     def _admit(self, job: Job, now: float) -> None:
         """Move the head of the queue into prefill."""
@@ -278,6 +315,8 @@ class Engine:
         job.prefill_started_s = now
         job.cached_tokens, job.pulled_tokens = self._reused(job.request)
         job.computed_tokens = job.cached_tokens + job.pulled_tokens
+        if self._pool is not None:
+            self._pool.begin(job.request, need_tokens=job.need_tokens, cached_tokens=job.cached_tokens)
         self.prompt_tokens_total += job.request.prompt_tokens
         self.cached_tokens_total += job.cached_tokens
 
@@ -298,30 +337,60 @@ class Engine:
         left = job.request.prompt_tokens - before
         return left, reuse_s + self.config.prefill.compute_s(new_tokens=left, cached_tokens=before)
 
-    def _store(self, request: EngineRequest) -> None:
-        self.cache.insert(request.blocks[: request.prompt_tokens // self.config.block_tokens])
+    def _store(self, job: Job) -> None:
+        """Cache the blocks of a prompt that has been computed; a ``BlockPool`` also caches those of its pieces."""
+        if self._pool is not None:
+            self._pool.fill(job.request.request_id, job.computed_tokens)
+        else:
+            self.cache.insert(job.request.blocks[: job.request.prompt_tokens // self.config.block_tokens])
+
+    def _fill_answers(self, steps: int, run: DecodeRun | None) -> None:
+        """Store the answers' blocks that are complete after ``steps`` steps of the batch in all.
+
+        The steps of a run have separate events. In a chunked step, the events belong to the step's prompts as well.
+        """
+        if self._pool is None:
+            return
+        while (step := self._answer_blocks.next_step) is not None and step <= steps:
+            for job, tokens in self._answer_blocks.take():
+                self._pool.fill(job.request.request_id, tokens)
+            if run is not None:
+                self._end_step(run.end_of_s(step - self._batch.steps))
+
+    def _end_step(self, now: float) -> None:
+        """Report the KV events of a step."""
+        if self._pool is not None and (events := self._pool.take_events()):
+            self._batches.append(EventBatch(self._reported_steps, now, events))
+            self._reported_steps += 1
+
+    def _release(self, job: Job) -> None:
+        """Release the memory of a job that leaves the engine."""
+        self._kv_reserved -= job.need_tokens
+        if self._pool is not None:
+            self._pool.end(job.request.request_id)
 
     def _abort_prefill(self, job: Job, now: float) -> None:
         job.state = JobState.GONE
         if self.config.chunk_tokens is None:  # In a chunked step, the job leaves when the step ends.
             self._prefilling.clear()
-            self._kv_reserved -= job.need_tokens
+            self._release(job)
             self._start_next(now)
 
     def _end_prefills(self, now: float) -> None:
         """End a step that computed prompts. In a chunked step, the batch also ends its decode step."""
         jobs, self._prefilling = self._prefilling, []
         if self.config.chunk_tokens is None:
-            self._store(jobs[0].request)
+            self._store(jobs[0])
         elif self._batch.size:
             self._take_steps(1, now)
         for job in jobs:
             if job.state is JobState.GONE:
-                self._kv_reserved -= job.need_tokens
+                self._release(job)
             elif job.computed_tokens < job.request.prompt_tokens:
                 self._prefilling.append(job)
             else:
                 self._first_token(job, now)
+        self._end_step(now)
 
     def _first_token(self, job: Job, now: float) -> None:
         self._generated += 1
@@ -339,21 +408,25 @@ class Engine:
         )
         if job.output_tokens > 1:
             self._batch.join(job)
+            if self._pool is not None:
+                self._answer_blocks.join(job)
         else:
-            self._kv_reserved -= job.need_tokens
+            self._release(job)
             self._finish(job, now)
 
     def _end_run(self) -> None:
         run = self._run
         assert run is not None
+        self._fill_answers(self._batch.steps + run.steps, run)
         self._run = None
         self._take_steps(run.steps, run.end_s)
 
     def _take_steps(self, steps: int, now: float) -> None:
         """Advance the batch by some steps, and release the finished and aborted requests."""
         self._generated += steps * self._batch.size
+        self._fill_answers(self._batch.steps + steps, None)
         for job in self._batch.take(steps):
-            self._kv_reserved -= job.need_tokens
+            self._release(job)
             if job.state is JobState.DECODING:
                 self._finish(job, now)
 

@@ -5,8 +5,10 @@ waits for its tokens. The driver has one timer for the engine, set to the model'
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
+from dualmap_sim.block_pool import EventBatch
 from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
 from dualmap_sim.metrics import EngineMetrics
 
@@ -57,10 +59,21 @@ class Generation:
 
 
 class EngineDriver:
-    """An engine on the event loop. ``speed`` is the number of model seconds per wall-clock second."""
+    """An engine on the event loop. ``speed`` is the number of model seconds per wall-clock second.
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics, *, speed: float) -> None:
+    ``publish`` receives the KV events of each step, before the step's first tokens are delivered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: EngineMetrics,
+        *,
+        speed: float,
+        publish: Callable[[EventBatch], None] | None = None,
+    ) -> None:
         self._engine = engine
+        self._publish = publish
         self._metrics = metrics
         self._speed = speed
         self._loop = asyncio.get_running_loop()
@@ -99,7 +112,9 @@ class EngineDriver:
 
     def _tick(self) -> None:
         self._ticked_s = self._loop.time()
-        for event in self._engine.advance(self._now()):
+        events = self._engine.advance(self._now())
+        self._publish_events()
+        for event in events:
             generation = self._generations.get(event.request_id)
             if generation is None:
                 continue
@@ -128,7 +143,14 @@ class EngineDriver:
         generation.finished = True
         generation.wake()
 
+    def _publish_events(self) -> None:
+        batches = self._engine.take_event_batches()
+        if self._publish is not None:
+            for batch in batches:
+                self._publish(batch)
+
     def _arm(self) -> None:
+        self._publish_events()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """The content of a request, which KV events contain.
+
+    ``tokens`` are the packed ids of the prompt's and the answer's tokens (``dualmap.engines.token_chain``).
+    """
+
+    tokens: bytes
+    adapter: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A request's data for the engine."""
 
@@ -16,7 +28,10 @@ class EngineRequest:
     output_tokens: int
     """Tokens to generate, at least 1. The prefill yields the first token; a prefill-only engine stops after it."""
     blocks: Sequence[int] = ()
-    """Chained hashes of the prompt's blocks (``EngineConfig.block_tokens``). An incomplete last block is ignored."""
+    """Chained hashes of the prompt's blocks (``EngineConfig.block_tokens``). An incomplete last block is ignored.
+
+    The hashes of the answer's blocks may follow; only an engine with KV events caches these blocks.
+    """
     priority: int = 0
     """The waiting request with the lowest number runs first. Equal numbers run in order of arrival, as in vLLM."""
     pulled_tokens: int = 0
@@ -25,6 +40,8 @@ class EngineRequest:
     If ``EngineConfig.pull_tokens_per_s`` allows a pull, the engine pulls the tokens that are missing from its own
     cache. Otherwise the engine computes these tokens.
     """
+    content: Content | None = None
+    """The tokens for KV events. Without content, stand-ins for the tokens are derived from ``blocks``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import Final
 
 import click
 
+from dualmap_sim.errors import CannotPublish
 from dualmap_sim.option_checks import FiniteFloatRange, not_blank
 from dualmap_sim.presets import PRESETS
-from dualmap_sim.server_settings import ServerSettings
+from dualmap_sim.server_settings import KvEventSettings, ServerSettings
 
 BLOCK_TOKENS: Final = 16
 """vLLM's block size. The presets use the traces' block size of 512."""
@@ -55,6 +56,35 @@ DRAIN_TIMEOUT_S: Final = 120.0
 )
 @click.option("--adapter", "adapters", multiple=True, help="Name of a LoRA adapter that the engine serves. Repeatable.")
 @click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
+@click.option("--kv-events", is_flag=True, help="Publish KV events over ZeroMQ, as vLLM does.")
+@click.option(
+    "--kv-events-port",
+    type=click.IntRange(0, 65535),
+    default=5557,
+    show_default=True,
+    help="Port of the KV events. 0 selects a free port.",
+)
+@click.option(
+    "--kv-events-replay-port",
+    type=click.IntRange(0, 65535),
+    default=5558,
+    show_default=True,
+    help="Port on which the engine sends missed KV events again. 0 selects a free port.",
+)
+@click.option(
+    "--kv-events-encoding",
+    type=click.Choice(["map", "array"]),
+    default="map",
+    show_default=True,
+    help="Encoding of the KV events. vLLM uses arrays up to 0.23, and maps since 0.24.",
+)
+@click.option(
+    "--data-parallel-rank",
+    type=click.IntRange(0, 1023),
+    default=0,
+    show_default=True,
+    help="Rank of the engine in its KV events, which is added to their ports.",
+)
 def engine_sim(
     host: str,
     port: int,
@@ -64,6 +94,11 @@ def engine_sim(
     speed: float,
     adapters: tuple[str, ...],
     api_key: str | None,
+    kv_events: bool,
+    kv_events_port: int,
+    kv_events_replay_port: int,
+    kv_events_encoding: str,
+    data_parallel_rank: int,
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
@@ -74,7 +109,11 @@ def engine_sim(
     The engine cuts prompts at 20480 tokens with the presets 7b and pd, at 10240 with 14b, and at 131072 with agent.
     /v1/models and /tokenize report this limit as max_model_len.
 
-    As with vLLM's development mode, POST /sleep puts the engine to sleep, and POST /wake_up wakes it.
+    As with vLLM's development mode, POST /sleep puts the engine to sleep, POST /wake_up wakes it, and POST
+    /reset_prefix_cache empties its prefix cache.
+
+    With --kv-events, requests in flight and cached prefixes share one memory of --cache-tokens, and blocks of answers
+    are cached as well. GET /kv_event_sources shows the ports.
 
     \b
     Example:
@@ -84,8 +123,29 @@ def engine_sim(
     config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
     if cache_tokens is not None:
         config = replace(config, cache_tokens=cache_tokens)
+    if kv_events and config.cache_tokens < 2 * config.block_tokens:
+        raise click.UsageError(
+            f"--kv-events needs a prefix cache; give --cache-tokens at least {2 * config.block_tokens}"
+        )
+    for kv_port in (kv_events_port, kv_events_replay_port):
+        if kv_port + data_parallel_rank > 65535:
+            raise click.UsageError(f"port {kv_port} plus rank {data_parallel_rank} is above 65535")
     settings = ServerSettings(
-        host=host, port=port, model=model, config=config, speed=speed, api_key=api_key, adapters=adapters
+        host=host,
+        port=port,
+        model=model,
+        config=config,
+        speed=speed,
+        api_key=api_key,
+        adapters=adapters,
+        kv_events=KvEventSettings(
+            port=kv_events_port,
+            replay_port=kv_events_replay_port,
+            rank=data_parallel_rank,
+            as_arrays=kv_events_encoding == "array",
+        )
+        if kv_events
+        else None,
     )
     sys.exit(asyncio.run(_serve(settings)))
 
@@ -107,7 +167,13 @@ async def _serve(settings: ServerSettings) -> int:
         click.echo(f"dualmap engine-sim: cannot listen on {settings.host}:{settings.port}: {error}", err=True)
         await server.close()
         return 1
-    click.echo(f"dualmap engine-sim ready http={address} model={settings.model}", err=True)
+    except CannotPublish as error:
+        click.echo(f"dualmap engine-sim: {error}", err=True)
+        await server.close()
+        return 1
+    endpoints = server.kv_endpoints
+    events = f" kv_events={endpoints[0]} kv_replay={endpoints[1]}" if endpoints is not None else ""
+    click.echo(f"dualmap engine-sim ready http={address} model={settings.model}{events}", err=True)
     await signals.get()
     drained = asyncio.ensure_future(server.drain())
     hurried = asyncio.ensure_future(signals.get())

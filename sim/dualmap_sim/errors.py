@@ -1,6 +1,7 @@
 """The error classes of the simulated engine.
 
 EngineSimError
+├── CannotPublish          the publisher of KV events: a port cannot be used
 ├── RequestDoesNotFit      the engine model: the request is larger than the engine's KV memory
 └── ApiError               the HTTP server: an error response with its status, in OpenAI's format
 """
@@ -17,6 +18,13 @@ class RequestDoesNotFit(EngineSimError):
         super().__init__(f"prompt and output need {needed_tokens} tokens of KV memory, the engine has {memory_tokens}")
         self.needed_tokens = needed_tokens
         self.memory_tokens = memory_tokens
+
+
+class CannotPublish(EngineSimError):
+    """The publisher of KV events cannot listen on an address."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(f"cannot publish KV events on {endpoint}: {reason}")
 
 
 class ApiError(EngineSimError):

@@ -22,10 +22,13 @@ from typing import Final
 from aiohttp import web
 
 from dualmap.prompts.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
-from dualmap_sim import openai_answers, openai_api
+from dualmap_sim import openai_answers, openai_api, tokenizer
+from dualmap_sim.block_pool import BlockPool
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.engine_driver import EngineDriver, Generation
+from dualmap_sim.engine_requests import Content
 from dualmap_sim.errors import ApiError
+from dualmap_sim.kv_publisher import KvPublisher
 from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.openai_answers import Answer
 from dualmap_sim.server_settings import ServerSettings
@@ -47,10 +50,20 @@ class EngineHttpServer:
         self._engine_name = ""
         self._created_s = int(time.time())
         self._numbers = count(1)
-        engine = Engine(settings.config)
+        config, events = settings.config, settings.kv_events
+        self._publisher: KvPublisher | None = None
+        if events is not None:
+            self._publisher = KvPublisher(events, host=settings.host, adapters=settings.adapters)
+        pool = (
+            None
+            if events is None
+            else BlockPool(config.cache_tokens // config.block_tokens, block_tokens=config.block_tokens)
+        )
+        self._engine = engine = Engine(config, cache=pool)
         self._asleep = False
         metrics = EngineMetrics(engine, model=settings.model, speed=settings.speed, asleep=lambda: self._asleep)
-        self._driver = EngineDriver(engine, metrics, speed=settings.speed)
+        publish = None if self._publisher is None else self._publisher.publish
+        self._driver = EngineDriver(engine, metrics, speed=settings.speed, publish=publish)
         self._unanswered = 0
         self._draining = False
         self._all_answered = asyncio.Event()
@@ -65,13 +78,20 @@ class EngineHttpServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen on the configured address; return the bound ``host:port``. Raises OSError if it is in use."""
+        """Listen on the configured address; return the bound ``host:port``. Raises OSError or CannotPublish."""
+        if self._publisher is not None:
+            self._publisher.start()
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         self._engine_name = f"{host}:{self._runner.addresses[0][1]}"
         return self._engine_name
+
+    @property
+    def kv_endpoints(self) -> tuple[str, str] | None:
+        """The addresses of live and replayed KV events, None without KV events."""
+        return None if self._publisher is None else (self._publisher.endpoint, self._publisher.replay_endpoint)
 
     async def drain(self) -> None:
         """Stop listening, reject new requests on open connections, and wait for the accepted requests."""
@@ -83,6 +103,8 @@ class EngineHttpServer:
     async def close(self) -> None:
         """Close every connection, which aborts the unanswered requests."""
         await self._runner.cleanup()
+        if self._publisher is not None:
+            await self._publisher.close()
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._around])
@@ -90,10 +112,14 @@ class EngineHttpServer:
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/v1/chat/completions/render", self._render_chat)
+        app.router.add_post("/v1/completions/render", self._render_completion)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics_page)
+        app.router.add_get("/kv_event_sources", self._kv_event_sources)
+        app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/sleep", self._sleep)
         app.router.add_post("/wake_up", self._wake_up)
         app.router.add_get("/health", self._health)
@@ -152,9 +178,9 @@ class EngineHttpServer:
 
     async def _generate(self, request: web.Request, body: Mapping[str, object], *, chat: bool) -> web.StreamResponse:
         config, call = self._settings.config, openai_api.read_call(body, chat=chat)
-        adapter = str(body["model"]) if body.get("model") in self._settings.adapters else ""
+        adapter = self._adapter(body)
         chain = self._chain(call.prompt, call.cache_salt, adapter)
-        output_tokens = call.output_tokens(room_tokens=config.kv_memory_tokens - chain.tokens)
+        output_tokens = call.output_tokens(room_tokens=self._engine.memory_tokens - chain.tokens)
         finish_reason = call.finish_reason
         if config.decode is None:
             output_tokens, finish_reason = 1, "length"
@@ -170,9 +196,10 @@ class EngineHttpServer:
             output_tokens=output_tokens,
             finish_reason=finish_reason,
         )
-        generation = self._driver.start(
-            _engine_request(number, chain, output_tokens), stream=call.stream, finish_reason=finish_reason
+        work = self._engine_request(
+            number, chain, call.prompt, output_tokens, cache_salt=call.cache_salt, adapter=adapter
         )
+        generation = self._driver.start(work, stream=call.stream, finish_reason=finish_reason)
         try:
             if call.stream:
                 return await _stream(request, answer, generation, include_usage=call.include_usage)
@@ -184,10 +211,10 @@ class EngineHttpServer:
 
     async def _embeddings(self, request: web.Request) -> web.StreamResponse:
         inputs = openai_api.embedding_inputs(await self._body(request))
-        chain = self._chain(b"".join(inputs), "")
-        generation = self._driver.start(
-            _engine_request(str(next(self._numbers)), chain, 1), stream=False, finish_reason="stop"
-        )
+        prompt = b"".join(inputs)
+        chain = self._chain(prompt, "")
+        work = self._engine_request(str(next(self._numbers)), chain, prompt, 1)
+        generation = self._driver.start(work, stream=False, finish_reason="stop")
         try:
             while not generation.finished:
                 await generation.changed()
@@ -198,8 +225,27 @@ class EngineHttpServer:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         prompt = openai_api.chat_prompt(body) if "messages" in body else openai_api.text_prompt(body, "prompt")
-        tokens = openai_api.token_ids(prompt)
+        tokens = tokenizer.unpack(tokenizer.encode(prompt))
         return _json(openai_answers.tokens(tokens, max_model_len=self._settings.config.input_tokens_max))
+
+    async def _render_chat(self, request: web.Request) -> web.StreamResponse:
+        return self._render(await self._body(request), chat=True)
+
+    async def _render_completion(self, request: web.Request) -> web.StreamResponse:
+        return self._render(await self._body(request), chat=False)
+
+    def _render(self, body: Mapping[str, object], *, chat: bool) -> web.StreamResponse:
+        """Return the token ids that the engine would compute for a request."""
+        call = openai_api.read_call(body, chat=chat)
+        return _json(
+            openai_answers.rendered(
+                tokenizer.unpack(self._encode(call.prompt)),
+                request_id=("chatcmpl-" if chat else "cmpl-") + str(next(self._numbers)),
+                model=self._adapter(body) or self._settings.model,
+                cache_salt=call.cache_salt,
+                as_list=not chat,
+            )
+        )
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         return _json(
@@ -214,8 +260,17 @@ class EngineHttpServer:
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         return web.json_response({"version": f"{version('dualmap')}+sim"})
 
+    async def _kv_event_sources(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({} if self._publisher is None else self._publisher.sources)
+
+    async def _reset_prefix_cache(self, _request: web.Request) -> web.StreamResponse:
+        self._engine.reset_cache()
+        return web.Response()
+
     async def _sleep(self, _request: web.Request) -> web.StreamResponse:
         self._asleep = True
+        if self._publisher is not None:
+            self._engine.reset_cache()
         return web.Response()
 
     async def _wake_up(self, _request: web.Request) -> web.StreamResponse:
@@ -231,6 +286,14 @@ class EngineHttpServer:
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(status=503 if self._draining else 200)
 
+    def _adapter(self, body: Mapping[str, object]) -> str:
+        """Return the adapter that a request names as its model, or the empty string."""
+        return str(body["model"]) if body.get("model") in self._settings.adapters else ""
+
+    def _encode(self, prompt: bytes) -> bytes:
+        """Return the packed ids of the tokens that the engine computes."""
+        return tokenizer.encode(prompt, tokens_max=self._settings.config.input_tokens_max)
+
     def _chain(self, prompt: bytes, cache_salt: str, adapter: str = "") -> BlockChain:
         config = self._settings.config
         return chain_blocks(
@@ -239,14 +302,30 @@ class EngineHttpServer:
             block_tokens=config.block_tokens,
         )
 
-
-def _engine_request(number: str, chain: BlockChain, output_tokens: int) -> EngineRequest:
-    return EngineRequest(
-        request_id=number,
-        prompt_tokens=chain.tokens,
-        output_tokens=output_tokens,
-        blocks=chain.hashes,
-    )
+    def _engine_request(
+        self,
+        number: str,
+        chain: BlockChain,
+        prompt: bytes,
+        output_tokens: int,
+        *,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> EngineRequest:
+        """Return the request for the engine; with KV events, it contains the token ids of prompt and answer."""
+        content, blocks = None, chain.hashes
+        if self._publisher is not None:
+            tokens = self._encode(prompt) + openai_answers.output_text(chain.hashes[-1], output_tokens)
+            content = Content(tokens=tokens, adapter=adapter, cache_salt=cache_salt)
+            root = chain_root(model=self._settings.model, lora=adapter, cache_salt=cache_salt)
+            blocks = chain_blocks(tokens, root=root, block_tokens=chain.block_tokens).cacheable
+        return EngineRequest(
+            request_id=number,
+            prompt_tokens=chain.tokens,
+            output_tokens=output_tokens,
+            blocks=blocks,
+            content=content,
+        )
 
 
 async def _stream(

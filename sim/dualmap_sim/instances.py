@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from dualmap.pools.pool import Pool
+from dualmap_sim.block_pool import BlockPool
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.presets import EngineConfig
 
@@ -15,9 +16,10 @@ from dualmap_sim.presets import EngineConfig
 class Instance:
     """One engine from its start to its end. A member that leaves and returns gets a new instance."""
 
-    __slots__ = ("alive", "engine", "live", "pending_tokens", "wakes_s")
+    __slots__ = ("alive", "engine", "live", "member", "pending_tokens", "wakes_s")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, member: str, engine: Engine) -> None:
+        self.member = member
         self.engine = engine
         self.alive = True
         # The time of the next ``advance``. Wake-ups scheduled for other times have no effect.
@@ -54,9 +56,15 @@ class Instance:
 
 
 class Instances:
-    """The instances of a pool's current members. An instance of a removed member exists until its requests end."""
+    """The instances of a pool's current members. An instance of a removed member exists until its requests end.
 
-    def __init__(self, pool: Pool, *, engine: EngineConfig, engines: Mapping[str, EngineConfig]) -> None:
+    With ``kv_events``, the engines have physical blocks and report KV events.
+    """
+
+    def __init__(
+        self, pool: Pool, *, engine: EngineConfig, engines: Mapping[str, EngineConfig], kv_events: bool = False
+    ) -> None:
+        self._kv_events = kv_events
         self._engine = engine
         self._engines = dict(engines)
         self._at: dict[str, Instance] = {}
@@ -99,4 +107,8 @@ class Instances:
         return {member: self._at[endpoint].pending_tokens for member, endpoint in self._endpoints.items()}
 
     def _start(self, member: str) -> Instance:
-        return Instance(Engine(self._engines.get(member, self._engine)))
+        config = self._engines.get(member, self._engine)
+        if not self._kv_events:
+            return Instance(member, Engine(config))
+        pool = BlockPool(config.cache_tokens // config.block_tokens, block_tokens=config.block_tokens)
+        return Instance(member, Engine(config, cache=pool))

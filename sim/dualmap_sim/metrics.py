@@ -51,7 +51,7 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_usage_perc",
             "KV-cache usage. 1 means 100 percent usage.",
-            engine.kv_tokens_held / config.kv_memory_tokens,
+            engine.kv_tokens_held / engine.memory_tokens,
         )
         yield self._counter("prefix_cache_queries", "Prefix cache queries, in tokens.", prompt)
         yield self._counter("prefix_cache_hits", "Prefix cache hits, in tokens.", cached)
@@ -66,11 +66,12 @@ class _EngineCollector(Collector):
             "Information of the LLMEngine CacheConfig",
             labels=("block_size", "enable_prefix_caching", "engine", "kv_cache_size_tokens", "num_gpu_blocks"),
         )
-        # In vLLM, one memory holds the KV of requests and the prefix cache. Here, the prefix cache may be larger.
+        # In vLLM, one memory holds the KV of requests and the prefix cache. So it does here with KV events. Else, the
+        # prefix cache may be larger.
         caches = config.cache_tokens >= config.block_tokens
         blocks = (config.cache_tokens if caches else config.kv_memory_tokens) // config.block_tokens
         info.add_metric(
-            (str(config.block_tokens), str(caches), self._labels[0], str(config.kv_memory_tokens), str(blocks)), 1
+            (str(config.block_tokens), str(caches), self._labels[0], str(engine.memory_tokens), str(blocks)), 1
         )
         yield info
         sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Engine sleep state.", labels=(*_LABELS, "sleep_state"))

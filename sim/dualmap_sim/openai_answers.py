@@ -71,6 +71,18 @@ def tokens(ids: Sequence[int], *, max_model_len: int) -> bytes:
     return orjson.dumps({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": None})
 
 
+def rendered(ids: Sequence[int], *, request_id: str, model: str, cache_salt: str, as_list: bool) -> bytes:
+    """Return the body of a render endpoint: the request as token ids. Completions have a list of prompts."""
+    request = {
+        "request_id": request_id,
+        "token_ids": ids,
+        "features": None,
+        "model": model,
+        "cache_salt": cache_salt or None,
+    }
+    return orjson.dumps([request] if as_list else request)
+
+
 def embeddings(inputs: Sequence[bytes], *, model: str, prompt_tokens: int) -> bytes:
     """Return the body of ``/v1/embeddings``: a short vector per input, derived from the input alone."""
     data = [{"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(inputs)]

@@ -1,6 +1,6 @@
 """OpenAI request bodies as vLLM reads them: converts JSON into a prompt with limits, or into an error.
 
-The module has no tokenizer: four bytes of prompt text are one token, and each token id of a prompt becomes four bytes.
+A prompt of token ids becomes bytes, four for each id, as ``tokenizer.py`` counts tokens.
 ``openai_answers.py`` writes the answers, and ``http_server.py`` receives and sends the messages. This module never
 waits and uses no sockets.
 """
@@ -15,6 +15,7 @@ import orjson
 
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap_sim.errors import ApiError
+from dualmap_sim.tokenizer import count_tokens
 
 BAD_REQUEST: Final = "BadRequestError"
 DEFAULT_OUTPUT_TOKENS: Final = 32
@@ -66,17 +67,6 @@ class Call:
     def finish_reason(self) -> str:
         """``stop`` if the model ended its answer, ``length`` if a limit ended it."""
         return "stop" if self.max_tokens is None and self.chat and not self.ignore_eos else "length"
-
-
-def count_tokens(prompt: bytes) -> int:
-    """Return the estimated length of a prompt in tokens, at least 1."""
-    return max(1, -(-len(prompt) // BYTES_PER_TOKEN))
-
-
-def token_ids(prompt: bytes) -> list[int]:
-    """Return the ids of a prompt's tokens. Each id is the value of four bytes of the prompt."""
-    padded = prompt + bytes(-len(prompt) % BYTES_PER_TOKEN)
-    return [int.from_bytes(padded[at : at + BYTES_PER_TOKEN], "little") for at in range(0, len(padded), 4)]
 
 
 def parse_body(body: bytes) -> dict[str, object]:

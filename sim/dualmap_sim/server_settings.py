@@ -9,8 +9,27 @@ from dualmap_sim.presets import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventSettings:
+    """How an engine publishes KV events. Port 0 selects a free port. The rank is added to other ports, as in vLLM.
+
+    ``as_arrays`` selects the encoding of vLLM up to 0.23. The last ``buffer_steps`` messages can be replayed. A replay
+    drops messages when ``send_limit`` messages wait for a slow reader.
+    """
+
+    port: int = 5557
+    replay_port: int = 5558
+    rank: int = 0
+    as_arrays: bool = False
+    buffer_steps: int = 10_000
+    send_limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The settings of an engine server. ``port`` 0 selects a free port; ``speed`` is model seconds per real second."""
+    """The settings of an engine server. ``port`` 0 selects a free port; ``speed`` is model seconds per real second.
+
+    Without ``kv_events``, the engine publishes no KV events.
+    """
 
     host: str
     port: int
@@ -19,3 +38,4 @@ class ServerSettings:
     speed: float
     api_key: str | None
     adapters: tuple[str, ...] = ()
+    kv_events: KvEventSettings | None = None

@@ -63,6 +63,13 @@ def test_demo_pool_is_valid_at_every_speed(speed):
     assert {member.id: member.endpoint for member in pool.members} == addresses
 
 
+@pytest.mark.parametrize("kv_events", [False, True])
+def test_demo_pool_enables_kv_events_as_asked(kv_events):
+    (pool,) = read_pools(pool_document(plan(kv_events=kv_events), "dualmap", {"engine-0": "127.0.0.1:4001"}))
+
+    assert pool.engine.kv_events.enabled is kv_events
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

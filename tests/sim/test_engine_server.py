@@ -118,6 +118,25 @@ async def test_engine_server_with_port_in_use_exits_with_a_short_error(run: Run)
     assert b"Traceback" not in words
 
 
+async def test_engine_server_with_kv_events_prints_their_addresses(run: Run) -> None:
+    events = ("--kv-events", "--kv-events-port", "0", "--kv-events-replay-port", "0")
+    first = await run("--port", "0", "--model", "qwen", *events)
+    assert first.stderr is not None
+    line = (await asyncio.wait_for(first.stderr.readline(), 60)).decode()
+    ready = re.fullmatch(
+        r"dualmap engine-sim ready http=\S+ model=qwen kv_events=tcp://127\.0\.0\.1:(\d+) kv_replay=tcp://\S+:\d+\n",
+        line,
+    )
+    assert ready, line
+
+    second = await run("--port", "0", "--kv-events", "--kv-events-port", ready[1], "--kv-events-replay-port", "0")
+    _, words = await asyncio.wait_for(second.communicate(), 60)
+    assert second.returncode == 1
+    assert words.startswith(f"dualmap engine-sim: cannot publish KV events on tcp://127.0.0.1:{ready[1]}: ".encode())
+    first.terminate()
+    assert await asyncio.wait_for(first.wait(), 60) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -129,6 +148,10 @@ async def test_engine_server_with_port_in_use_exits_with_a_short_error(run: Run)
         (["--model", " "], "'--model': ' ' is not accepted; give at least one character"),
         (["--cache-tokens", "-1"], "-1 is not in the range x>=0"),
         (["--port", "70000"], "70000 is not in the range 0<=x<=65535"),
+        (["--kv-events", "--cache-tokens", "31"], "--kv-events needs a prefix cache; give --cache-tokens at least 32"),
+        (["--kv-events-port", "70000"], "70000 is not in the range 0<=x<=65535"),
+        (["--kv-events-encoding", "json"], "'json' is not one of 'map', 'array'"),
+        (["--kv-events-replay-port", "65535", "--data-parallel-rank", "1"], "port 65535 plus rank 1 is above 65535"),
     ],
 )
 def test_engine_server_invalid_option_error_has_accepted_values(arguments: list[str], words: str) -> None:

@@ -360,3 +360,42 @@ async def test_draining_engine_rejects_work_and_fails_health(start: Start) -> No
 
         await asyncio.wait_for(draining, 30)
     await server.close()
+
+
+async def test_engine_without_kv_events_has_no_event_sources(start: Start) -> None:
+    client = await start()
+    async with client.get("/kv_event_sources") as response:
+        assert response.status == 200
+        assert await response.json() == {}
+
+
+async def test_reset_prefix_cache_without_kv_events_empties_the_cache(start: Start) -> None:
+    client = await start()
+    cached = []
+    for _ in range(2):
+        async with client.post("/v1/chat/completions", json=CHAT) as response:
+            usage = (await response.json())["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        async with client.post("/reset_prefix_cache") as response:
+            assert response.status == 200
+
+    assert cached == [0, 0]
+
+
+async def test_rendered_prompt_has_the_tokens_that_the_engine_computes(start: Start) -> None:
+    client = await start()
+    long = {"prompt": "x" * 4 * (CONFIG.input_tokens_max + 9), "max_tokens": 1, "cache_salt": "s"}
+    async with client.post("/v1/completions/render", json=long) as response:
+        (rendered,) = await response.json()
+    async with client.post("/v1/completions", json=long) as response:
+        usage = (await response.json())["usage"]
+
+    assert len(rendered["token_ids"]) == usage["prompt_tokens"] == CONFIG.input_tokens_max
+    assert rendered["cache_salt"] == "s"
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions/render", 400), ("/v1/responses/render", 404)])
+async def test_render_rejects_what_the_engine_rejects(start: Start, path: str, status: int) -> None:
+    client = await start()
+    async with client.post(path, json={"messages": []}) as response:
+        assert response.status == status

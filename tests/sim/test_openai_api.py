@@ -12,8 +12,8 @@ from dualmap_sim.openai_api import (
     parse_body,
     read_call,
     text_prompt,
-    token_ids,
 )
+from dualmap_sim.tokenizer import encode, unpack
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -111,9 +111,9 @@ def test_prompt_is_a_text_or_a_list_of_token_ids(prompt: object) -> None:
 
 
 def test_token_ids_count_as_tokens_and_text_as_4_bytes_per_token() -> None:
-    assert token_ids(text_prompt({"prompt": [5, 70_000]}, "prompt")) == [5, 70_000]
-    assert token_ids(text_prompt({"prompt": [[5, 6]]}, "prompt")) == [5, 6]
-    assert len(token_ids(text_prompt({"prompt": ["hello"]}, "prompt"))) == 2
+    assert unpack(encode(text_prompt({"prompt": [5, 70_000]}, "prompt"))) == [5, 70_000]
+    assert unpack(encode(text_prompt({"prompt": [[5, 6]]}, "prompt"))) == [5, 6]
+    assert len(unpack(encode(text_prompt({"prompt": ["hello"]}, "prompt")))) == 2
     assert read_call({"prompt": "hello"}, chat=False).prompt_tokens == 2
 
 

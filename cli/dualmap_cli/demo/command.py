@@ -92,6 +92,7 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     type=FiniteFloatRange(0.1, 50),
     help="Seconds of simulated time per wall-clock second. A slow machine needs a lower value.",
 )
+@click.option("--kv-events", is_flag=True, help="Let the engines publish KV events, and enable these in the pool.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
     "--out",

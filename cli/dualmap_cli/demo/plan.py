@@ -49,7 +49,8 @@ class Load:
 class Plan:
     """One demo. ``rate`` is requests per model second; ``speed`` is model seconds per wall-clock second.
 
-    ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut.
+    ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut. With ``kv_events``, the
+    engines publish KV events.
     """
 
     engines: int
@@ -62,6 +63,7 @@ class Plan:
     speed: float
     seed: int | None
     out: Path
+    kv_events: bool = False
 
     @property
     def engine(self) -> EngineConfig:
@@ -84,6 +86,7 @@ def make_plan(
     speed: float,
     seed: int,
     out: Path,
+    kv_events: bool = False,
 ) -> Plan:
     """Read or generate the workload and set its rate, by default for HALF_REUSE_LOAD. Raises TraceError."""
     engine = PRESETS[PRESET]
@@ -111,6 +114,7 @@ def make_plan(
         speed=speed,
         seed=seed if trace_file is None else None,
         out=out,
+        kv_events=kv_events,
     )
 
 
@@ -134,6 +138,7 @@ def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[s
                 "prefillTokensPerSecond": plan.engine.prefill.tokens_per_s * plan.speed,
                 "cacheTokens": plan.engine.cache_tokens,
                 "kvTokens": plan.engine.kv_memory_tokens,
+                "kvEvents": {"enabled": plan.kv_events},
             },
             "slo": {"ttft": _milliseconds(plan.wall_s(SLO_TTFT_S))},
             "routing": {

@@ -25,6 +25,8 @@ _ROUTER_PORTS: Final = (
     *("--grpc-port", "0", "--health-port", "0", "--metrics-port", "0", "--als-port", "0"),
 )
 
+_KV_EVENTS: Final = ("--kv-events", "--kv-events-port", "0", "--kv-events-replay-port", "0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -83,6 +85,7 @@ async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
     command = _dualmap(
         *("engine-sim", "--host", _HOST, "--port", "0", "--model", MODEL),
         *("--preset", PRESET, "--speed", f"{plan.speed:g}"),
+        *(_KV_EVENTS if plan.kv_events else ()),
     )
     started = [await children.start(f"engine-{number}", command) for number in range(plan.engines)]
     return {child.name: (await child.ready(within_s=_READY_WITHIN_S))["http"] for child in started}

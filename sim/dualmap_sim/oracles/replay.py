@@ -16,19 +16,15 @@ from typing import Protocol
 
 from dualmap_sim import instances
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
+from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.timeline import Timeline
 
 
 class Instance(instances.Instance):
-    """An instance of a cluster, with its name and its predictions for a request."""
+    """An instance of a cluster, with its predictions for a request."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        super().__init__(engine)
-        self.name = name
+    __slots__ = ()
 
     def prefill_s(self, work: EngineRequest) -> float:
         """Return the duration of a request's prefill on this instance if it began now and alone."""
@@ -127,7 +123,7 @@ class Replay:
         work, now = record.arrival.work, self._timeline.now_s
         assert record.dispatched_s is None, f"{work.request_id} was dispatched twice"
         record.dispatched_s = now
-        record.endpoint = instance.name
+        record.endpoint = instance.member
         instance.submit(now, work, weighed=self._sample_s is not None)
         self._wake(instance)
 
@@ -171,6 +167,6 @@ class Replay:
 
     def _sample(self, period_s: float) -> None:
         now = self._timeline.now_s
-        pending_tokens = {instance.name: instance.pending_tokens for instance in self._discipline.instances}
+        pending_tokens = {instance.member: instance.pending_tokens for instance in self._discipline.instances}
         self._samples.append(LoadSample(at_s=now, pending_tokens=pending_tokens))
         self._timeline.at(now + period_s, self._sample, period_s, ticks=True)
