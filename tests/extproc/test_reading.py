@@ -160,6 +160,15 @@ def test_session_name_that_is_too_long_does_not_come_back():
     assert prompt.session == ""
 
 
+def test_ids_of_a_large_prompt_are_kept_as_far_as_its_text():
+    body = b'{"model": "s", "prompt": [%s]}' % b",".join([b"7"] * 100)
+    prompt = read(body, Api.COMPLETIONS)
+    assert isinstance(prompt, Prompt)
+    assert prompt.token_ids == prompt.text == b"\7\0\0\0" * 10
+    header, _ = lengths((frame := encode_result(prompt))[:PREFIX_BYTES])
+    assert decode_result(frame[PREFIX_BYTES:][:header], frame[PREFIX_BYTES + header :]) == prompt
+
+
 def test_frame_of_a_body_is_decoded_to_the_same_body():
     large = LargeBody(chunks=(chat(),), api=Api.RESPONSES, bounds=BOUNDS)
     begin, (body,) = encode_body(large), large.chunks
@@ -176,6 +185,7 @@ def test_frame_of_a_body_is_decoded_to_the_same_body():
         chat(model="unknown"),
         b"no JSON",
         b'{"model": "m", "prompt": [1, 2, 3]}',
+        chat(tools=[{"type": "function"}], input_ids=[1]),
     ],
 )
 def test_frame_of_a_result_is_decoded_to_the_same_result(body):

@@ -2,11 +2,13 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import WINDOW, TokenClass
+from dualmap.prompts.prompt import Prompt
 from dualmap.requests import Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.body import read_body
@@ -43,9 +45,9 @@ class Source:
         self.waiting: list[TokensDone] = []
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
-        self.asked.append((pool, model, b"".join(chunks), small))
+        self.asked.append((pool, prompt.model, b"".join(chunks), small))
         if not self.later:
             return self.found
         self.waiting.append(done)
@@ -122,6 +124,27 @@ def test_prompt_of_ids_is_not_tokenized() -> None:
     talk = Conversation(tokens=source)
     talk.send(request_headers(**{":path": "/v1/completions"}), request_body(b'{"model": "m", "prompt": [1, 2]}'))
     assert source.asked == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": [1, 2]},
+        {"prompt_token_ids": [1, 2]},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+        {"prompt_embeds": "AAAA"},
+    ],
+)
+def test_ids_of_a_client_are_keyed_on_and_not_tokenized(requests: list[Request], fields: dict[str, Any]) -> None:
+    source = Source(TOKENS)
+    talk = Conversation(tokens=source)
+    for body in (chat(), chat(**fields)):
+        talk.again()
+        talk.send(request_headers(), request_body(body))
+    assert [each[2] for each in source.asked] == [chat()]
+    plain, named = requests
+    assert named.tokens is None
+    assert plain.chain.hashes != named.chain.hashes
 
 
 def ended(talk: Conversation, prompt_tokens: int, *, number: int = 1) -> None:

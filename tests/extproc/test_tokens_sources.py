@@ -12,6 +12,8 @@ from aiohttp.test_utils import TestServer
 
 from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
+from dualmap.prompts.prompt import Prompt
+from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.observations import Observation, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens
 from dualmap_extproc.tokens import renderer, sources
@@ -50,7 +52,9 @@ class Sources:
         *,
         small: bool = True,
     ) -> Tokens | Pending | None:
-        return self.tokenizers.tokens(self.pool.id, "m", chunks, api, small=small, done=done)
+        prompt = read_body(b"".join(chunks), api)
+        assert isinstance(prompt, Prompt)
+        return self.tokenizers.tokens(self.pool.id, prompt, chunks, api, small=small, done=done)
 
 
 def chat(text: str = "hello", **fields: object) -> bytes:
@@ -112,6 +116,16 @@ async def test_class_has_tools(files: Sources) -> None:
     found = await files.tokens(chat(tools=[tool]))
     assert found is not None
     assert found.requests.has_tools
+
+
+async def test_class_has_tools_in_any_chunks_and_spelling(files: Sources) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = chat(tools=[tool])
+    inside = body.index(b"tools") + 2
+    found: list[Tokens | Pending | None] = [files.ask([body[:inside], body[inside:]], lambda _, __: None)]
+    found.append(await files.tokens(body.replace(b"tools", b"to\\u006fls")))
+    found.append(await files.tokens(chat('a text with "tools"')))
+    assert [isinstance(each, Tokens) and each.requests.has_tools for each in found] == [True, True, False]
 
 
 async def test_request_beyond_the_files_has_no_tokens(files: Sources) -> None:

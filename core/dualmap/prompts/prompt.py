@@ -27,6 +27,9 @@ MAX_NAME: Final = 4096
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # The fields with a LoRA adapter in SGLang and TensorRT-LLM. vLLM has no such field: the adapter is the model name.
 _LORA_FIELDS: Final = ("lora_path", "lora_request")
+# The fields with which a client names token ids beside its text. An engine that reads such a field computes these ids
+# and not the text. vLLM, SGLang and TensorRT-LLM each read some of them, in some of their APIs and releases.
+_ID_FIELDS: Final = ("input_ids", "prompt_token_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds")
 # The fields with a session id, in order of precedence: vLLM's field, then OpenAI's fields.
 _SESSION_FIELDS: Final = ("session_id", "prompt_cache_key", "user")
 
@@ -100,6 +103,7 @@ _ANY: Final = Conversation(
     blocks=True,
 )
 _TEMPLATE: Final[Mapping[str, _Reader]] = {"chat_template": _digests, "chat_template_kwargs": _digests}
+_IDS: Final[Mapping[str, _Reader]] = dict.fromkeys(_ID_FIELDS, _digests)
 _FUNCTIONS: Final[Shape] = {"type": None, "function": None, "defer_loading": None}
 _NAMED_TOOL: Final[Shape] = dict.fromkeys(("type", "name", "description", "parameters", "defer_loading"))
 
@@ -109,17 +113,17 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
             **_TEMPLATE,
             "reasoning_effort": _digests,
             "documents": _digests,
-            "input_ids": _digests,
-            "kv_transfer_params.prompt_token_ids": _digests,
+            **_IDS,
             "tools": partial(_tools, _FUNCTIONS),
             "messages": partial(_turns, _CHAT),
         }
     ),
-    Api.COMPLETIONS: Layout(fields={"prompt_embeds": _digests, "prompt": _prompt}, token_ids=("prompt",)),
+    Api.COMPLETIONS: Layout(fields={**_IDS, "prompt": _prompt}, token_ids=("prompt",)),
     Api.RESPONSES: Layout(
         fields={
             "chat_template_kwargs": _digests,
             "reasoning.effort": _digests,
+            **_IDS,
             # A tool of type namespace contains other tools.
             "tools": partial(_tools, {**_NAMED_TOOL, "tools": _NAMED_TOOL}),
             "instructions": partial(_system, _ITEMS),
@@ -133,7 +137,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         fields={
             "chat_template_kwargs": _digests,
             "output_config.effort": _digests,
-            "kv_transfer_params.prompt_token_ids": _digests,
+            **_IDS,
             "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "input_schema", "defer_loading"))),
             "system": partial(_system, _BLOCKS),
             "messages": partial(_turns, _BLOCKS),
@@ -159,7 +163,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         fields={
             **_TEMPLATE,
             **dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), _digests),
-            **dict.fromkeys(("input_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds"), _digests),
+            **_IDS,
             "tools": partial(_tools, None),
             "functions": partial(_tools, None),
             "system": partial(_system, _ANY),
@@ -171,10 +175,11 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
             **dict.fromkeys(("query", "queries", "text_1", "data_1"), _texts),
             **dict.fromkeys(("documents", "items", "text_2", "data_2", "suffix"), _texts),
         },
-        token_ids=("prompt", "input"),
+        token_ids=("prompt", "input", "token_ids"),
     ),
 }
 """The relevant fields of a request body, by API. For an unknown API, every field that any API reads is relevant."""
+_ID_PATHS: Final = [tuple(name.split(".")) for name in _ID_FIELDS]
 _PATHS: Final = {
     api: [(name, tuple(name.split(".")), read) for name, read in layout.fields.items()]
     for api, layout in LAYOUTS.items()
@@ -189,6 +194,8 @@ class Prompt:
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
+    ``names_ids`` is true for a body that names token ids or embeddings beside its text: it depends on the engine what
+    the prompt then is. ``has_tools`` is true for a request with tools.
     """
 
     model: str
@@ -199,6 +206,8 @@ class Prompt:
     session: str = ""
     exact: bool = False
     token_ids: bytes | None = None
+    names_ids: bool = False
+    has_tools: bool = False
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -220,6 +229,10 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         lora = _name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path")
         cache_salt = _name(salt if isinstance(salt, str) else compact(salt), "cache_salt")
         text, exact, token_ids = _canonical_text(body, api)
+        named = _named_ids(body)
+        if exact and named:
+            # The other ids come first, as the digests of other APIs do.
+            text, token_ids = b"".join(digest(value).encode() for value in named) + text, None
         return Prompt(
             model=model,
             text=text,
@@ -229,6 +242,8 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
+            names_ids=bool(named),
+            has_tools=bool(body.get("tools")),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
@@ -265,6 +280,7 @@ def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool, 
         tokens = _token_bytes(value)
         if tokens is not None:
             is_single = isinstance(value, list) and (len(value) == 1 or not isinstance(value[0], list))
+            is_single = is_single and not body.get("truncate_prompt_tokens")
             return tokens, True, tokens if is_single and sys.byteorder == "little" else None
     pieces = list(islice(_pieces(body, api), MAX_PIECES + 1))
     _check_number(pieces)
@@ -286,12 +302,22 @@ def _token_bytes(value: object) -> bytes | None:
         return None
 
 
+def _named_ids(body: Mapping[str, object]) -> list[object]:
+    """Return the values of the fields with which a body names token ids beside its text."""
+    return [value for path in _ID_PATHS if (value := _value(body, path))]
+
+
+def _value(body: Mapping[str, object], path: tuple[str, ...]) -> object:
+    value: object = body
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _pieces(body: Mapping[str, object], api: Api) -> Iterator[str]:
     """Yield the prompt's pieces in the order of the API's layout."""
     for name, path, read in _PATHS[api]:
-        value: object = body
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = _value(body, path)
         if value:
             yield from read(name, value)
 

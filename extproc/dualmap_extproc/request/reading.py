@@ -154,7 +154,8 @@ def read_large(large: LargeBody) -> Prompt | Refused:
         return body_too_large(bounds.body_bytes)
     # The router ignores session names above MAX_NAME, so the process does not send such a name back.
     session = prompt.session if len(prompt.session) <= MAX_NAME else ""
-    return replace(prompt, text=prompt.text[: bounds.tokens * BYTES_PER_TOKEN], session=session)
+    text = prompt.text[: bounds.tokens * BYTES_PER_TOKEN]
+    return replace(prompt, text=text, token_ids=None if prompt.token_ids is None else text, session=session)
 
 
 def encode_body(large: LargeBody) -> bytes:
@@ -181,7 +182,10 @@ def encode_result(result: Prompt | Refused) -> bytes:
         header = json.dumps([result.status, result.code, result.message, result.param]).encode()
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
-    header = json.dumps({**named, "streamed": result.streamed, "exact": result.exact}).encode()
+    facts = {"streamed": result.streamed, "exact": result.exact, "names_ids": result.names_ids}
+    # The ids of a prompt of ids are its text.
+    ids = {"has_tools": result.has_tools, "ids": result.token_ids is not None}
+    header = json.dumps({**named, **facts, **ids}).encode()
     return _PREFIX.pack(len(header), len(result.text)) + header + result.text
 
 
@@ -191,4 +195,4 @@ def decode_result(header: bytes, payload: bytes) -> Prompt | Refused:
     if isinstance(fields, list):
         status, code, message, param = fields
         return Refused(status=status, code=code, message=message, param=param)
-    return Prompt(text=payload, **fields)
+    return Prompt(text=payload, token_ids=payload if fields.pop("ids") else None, **fields)

@@ -25,9 +25,11 @@ _SAMPLED: Final = 64
 # Fields that change a prompt in ways that only the engine knows, or by token ids of the client.
 _CHAT_UNSUPPORTED: Final = (
     *("chat_template", "continue_final_message", "add_special_tokens", "echo", "input_ids", "kv_transfer_params"),
-    *("truncate_prompt_tokens", "mm_processor_kwargs", "functions"),
+    *("truncate_prompt_tokens", "mm_processor_kwargs", "functions", "prompt_token_ids", "prompt_embeds"),
 )
-_COMPLETIONS_UNSUPPORTED: Final = ("suffix", "prompt_embeds", "truncate_prompt_tokens", "kv_transfer_params")
+_COMPLETIONS_UNSUPPORTED: Final = (
+    *("suffix", "prompt_embeds", "truncate_prompt_tokens", "kv_transfer_params", "input_ids", "prompt_token_ids"),
+)
 
 
 class TokenizerError(Exception):

@@ -21,6 +21,7 @@ import orjson
 from dualmap.pools.pool import Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import TokenClass
+from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.request.observations import Report, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
@@ -103,28 +104,27 @@ class PoolTokenizers:
         }
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
         """Return the tokens of a body, or None, or call ``done`` later (``request.tokens``)."""
         wanted = self._wanted.get(pool)
         if wanted is None or wanted.source is TokenSource.ESTIMATE or len(self._pending) >= PENDING_MAX:
             return None
+        requests = TokenClass(model=prompt.model, api=api, has_tools=prompt.has_tools)
         size_bytes = sum(map(len, chunks))
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
                 return None
-            return self._later(
-                pool, _class_of(model, api, chunks), partial(self._renderer.ids, wanted.url, chunks, api), done
-            )
+            return self._later(pool, requests, partial(self._renderer.ids, wanted.url, chunks, api), done)
         folder = self._files.get(pool)
         if folder is None or not small:
             return None
         began_s = time.perf_counter()
         if size_bytes > INLINE_BYTES:
-            return self._later(pool, _class_of(model, api, chunks), partial(self._in_thread, folder, chunks, api), done)
+            return self._later(pool, requests, partial(self._in_thread, folder, chunks, api), done)
         ids = _ids_of(folder, b"".join(chunks), api)
         self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
-        return None if ids is None else Tokens(ids, _class_of(model, api, chunks))
+        return None if ids is None else Tokens(ids, requests)
 
     async def close(self) -> None:
         """Stop all work."""
@@ -221,8 +221,3 @@ def _ids_of(folder: _Folder, body: bytes, api: Api) -> "array[int] | None":
         if _log.debugging:
             _log.debug("Routing by bytes", reason=str(error))
         return None
-
-
-def _class_of(model: str, api: Api, chunks: Sequence[bytes]) -> TokenClass:
-    # A text that contains the field's name counts as well: it makes the class no less uniform.
-    return TokenClass(model=model, api=api, has_tools=any(b'"tools"' in chunk for chunk in chunks))
