@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dualmap.prompts.api import Api
-from dualmap_extproc.tokens.files import FilesTokenizer, TokenizerError
+from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest, prepared_messages, prepared_tools
+from dualmap_extproc.tokens.rendering import TokenizerError
 from dualmap_extproc.tokens.template import ChatTemplate
 from extproc.tokenizer_files import SPECIAL, TEMPLATE, byte_letters, tokenizer_json, write_tokenizer
 from shared_data import shared_file

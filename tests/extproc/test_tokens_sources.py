@@ -12,12 +12,12 @@ from aiohttp.test_utils import TestServer
 
 from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
-from dualmap.prompts.prompt import Prompt
+from dualmap.prompts.prompt import Prompt, Rendered
 from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.observations import Observation, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens
 from dualmap_extproc.tokens import renderer, sources
-from dualmap_extproc.tokens.files import TokenizerError
+from dualmap_extproc.tokens.rendering import PromptTexts, TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from extproc.envoy_messages import pool
 from extproc.tokenizer_files import write_tokenizer
@@ -52,13 +52,18 @@ class Sources:
         *,
         small: bool = True,
     ) -> Tokens | Pending | None:
-        prompt = read_body(b"".join(chunks), api)
-        assert isinstance(prompt, Prompt)
+        prompt = read(b"".join(chunks), api)
         return self.tokenizers.tokens(self.pool.id, prompt, chunks, api, small=small, done=done)
 
 
 def chat(text: str = "hello", **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def read(body: bytes, api: Api = Api.CHAT) -> Prompt:
+    prompt = read_body(body, api)
+    assert isinstance(prompt, Prompt)
+    return prompt
 
 
 @pytest.fixture
@@ -132,6 +137,29 @@ async def test_request_beyond_the_files_has_no_tokens(files: Sources) -> None:
     assert await files.tokens(chat(chat_template="x")) is None
     assert await files.tokens(chat(chat_template="x" * 10_000)) is None
     assert await files.tokens(chat(), small=False) is None
+
+
+async def test_rendered_body_is_tokenized_in_a_thread(files: Sources) -> None:
+    body = chat("hello world " * 10)
+    expected = await files.tokens(body)
+    folder = files.pool.engine.tokenizer.path
+    rendered = PromptTexts(folder).rendered(json.loads(body), Api.CHAT)
+    later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
+    prompt = replace(read(body), rendered=rendered)
+    pending = files.tokenizers.tokens(
+        files.pool.id, prompt, (body,), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
+    )
+    assert isinstance(pending, Pending)
+    assert await later == expected
+
+
+async def test_rendered_text_that_cannot_be_tokenized_has_no_tokens(files: Sources) -> None:
+    later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
+    prompt = replace(read(chat()), rendered=Rendered("\ud800", special=False))
+    files.tokenizers.tokens(
+        files.pool.id, prompt, (b"",), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
+    )
+    assert await later is None
 
 
 async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:

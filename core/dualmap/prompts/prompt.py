@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dualmap.errors import BadRequest
 from dualmap.prompts.api import Api
@@ -186,6 +186,13 @@ _PATHS: Final = {
 }
 
 
+class Rendered(NamedTuple):
+    """The text that an engine tokenizes, and whether the tokenizer adds its special tokens around the text."""
+
+    text: str
+    special: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """The content of a request body that routing uses.
@@ -195,7 +202,8 @@ class Prompt:
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
     ``names_ids`` is true for a body that names token ids or embeddings beside its text: it depends on the engine what
-    the prompt then is. ``has_tools`` is true for a request with tools.
+    the prompt then is. ``has_tools`` is true for a request with tools. ``rendered`` is the text that the engine
+    tokenizes, as a reading process rendered it; None if it is not known.
     """
 
     model: str
@@ -208,6 +216,7 @@ class Prompt:
     token_ids: bytes | None = None
     names_ids: bool = False
     has_tools: bool = False
+    rendered: Rendered | None = None
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:

@@ -2,7 +2,7 @@
 
 Short prompts are tokenized at once. Longer ones are tokenized in threads, where the tokenizer releases the
 interpreter's lock. A request whose ids are not there within TOKENIZE_MS is routed by its bytes, as in a pool without a
-source. Bodies that the reading processes had to parse are routed by their bytes with the source Files.
+source. The reading processes render the bodies that they parse, so that only the tokenizer remains for a thread.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
 """
@@ -13,8 +13,7 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, ParamSpec, TypeAlias
 
 import orjson
 
@@ -25,9 +24,10 @@ from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.request.observations import Report, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
-from dualmap_extproc.tokens.files import NAMES, FilesTokenizer, TokenizerError
+from dualmap_extproc.tokens.files import VOCABULARY, FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest
 from dualmap_extproc.tokens.renderer import Renderer
+from dualmap_extproc.tokens.rendering import CONFIG, TEMPLATE, TokenizerError, Version, version_of
 
 TOKENIZE_MS: Final = 200
 """The longest time in milliseconds that a request waits for its token ids."""
@@ -37,12 +37,14 @@ PENDING_MAX: Final = 64
 """The most requests that wait for token ids; further ones are routed by bytes."""
 RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
+NAMES: Final = (VOCABULARY, CONFIG, TEMPLATE)
+"""The files of a tokenizer."""
 _THREADS: Final = 2
 _POLL_S: Final = 5.0
-Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int] | None"]]
-_Version: TypeAlias = tuple[tuple[int, int, int], ...]
+Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int]"]]
 
 _log = get_logger(__name__)
+_P = ParamSpec("_P")
 
 
 class PoolTokenizers:
@@ -55,7 +57,7 @@ class PoolTokenizers:
         # The last valid tokenizer of each pool, with the folder that it was read from.
         self._files: dict[str, _Folder] = {}
         # What is wrong with the newest version of each pool's folder.
-        self._problems: dict[str, tuple[_Version, str]] = {}
+        self._problems: dict[str, tuple[Version, str]] = {}
         self._renderer = Renderer()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._pending: set[asyncio.Task[None]] = set()
@@ -117,12 +119,18 @@ class PoolTokenizers:
                 return None
             return self._later(pool, requests, partial(self._renderer.ids, wanted.url, chunks, api), done)
         folder = self._files.get(pool)
-        if folder is None or not small:
+        if folder is None:
             return None
-        began_s = time.perf_counter()
+        if not small:
+            if prompt.rendered is None:
+                return None
+            return self._later(
+                pool, requests, partial(self._in_thread, folder.tokenizer.encoded, prompt.rendered), done
+            )
         if size_bytes > INLINE_BYTES:
-            return self._later(pool, requests, partial(self._in_thread, folder, chunks, api), done)
-        ids = _ids_of(folder, b"".join(chunks), api)
+            return self._later(pool, requests, partial(self._in_thread, _ids_of, folder, chunks, api), done)
+        began_s = time.perf_counter()
+        ids = _ids_or_none(folder, chunks, api)
         self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
         return None if ids is None else Tokens(ids, requests)
 
@@ -140,7 +148,7 @@ class PoolTokenizers:
     async def _refresh(self, pool: str, path: str) -> None:
         """Read a pool's tokenizer if it is new or changed; keep the last valid one if it cannot be read."""
         folder = self._files.get(pool)
-        version = await asyncio.to_thread(_version, path)
+        version = await asyncio.to_thread(version_of, path, *NAMES)
         if folder is not None and folder.path == path and folder.version == version:
             self._problems.pop(pool, None)
             return
@@ -185,9 +193,9 @@ class PoolTokenizers:
         self._report(Tokenized(now=now, pool=pool, seconds=now - began_s))
         done(now, None if ids is None else Tokens(ids, requests))
 
-    async def _in_thread(self, folder: "_Folder", chunks: Sequence[bytes], api: Api) -> "array[int] | None":
+    async def _in_thread(self, compute: Callable[_P, "array[int]"], *given: _P.args, **more: _P.kwargs) -> "array[int]":
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: _ids_of(folder, b"".join(chunks), api))
+        return await loop.run_in_executor(self._threads, partial(compute, *given, **more))
 
 
 class _Folder:
@@ -196,27 +204,19 @@ class _Folder:
     def __init__(self, path: str) -> None:
         self.path = path
         # First, so that a change during the reading is seen later.
-        self.version = _version(path)
+        self.version = version_of(path, *NAMES)
         self.tokenizer = FilesTokenizer(path)
 
 
-def _version(path: str) -> _Version:
-    """Return what changes when a file of a folder changes."""
-    stats = []
-    for name in NAMES:
-        try:
-            found = (Path(path) / name).stat()
-        except OSError:
-            stats.append((0, 0, 0))
-        else:
-            stats.append((found.st_mtime_ns, found.st_size, found.st_ino))
-    return tuple(stats)
+def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int]":
+    """Return the ids of a body. Raises UnsupportedRequest if the tokenizer's files do not tell them."""
+    return folder.tokenizer.ids(orjson.loads(b"".join(chunks)), api)
 
 
-def _ids_of(folder: _Folder, body: bytes, api: Api) -> "array[int] | None":
+def _ids_or_none(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int] | None":
     """Return the ids of a body; None if the tokenizer's files do not tell them."""
     try:
-        return folder.tokenizer.ids(orjson.loads(body), api)
+        return _ids_of(folder, chunks, api)
     except UnsupportedRequest as error:
         if _log.debugging:
             _log.debug("Routing by bytes", reason=str(error))
