@@ -210,7 +210,7 @@ def test_template_for_tools_is_used_with_tools(folder: Path) -> None:
 
 
 def test_cache_is_off_if_its_ids_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FilesTokenizer, "_agrees_with", lambda *_: False)
+    monkeypatch.setattr(FilesTokenizer, "_cache_is_right", lambda *_: False)
     tokenizer = FilesTokenizer(str(folder))
     assert not tokenizer.cached
     assert text_of(tokenizer.ids({"prompt": "hello"}, Api.COMPLETIONS)) == "hello"

@@ -1,6 +1,5 @@
 """Tokenizes requests with the files of a model: ``rendering`` renders the text, and tokenizer.json splits it."""
 
-import json
 import sys
 from array import array
 from collections.abc import Collection, Sequence
@@ -34,18 +33,13 @@ class FilesTokenizer:
 
     def __init__(self, folder: str) -> None:
         """Read the folder. Raises TokenizerError."""
-        path = Path(folder) / VOCABULARY
-        text = read_file(path)
-        self._encoder = _encoder(path, text)
-        special = _special_added_tokens(text)
+        self._encoder = _encoder(Path(folder) / VOCABULARY)
         self._texts = PromptTexts(folder)
+        special = _special_added_tokens(self._encoder)
         # Where one special token may begin inside another one, text cannot be cut at special tokens.
-        self.cached = bool(special) and not _overlap(special)
-        if self.cached:
-            self._encoder.enable_segment_cache(CACHE_BYTES)
-            if not self._agrees_with(_encoder(path, text), special):
-                self._encoder.enable_segment_cache(0)
-                self.cached = False
+        self.cached = bool(special) and not _overlap(special) and self._cache_is_right(special)
+        if not self.cached:
+            self._encoder.enable_segment_cache(0)
 
     def ids(self, body: object, api: Api) -> "array[int]":
         """Return the token ids of a parsed request body. Raises UnsupportedRequest if they cannot be computed."""
@@ -60,17 +54,17 @@ class FilesTokenizer:
         counts = self._encoder.segment_cache_stats() or {"hit_bytes": 0, "miss_bytes": 0}
         return Cached(bytes=counts["hit_bytes"], of_bytes=counts["hit_bytes"] + counts["miss_bytes"])
 
-    def _agrees_with(self, plain: Tokenizer, names: Sequence[str]) -> bool:
-        """Return whether samples, whole and in parts, have the same ids with the cache as without it."""
+    def _cache_is_right(self, names: Sequence[str]) -> bool:
+        """Enable the cache; return whether samples have the same ids as without it, whole and in parts."""
         between = [f"{text}{name}" for name in names[:_SAMPLED] for text in _SAMPLES]
         whole = "".join(between)
-        for special in (False, True):
-            expected = _flat(plain, whole, special=special)
-            if any(_flat(self._encoder, whole, special=special) != expected for _ in range(2)):
-                return False
+        self._encoder.enable_segment_cache(0)
+        expected = [_flat(self._encoder, whole, special=special) for special in (False, True)]
         # The parts that the library keeps are what it would tokenize alone.
-        parts = [_flat(plain, each, special=False) for each in between]
-        return sum(parts, array("I")) == _flat(self._encoder, whole, special=False)
+        parts = [_flat(self._encoder, each, special=False) for each in between]
+        self._encoder.enable_segment_cache(CACHE_BYTES)
+        found = [[_flat(self._encoder, whole, special=special) for special in (False, True)] for _ in range(2)]
+        return sum(parts, array("I")) == expected[0] and all(each == expected for each in found)
 
 
 def _flat(encoder: Tokenizer, text: str, *, special: bool) -> "array[int]":
@@ -86,23 +80,22 @@ def _flat(encoder: Tokenizer, text: str, *, special: bool) -> "array[int]":
     return ids
 
 
-def _encoder(path: Path, text: str) -> Tokenizer:
+def _encoder(path: Path) -> Tokenizer:
     try:
-        encoder = Tokenizer.from_json_str(text)
+        encoder = Tokenizer.from_json_str(read_file(path))
         # The engine decides about lengths.
         encoder.no_truncation()
         encoder.no_padding()
+    except TokenizerError:
+        raise
     except Exception as error:
         raise TokenizerError(f"{path}: {' '.join(str(error).split())[:200]}") from error
     return encoder
 
 
-def _special_added_tokens(text: str) -> tuple[str, ...]:
+def _special_added_tokens(encoder: Tokenizer) -> tuple[str, ...]:
     """Return the texts that become one token before anything else is tokenized, and stand for no text."""
-    added = json.loads(text).get("added_tokens")
-    tokens = [each for each in (added if isinstance(added, list) else []) if isinstance(each, dict)]
-    contents = [each.get("content") for each in tokens if each.get("special") is True]
-    return tuple(content for content in contents if isinstance(content, str) and content)
+    return tuple(each["content"] for each in encoder.added_tokens() if each["special"] and each["content"])
 
 
 def _overlap(names: Collection[str]) -> bool:

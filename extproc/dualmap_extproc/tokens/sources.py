@@ -67,8 +67,10 @@ class PoolTokenizers:
         """Read the tokenizers of these pools now. Raises TokenizerError for the first one that cannot be read."""
         for pool in pools:
             if pool.engine.tokenizer.source is TokenSource.FILES:
+                path = pool.engine.tokenizer.path
+                others = (each for each in self._files.values() if each.path == path)
                 try:
-                    self._files[pool.id] = _Folder(pool.engine.tokenizer.path)
+                    self._files[pool.id] = next(others, None) or _Folder(path)
                 except TokenizerError as error:
                     raise TokenizerError(f"{pool.id}: spec.engine.tokenizer.path: {error}") from error
 
@@ -154,8 +156,9 @@ class PoolTokenizers:
             return
         if pool in self._problems and self._problems[pool][0] == version:
             return
+        others = (each for each in self._files.values() if each.path == path and each.version == version)
         try:
-            read = await asyncio.to_thread(_Folder, path)
+            read = next(others, None) or await asyncio.to_thread(_Folder, path)
         except Exception as error:  # noqa: BLE001  # no content of a file may end the router
             kept = "keeping the last valid version" if folder is not None else "routing by bytes"
             _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
