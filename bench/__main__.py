@@ -10,6 +10,8 @@
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
+  tokens                     tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)
+
   profile                    the cost of asking engines for their profile and load (a minute)
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
@@ -55,6 +57,11 @@ def main(names: list[str]) -> None:
         from bench.profile import main as profile
 
         profile(names[1:], prog_name="python -m bench profile")
+    if names[:1] == ["tokens"]:
+        # Imported here for the same reason.
+        from bench.tokens import main as tokens
+
+        tokens(names[1:], prog_name="python -m bench tokens")
     if names[:1] == ["autoscaling"]:
         # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
@@ -69,7 +76,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "tokens", "autoscaling"])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
