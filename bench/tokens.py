@@ -28,6 +28,7 @@ from dualmap_extproc.reading.processes import ReadingProcesses
 from dualmap_extproc.request.reading import Bounds, LargeBody, read_small
 from dualmap_extproc.request.tokens import Pending, Tokens
 from dualmap_extproc.tokens.files import FilesTokenizer
+from dualmap_extproc.tokens.rendering import PromptTexts
 from dualmap_extproc.tokens.sources import TOKENIZE_MS, PoolTokenizers
 
 KB = 1024
@@ -64,16 +65,20 @@ def next_turn(body: bytes, number: int) -> bytes:
     return orjson.dumps(request)
 
 
-def times_ms(tokenizer: FilesTokenizer, size_kb: int) -> tuple[int, float, float]:
-    """Return the tokens of a request, and the median milliseconds of cold and of warm ones."""
-    source, cold, warm, tokens = bodies(size_kb, size_kb), [], [], 0
+def times_ms(folder: str, tokenizer: FilesTokenizer, size_kb: int) -> tuple[int, float, float, float]:
+    """Return the tokens of a request, and the median milliseconds of cold ones, warm ones, and the chat template."""
+    source, cold, warm, template, tokens = bodies(size_kb, size_kb), [], [], [], 0
+    texts = PromptTexts(folder)
     for number in range(ROUNDS):
         body = next(source)
         for each, times in ((body, cold), (next_turn(body, number), warm)):
             parsed, began_s = orjson.loads(each), time.perf_counter()
             tokens = len(tokenizer.ids(parsed, Api.CHAT))
             times.append((time.perf_counter() - began_s) * 1000)
-    return tokens, median(cold), median(warm)
+            began_s = time.perf_counter()
+            texts.rendered(parsed, Api.CHAT)
+            template.append((time.perf_counter() - began_s) * 1000)
+    return tokens, median(cold), median(warm), median(template)
 
 
 @dataclass
@@ -149,6 +154,10 @@ async def measure(folder: str) -> None:
 
     print("| while | step p99 ms | longest ms |\n|---|---|---|")
     print(f"| hashes are computed in a thread, without the lock | {(await _hashing()).in_words()} |")
+    read = Steps()
+    async with read.watched():
+        await asyncio.to_thread(FilesTokenizer, folder)
+    print(f"| the tokenizer is read in a thread | {read.in_words()} |")
     for size_kb in (*SIZES_KB, LARGE_KB):
         print(f"| requests of {size_kb} KB are tokenized, one at a time | {(await repeated(size_kb)).in_words()} |")
     print(
@@ -188,10 +197,10 @@ def main(folder: str) -> None:
     began_s = time.perf_counter()
     tokenizer = FilesTokenizer(folder)
     print(f"reading the tokenizer: {time.perf_counter() - began_s:.1f} s; cache of prefixes: {tokenizer.cached}\n")
-    print("| request | tokens | cold ms | next turn ms |\n|---|---|---|---|")
+    print("| request | tokens | cold ms | next turn ms | of each the chat template ms |\n|---|---|---|---|---|")
     for size_kb in SIZES_KB:
-        tokens, cold, warm = times_ms(tokenizer, size_kb)
-        print(f"| {size_kb} KB | {tokens} | {cold:.2f} | {warm:.2f} |")
+        tokens, cold, warm, template = times_ms(folder, tokenizer, size_kb)
+        print(f"| {size_kb} KB | {tokens} | {cold:.2f} | {warm:.2f} | {template:.2f} |")
     print()
     del tokenizer
     asyncio.run(measure(folder))
