@@ -101,6 +101,8 @@ def test_template_cannot_leave_its_sandbox() -> None:
         ({"role": "user"}, ""),
         ({"role": "user", "content": [{"type": "text", "text": None}, "b", ""]}, "b"),
         ({"role": "system", "content": ["x-anthropic-billing-header: 1", "b"]}, "b"),
+        ({"role": "system", "content": "x-anthropic-billing-header: 1\na\nb"}, "a\nb"),
+        ({"role": "user", "content": "x-anthropic-billing-header: 1"}, "x-anthropic-billing-header: 1"),
     ],
 )
 def test_message_parts_are_joined_by_line_feeds(message: Any, content: str) -> None:
@@ -112,6 +114,27 @@ def test_message_keeps_parts_for_templates_that_read_parts() -> None:
     body = {"messages": [{"role": "user", "content": ["a", "b"]}]}
     assert ChatTemplate(template, {}).render(body) == "a;b;"
     assert ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(body) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"reasoning": "a"}, "a"),
+        ({"reasoning_content": "b"}, "b"),
+        ({"reasoning": "a", "reasoning_content": "b"}, "a"),
+        ({"reasoning": None}, None),
+    ],
+)
+def test_reasoning_has_both_names(fields: dict[str, Any], reasoning: str | None) -> None:
+    (prepared,) = prepared_messages([{"role": "assistant", "content": "", **fields}], wrap_parts=False)
+    expected = {} if reasoning is None else {"reasoning": reasoning, "reasoning_content": reasoning}
+    assert prepared == {"role": "assistant", "content": "", **expected}
+
+
+def test_reasoning_of_embeddings_is_unsupported() -> None:
+    message = {"role": "assistant", "content": "", "reasoning": {"type": "prompt_embeds"}}
+    with pytest.raises(UnsupportedRequest, match="reasoning"):
+        prepared_messages([message], wrap_parts=False)
 
 
 @pytest.mark.parametrize(

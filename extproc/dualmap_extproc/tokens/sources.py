@@ -24,9 +24,10 @@ from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.request.observations import Report, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
+from dualmap_extproc.tokens.faults import RenderedRequests, RendererFaults
 from dualmap_extproc.tokens.files import VOCABULARY, FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest
-from dualmap_extproc.tokens.renderer import Renderer
+from dualmap_extproc.tokens.renderer import Renderer, RendererFault
 from dualmap_extproc.tokens.rendering import CONFIG, TEMPLATE, TokenizerError, Version, version_of
 
 TOKENIZE_MS: Final = 200
@@ -59,6 +60,7 @@ class PoolTokenizers:
         # What is wrong with the newest version of each pool's folder.
         self._problems: dict[str, tuple[Version, str]] = {}
         self._renderer = Renderer()
+        self._faults = RendererFaults()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._pending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -76,7 +78,10 @@ class PoolTokenizers:
 
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Use the sources of these pools from now on. ``run`` reads new tokenizers."""
-        self._wanted = {pool.id: pool.engine.tokenizer for pool in pools}
+        before, self._wanted = self._wanted, {pool.id: pool.engine.tokenizer for pool in pools}
+        for pool_id, wanted in before.items():
+            if self._wanted.get(pool_id) != wanted:
+                self._faults.forget(pool_id)
         for pool in self._files.keys() - self._paths().keys():
             del self._files[pool]
         for pool in self._problems.keys() - self._paths().keys():
@@ -98,10 +103,11 @@ class PoolTokenizers:
     def status(self, pool: str, distrusted: Sequence[TokenClass]) -> dict[str, object]:
         """Return the state of a pool's source as JSON values, with the classes whose ids are not used."""
         wanted = self._wanted.get(pool, Tokenizer())
+        reason = self._problems[pool][1] if pool in self._problems else self._faults.reason(pool)
         return {
             "source": wanted.source.value,
-            "ready": wanted.source is TokenSource.RENDERER or pool in self._files,
-            "reason": self._problems[pool][1] if pool in self._problems else "",
+            "ready": pool in self._files or (wanted.source is TokenSource.RENDERER and not reason),
+            "reason": reason,
             "distrusted": [
                 {"model": each.model, "api": each.api.name.lower(), "tools": each.has_tools} for each in distrusted
             ],
@@ -119,7 +125,7 @@ class PoolTokenizers:
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
                 return None
-            return self._later(pool, requests, partial(self._renderer.ids, wanted.url, chunks, api), done)
+            return self._rendered(RenderedRequests(pool, prompt.model, api), wanted.url, chunks, requests, done)
         folder = self._files.get(pool)
         if folder is None:
             return None
@@ -143,6 +149,42 @@ class PoolTokenizers:
         await asyncio.gather(*self._pending, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._renderer.close()
+
+    def _rendered(
+        self, requests: RenderedRequests, url: str, chunks: Sequence[bytes], tokens: TokenClass, done: TokensDone
+    ) -> Pending | None:
+        """Ask a renderer, unless its last answers were faults."""
+        if not self._faults.usable(self._clock(), requests):
+            return None
+
+        async def compute() -> "array[int]":
+            try:
+                ids = await self._renderer.ids(url, chunks, requests.api)
+            except RendererFault as fault:
+                self._failed(requests, str(fault))
+                raise
+            except UnsupportedRequest:
+                self._answered(requests)
+                raise
+            self._answered(requests)
+            return ids
+
+        late = partial(self._failed, requests, f"{url} did not answer within {TOKENIZE_MS} ms")
+        return self._later(requests.pool, tokens, compute, done, late)
+
+    def _failed(self, requests: RenderedRequests, reason: str) -> None:
+        if self._faults.failed(self._clock(), requests, reason):
+            _log.warning(
+                "Renderer does not work, routing by bytes",
+                pool=requests.pool,
+                model=requests.model,
+                api=requests.api.name.lower(),
+                reason=reason,
+            )
+
+    def _answered(self, requests: RenderedRequests) -> None:
+        if self._faults.answered(requests):
+            _log.info("Renderer works again", pool=requests.pool, model=requests.model, api=requests.api.name.lower())
 
     def _paths(self) -> dict[str, str]:
         return {pool: each.path for pool, each in self._wanted.items() if each.source is TokenSource.FILES}
@@ -169,9 +211,16 @@ class PoolTokenizers:
             self._problems.pop(pool, None)
             _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
 
-    def _later(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> Pending:
-        """Call ``done`` with the ids that are computed, or without them after the deadline."""
-        task = asyncio.create_task(self._wait(pool, requests, compute, done))
+    def _later(
+        self,
+        pool: str,
+        requests: TokenClass,
+        compute: Compute,
+        done: TokensDone,
+        late: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        """Call ``done`` with the ids that are computed. After the deadline, call ``late``, and ``done`` without ids."""
+        task = asyncio.create_task(self._wait(pool, requests, compute, done, late))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
@@ -180,13 +229,16 @@ class PoolTokenizers:
 
         return Pending(cancel)
 
-    async def _wait(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> None:
+    async def _wait(
+        self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone, late: Callable[[], None]
+    ) -> None:
         began_s = self._clock()
         ids: array[int] | None = None
         try:
             async with asyncio.timeout(TOKENIZE_MS / 1000):
                 ids = await compute()
         except TimeoutError:
+            late()
             _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
         except UnsupportedRequest as error:
             _log.debug("Routing by bytes", pool=pool, reason=str(error))
