@@ -35,6 +35,21 @@ HEADERS = {
     "valueFrom": {"secretKeyRef": {"name": "otlp", "key": "headers"}},
 }
 
+TOKENIZERS = [
+    {
+        "name": "qwen",
+        "volume": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+        "subPath": "Qwen3-8B",
+    },
+    {"name": "llama", "volume": {"image": {"reference": "registry.example.com/tokenizers:1"}}},
+]
+RENDERER = {
+    "name": "qwen",
+    "image": "registry.example.com/vllm:0.33.0",
+    "command": ["vllm-rs"],
+    "args": ["render", "/etc/dualmap/tokenizers/qwen", "--served-model-name", "Qwen/Qwen3-8B", "--port", "8010"],
+}
+
 CASES: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     "namespaced": {"watchNamespace": "llm"},
@@ -73,6 +88,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "logLevel": "debug",
             "otlp": {"endpoint": "http://collector.monitoring:4317"},
             "extraEnv": [HEADERS],
+        }
+    },
+    "tokenizers": {"router": {"tokenizers": TOKENIZERS}},
+    "renderers": {
+        "router": {
+            "tokenizers": TOKENIZERS,
+            "renderers": [
+                RENDERER,
+                {
+                    **RENDERER,
+                    "name": "2",
+                    "resources": {"requests": {"cpu": "2", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
+                },
+            ],
         }
     },
     "gateway": {

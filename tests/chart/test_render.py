@@ -92,7 +92,8 @@ def test_chart_pods_meet_the_restricted_security_standard(objects: Sequence[Obje
             }
             assert not [port for port in container.get("ports", ()) if "hostPort" in port]
         for volume in spec.get("volumes", ()):
-            assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret"}
+            # The standard allows claims and images, too.
+            assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim", "image"}
 
 
 def test_chart_containers_have_image_tag_and_resource_requests(objects: Sequence[Object]) -> None:

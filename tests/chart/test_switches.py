@@ -11,7 +11,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS
+from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS, RENDERER, TOKENIZERS
 from chart.objects import pods, ports
 from chart.rendering import CHART, NAMESPACE, ROOT, Object, named, notes, only, render
 from dualmap.objects.reservations import CONFIG_MAP, read_reservations
@@ -272,6 +272,37 @@ def test_router_env_has_extra_and_redis_variables() -> None:
         "REDIS_USERNAME",
         HEADERS["name"],
     ]
+
+
+def test_tokenizers_are_mounted_at_the_path_of_pools() -> None:
+    objects = render(CASES["renderers"])
+    expected = [
+        {
+            "name": "tokenizer-qwen",
+            "mountPath": "/etc/dualmap/tokenizers/qwen",
+            "subPath": "Qwen3-8B",
+            "readOnly": True,
+        },
+        {"name": "tokenizer-llama", "mountPath": "/etc/dualmap/tokenizers/llama", "readOnly": True},
+    ]
+    for name in ("router", "renderer-qwen", "renderer-2"):
+        mounts = container(objects, "router", name)["volumeMounts"]
+        assert [each for each in mounts if each["name"].startswith("tokenizer-")] == expected
+    volumes = workload(objects, "router")["spec"]["template"]["spec"]["volumes"]
+    assert [each for each in volumes if each["name"].startswith("tokenizer-")] == [
+        {"name": f"tokenizer-{each['name']}", **each["volume"]} for each in TOKENIZERS
+    ]
+
+
+def test_renderer_runs_its_command_beside_the_router() -> None:
+    objects = render(CASES["renderers"])
+    for name, memory in (("renderer-qwen", "512Mi"), ("renderer-2", "1Gi")):
+        made = container(objects, "router", name)
+        assert {key: made[key] for key in ("image", "command", "args")} == {
+            key: RENDERER[key] for key in ("image", "command", "args")
+        }
+        assert made["resources"]["requests"]["memory"] == memory
+    assert "volumeMounts" not in container(render({"router": {"renderers": [RENDERER]}}), "router", "renderer-qwen")
 
 
 class TestOpenShift:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart.cases import APIS, GATEWAYS, POOLS
+from chart.cases import APIS, GATEWAYS, POOLS, RENDERER
 from chart.rendering import CHART, NAMESPACE, ROOT, helm, refused
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -107,6 +107,10 @@ def test_null_value_is_rejected_with_its_name(path: str) -> None:
         ("router.drainTimeout", "soon", "router.drainTimeout"),
         ("router.logLevel", "loud", "router.logLevel"),
         ("router.tls.mode", "on", "selfSigned"),
+        ("router.tokenizers", [{"name": "a/b", "volume": {"emptyDir": {}}}], "router.tokenizers.0.name"),
+        ("router.tokenizers", [{"name": "a", "volume": {}}], "router.tokenizers.0.volume"),
+        ("router.renderers", [{**RENDERER, "image": "vllm"}], "router.renderers.0.image"),
+        ("router.renderers", [{"name": "a"}], "command"),
         ("gateway.mode", "nginx", "bundled"),
         ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
         ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
@@ -273,3 +277,17 @@ def test_option_without_required_cluster_api_is_rejected_by_name(values: Mapping
 
 def test_too_old_kubernetes_version_is_rejected() -> None:
     assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")
+
+
+@pytest.mark.parametrize(
+    ("value", "given", "said"),
+    [
+        ("tokenizers", [{"name": "a", "volume": {"emptyDir": {}}}] * 2, "two entries have the name a"),
+        ("renderers", [RENDERER, RENDERER], "two entries have the name qwen"),
+        ("renderers", [{**RENDERER, "image": "vllm:latest"}], "set a version or a digest"),
+    ],
+)
+def test_tokenizers_and_renderers_that_contradict_are_rejected(value: str, given: Any, said: str) -> None:
+    message = refused({"router": {value: given}})
+    assert f"router.{value}" in message
+    assert said in message

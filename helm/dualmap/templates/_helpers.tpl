@@ -75,6 +75,18 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
+{{/* Mounts of the tokenizers' folders in a router's container. */}}
+{{- define "dualmap.tokenizerMounts" -}}
+{{- range .Values.router.tokenizers }}
+- name: tokenizer-{{ .name }}
+  mountPath: /etc/dualmap/tokenizers/{{ .name }}
+  {{- with .subPath }}
+  subPath: {{ . | toYaml }}
+  {{- end }}
+  readOnly: true
+{{- end }}
+{{- end -}}
+
 {{/* Scheduling fields of a pod. Arguments: (list $ "router" .Values.router). */}}
 {{- define "dualmap.placement" -}}
 {{- $name := index . 1 -}}
