@@ -14,6 +14,7 @@ TARGETS: Final = {
     "stream": "ext_proc streams: messages to answers, without leaks",
     "profile": "engines' answers: metrics pages and JSON to profiles that route",
     "news": "replication updates: the store's bytes to values",
+    "renderer": "renderers' answers: JSON to token ids and their chain",
     "kv_events": "engines' KV events: frames to the blocks that a member holds",
 }
 

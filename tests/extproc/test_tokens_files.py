@@ -3,11 +3,13 @@
 import json
 from array import array
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from dualmap.prompts.api import Api
+from dualmap_extproc.tokens import files
 from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest, prepared_messages, prepared_tools
 from dualmap_extproc.tokens.rendering import TokenizerError
@@ -242,3 +244,35 @@ def test_cache_is_off_if_its_ids_differ(folder: Path, monkeypatch: pytest.Monkey
 
 def test_tokenizer_without_special_tokens_is_not_cached(tmp_path: Path) -> None:
     assert not FilesTokenizer(str(write_tokenizer(tmp_path / "t", special=()))).cached
+
+
+# Texts that end or begin where a special token, one of its parts, or a merge of the vocabulary could span the cut.
+PIECES = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "end|>", "<|", "|>", "hell", "o", " w", "orld", " ",
+          "\n", "h", "e", "llo", "<", "|", "im_end", "\N{SNOWMAN}", "\x00", "us", "er", "")  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"single_word": True}, {"normalized": True}])
+@pytest.mark.parametrize("special", [SPECIAL, ("<|", "<|EOS|>", "|>"), (*SPECIAL, "<|im_end|><|im_start|>")])
+def test_cache_gives_the_ids_of_a_tokenizer_without_it(
+    tmp_path: Path, special: tuple[str, ...], flags: dict[str, bool]
+) -> None:
+    folder = str(write_tokenizer(tmp_path / "t", special=special, **flags))
+    cached, plain, random = FilesTokenizer(folder), FilesTokenizer(folder), Random(7)
+    plain._encoder.enable_segment_cache(0)
+    for _ in range(300):
+        # The prompts share beginnings, as the turns of conversations do.
+        text = "".join(random.choices(PIECES, k=random.randint(1, 12)))
+        for end in (len(text) // 2, len(text)):
+            body = {"prompt": text[:end]}
+            assert cached.ids(body, Api.COMPLETIONS) == plain.ids(body, Api.COMPLETIONS), text[:end]
+
+
+def test_cache_of_prefixes_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CACHE_BYTES", 64 * 1024)
+    tokenizer = FilesTokenizer(str(folder))
+    for number in range(300):
+        tokenizer.ids({"prompt": f"<|im_end|>{number} hello" * 50}, Api.COMPLETIONS)
+        tokenizer.ids({"prompt": f"hello {number}" * 1000}, Api.COMPLETIONS)
+    kept = tokenizer._encoder.segment_cache_stats()
+    assert kept is not None
+    assert 0 < kept["bytes"] <= kept["max_bytes"] == 64 * 1024

@@ -223,6 +223,7 @@ async def test_renderer_receives_the_body_unchanged() -> None:
     "answer",
     [
         {"token_ids": "x"},
+        {"token_ids": []},
         {"token_ids": [1, -1]},
         {"token_ids": [1, "a"]},
         {"token_ids": [2**40]},

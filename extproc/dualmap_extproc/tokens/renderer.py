@@ -52,11 +52,11 @@ class Renderer:
             raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) have no renderer")
         answer = await self._post(url.rstrip("/") + path, b"".join(chunks))
         # Most answers take less than a millisecond to decode; a long prompt's answer takes several.
-        return await asyncio.to_thread(_ids, answer) if len(answer) > _CHUNK_BYTES else _ids(answer)
+        return await asyncio.to_thread(ids_in, answer) if len(answer) > _CHUNK_BYTES else ids_in(answer)
 
     async def tokenized(self, url: str, body: bytes) -> "array[int]":
         """Return the ids that an engine's ``/tokenize`` gives. Raises UnsupportedRequest if it gives none."""
-        return _ids(await self._post(url.rstrip("/") + "/tokenize", body), "tokens")
+        return ids_in(await self._post(url.rstrip("/") + "/tokenize", body), "tokens")
 
     async def close(self) -> None:
         """Close open connections."""
@@ -93,7 +93,7 @@ class Renderer:
             raise RendererFault(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
 
 
-def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
+def ids_in(answer: bytes, field: str = "token_ids") -> "array[int]":
     """Return the ids in an answer. Raises UnsupportedRequest for anything but the ids of one prompt of text."""
     try:
         value = json.loads(answer)
@@ -106,6 +106,8 @@ def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
         raise UnsupportedRequest(f"the answer has no {field} of one prompt")
     if value.get("features") or value.get("content_parts"):
         raise UnsupportedRequest("the request contains media")
+    if not ids:
+        raise UnsupportedRequest(f"the answer's {field} are empty")
     try:
         return array("I", ids)
     except (TypeError, OverflowError):
