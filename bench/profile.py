@@ -17,7 +17,7 @@ from bench.decisions import pool_of
 from dualmap.engines.profile import EngineProfile, read_metrics
 from dualmap.pools.pool import Member
 from dualmap.router import PoolRouter
-from dualmap_extproc.engines.client import EngineClient
+from dualmap_extproc.engines.client import EngineClient, Kind
 from dualmap_extproc.engines.profiles import EngineProfiles
 
 SCRAPES = 50
@@ -77,20 +77,21 @@ def serve(ports: "multiprocessing.Queue[int]") -> None:
 
 async def scrape_ms(port: int) -> tuple[float, float]:
     """Return the CPU milliseconds of one scrape, and those of reading its page."""
-    client, member, content = EngineClient(), Member(id="m-0", address="127.0.0.1", port=port), page()
+    member, content = Member(id="m-0", address="127.0.0.1", port=port), page()
+    connection = EngineClient().connect(member)
     router = PoolRouter(replace(pool_of(1, "dualmap"), members=(member,)))
     whole, reading = [], []
     for at in range(ROUNDS):
         begun_s = time.process_time()
         for n in range(SCRAPES):
-            profile = read_metrics("vLLM", await client.page(member, "/metrics"))
+            profile = read_metrics("vLLM", await connection.page("/metrics", Kind.LOAD))
             router.on_profile(at * SCRAPES + n, "m-0", EngineProfile(engine="vLLM").also(profile))
         whole.append((time.process_time() - begun_s) / SCRAPES * 1000)
         begun_s = time.process_time()
         for _ in range(SCRAPES):
             read_metrics("vLLM", content)
         reading.append((time.process_time() - begun_s) / SCRAPES * 1000)
-    await client.close()
+    connection.close()
     return quantiles(whole, n=10)[0], quantiles(reading, n=10)[0]
 
 
