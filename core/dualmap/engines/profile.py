@@ -246,8 +246,8 @@ def _memory(dialect: Dialect, samples: Samples) -> EngineProfile:
         block = _block(samples.get(dialect.block_tokens, ()))
         # One sample for each rank, each with its own memory and the same block.
         sizes = [_blocks_tokens(block, total([each])) for each in samples.get(dialect.blocks, ())]
-        size = min(sum(each for each in sizes if each is not None), _TOKENS_MAX)
-        return EngineProfile(block_tokens=block, kv_tokens=size, cache_tokens=size) if size else NO_PROFILE
+        memory = min(sum(each for each in sizes if each is not None), _TOKENS_MAX)
+        return EngineProfile(block_tokens=block, kv_tokens=memory, cache_tokens=memory) if memory else NO_PROFILE
     block_tokens, kv_tokens, cache_tokens = None, 0, 0
     for sample in samples.get(dialect.cache, ()):
         block, blocks = (_digits(sample.label(name)) for name in (dialect.block_tokens, dialect.blocks))

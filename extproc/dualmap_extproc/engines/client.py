@@ -66,16 +66,17 @@ class EngineConnection:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     return await self._get(path, most)
-            except BaseException as error:
+            except TimeoutError:
                 self.close()
-                match error:
-                    case TimeoutError():
-                        text = f"{path} was not answered within {TIMEOUT_S:g} s"
-                        raise AnswerError(text, silent=True) from None
-                    case OSError():
-                        raise AnswerError(f"{path}: no connection ({_said(error)})", silent=True) from error
-                    case EOFError() | ValueError() | asyncio.LimitOverrunError():
-                        raise AnswerError(f"{path}: no valid HTTP answer ({type(error).__name__})") from error
+                raise AnswerError(f"{path} was not answered within {TIMEOUT_S:g} s", silent=True) from None
+            except OSError as error:
+                self.close()
+                raise AnswerError(f"{path}: no connection ({_said(error)})", silent=True) from error
+            except (ValueError, EOFError, asyncio.LimitOverrunError) as error:
+                self.close()
+                raise AnswerError(f"{path}: no valid HTTP answer ({_fault(error)})") from error
+            except BaseException:
+                self.close()
                 raise
 
     async def document(self, path: str) -> object:
@@ -118,3 +119,13 @@ class EngineConnection:
 
 def _said(error: OSError) -> str:
     return error.strerror or type(error).__name__
+
+
+def _fault(error: Exception) -> str:
+    match error:
+        case EOFError():
+            return "it ends early"
+        case asyncio.LimitOverrunError():
+            return "a line or the head is too long"
+        case _:
+            return str(error)

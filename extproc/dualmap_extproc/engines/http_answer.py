@@ -37,13 +37,13 @@ class Answer(NamedTuple):
 async def read_answer(reader: asyncio.StreamReader, path: str, *, most: int) -> Answer:
     """Return the answer to a request for ``path`` if its status is 200 and it has at most ``most`` bytes.
 
-    The reader's limit is HEAD_MAX_BYTES. Raises AnswerError for an answer that cannot be used, ValueError or
-    LimitOverrunError for one that is not HTTP, and IncompleteReadError if the connection ends early.
+    The reader's limit is HEAD_MAX_BYTES. Raises AnswerError for an answer that cannot be used, ValueError for one that
+    is not HTTP, LimitOverrunError for a head or line that is too long, and EOFError if the connection ends early.
     """
     head = await reader.readuntil(b"\r\n\r\n")
     status = _STATUS.match(head)
     if status is None:
-        raise ValueError
+        raise ValueError("no valid status line")
     if status[2] != b"200":
         raise AnswerError(f"{path} was answered with {status[2].decode()}")
     fields: dict[bytes, bytes] = {}
@@ -57,12 +57,12 @@ async def read_answer(reader: asyncio.StreamReader, path: str, *, most: int) -> 
     keeps_open = status[1] == b"1" and b"close" not in fields.get(b"connection", b"")
     if coding is not None:
         if coding != b"chunked" or length is not None:
-            raise ValueError
+            raise ValueError("no valid Transfer-Encoding")
         content, has_trailers = await _chunks(reader, path, most)
         return Answer(content, keeps_open and not has_trailers)
     if length is not None:
         if _LENGTH.fullmatch(length) is None:
-            raise ValueError
+            raise ValueError("no valid Content-Length")
         _check_size(int(length), path, most)
         return Answer(await reader.readexactly(int(length)), keeps_open)
     return Answer(await _rest(reader, path, most), keeps_open=False)
@@ -75,14 +75,14 @@ async def _chunks(reader: asyncio.StreamReader, path: str, most: int) -> tuple[b
     for _ in range(CHUNKS_MAX + 1):
         start = _CHUNK.fullmatch(await reader.readuntil(b"\r\n"))
         if start is None:
-            raise ValueError
+            raise ValueError("no valid length of a chunk")
         size = int(start[1], 16)
         if size == 0:
             return bytes(content), await reader.readuntil(b"\r\n") != b"\r\n"
         _check_size(len(content) + size, path, most)
         chunk = await reader.readexactly(size + 2)
         if not chunk.endswith(b"\r\n"):
-            raise ValueError
+            raise ValueError("no valid end of a chunk")
         content += memoryview(chunk)[:-2]
     raise AnswerError(f"{path} has more than {CHUNKS_MAX} chunks")
 

@@ -139,8 +139,8 @@ class _AskedEngine:
                     # The jitter keeps routers that started together from asking together.
                     self._pages_due_s = self._clock() + self._interval_s * random.uniform(0.9, 1.0)
                     self._pages_wanted.set()
-                # The first profile usually contains the pages, which name the ports of the event sources.
-                if self._dialect is not None and not (is_first and known):
+                # The first profile of an engine that answers usually contains its pages, which name event sources.
+                if self._dialect is not None and (self._silent or not is_first):
                     self._tell()
                 is_first = False
                 if self._dialect is None:
