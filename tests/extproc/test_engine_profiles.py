@@ -278,7 +278,7 @@ class TestProfiles:
         assert dead.most_at_once == 4
 
     async def test_unexpected_error_is_reported_and_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(*_: object) -> EngineProfile:
+        def broken(*_: object, **__: object) -> EngineProfile:
             raise RuntimeError("broken")
 
         async with serving(vllm()) as member, asking(pool_of(member, interval_s=0.5)) as (_, reports):

@@ -149,8 +149,8 @@ _FINDERS: Final = {engine: SampleFinder(_names(dialect)) for engine, dialect in 
 _RUNNING: Final = SampleFinder(dialect.running for dialect in DIALECTS.values())
 
 
-def read_metrics(engine: str, page: bytes) -> EngineProfile:
-    """Read the metrics page of an engine of type ``engine``, which must be in DIALECTS."""
+def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> EngineProfile:
+    """Read the metrics page of an engine of type ``engine``, which must be in DIALECTS; the page is of ``at_s``."""
     dialect = DIALECTS[engine]
     samples = _FINDERS[engine].find(page)
     if samples is None:
@@ -163,15 +163,14 @@ def read_metrics(engine: str, page: bytes) -> EngineProfile:
             return EngineProfile(engine=others[0], reason=f"{dialect.path} is that of {others[0]}, not of {engine}")
         missing = dialect.running if running is None else dialect.waiting
         return EngineProfile(reason=f"{dialect.path} has no valid {missing}")
-    memory = _memory(dialect, samples)
-    return memory.also(
-        EngineProfile(
-            engine=engine,
-            waiting=min(waiting, _REQUESTS_MAX),
-            running=min(running, _REQUESTS_MAX),
-            asleep=_asleep(samples.get(dialect.sleep, ())),
-            started_s=_started_s(samples.get(_STARTED, ())),
-        )
+    return replace(
+        _memory(dialect, samples),
+        engine=engine,
+        waiting=min(waiting, _REQUESTS_MAX),
+        running=min(running, _REQUESTS_MAX),
+        asleep=_asleep(samples.get(dialect.sleep, ())),
+        started_s=_started_s(samples.get(_STARTED, ())),
+        at_s=at_s,
     )
 
 

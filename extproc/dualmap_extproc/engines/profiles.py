@@ -113,7 +113,7 @@ class _AskedEngine:
         self._interval_s = pool.engine.discovery.interval_s
         self._dialect = DIALECTS.get(self._type)
         self._clock = asyncio.get_running_loop().time
-        self._load = NO_PROFILE
+        self._load = EngineProfile(engine=self._type)
         self._load_s = 0.0
         # The answers of the engine's process by path, and their facts together.
         self._pages: dict[str, EngineProfile] = {}
@@ -173,9 +173,8 @@ class _AskedEngine:
 
     def _tell(self) -> None:
         """Report the engine's profile. The pages have precedence, because they contain the engine's settings."""
-        profile = EngineProfile(engine=self._type).also(self._load).also(self._facts)
         try:
-            self._report(self._pool, self._member.id, profile)
+            self._report(self._pool, self._member.id, self._load.also(self._facts))
         except Exception as error:  # noqa: BLE001  # One profile's fault must not stop further profiles.
             self._log(error)
 
@@ -185,7 +184,7 @@ class _AskedEngine:
             return True
         try:
             page = await connection.page(self._dialect.path, Kind.SILENT if self._silent else Kind.LOAD)
-            load = read_metrics(self._type, page)
+            load = read_metrics(self._type, page, at_s=self._clock())
         except AnswerError as error:
             self._silent = error.silent
             load = EngineProfile(reason=str(error))
@@ -193,17 +192,16 @@ class _AskedEngine:
             load = self._log(error)
         else:
             self._silent = False
-        now = self._clock()
         if load.running is None:
             self._load = self._load.failed(load.reason)
-            if now >= self._load_s + ASLEEP_KEPT_S:
+            if self._clock() >= self._load_s + ASLEEP_KEPT_S:
                 self._load = replace(self._load, asleep=None)
             return False
         if load.started_s != self._load.started_s:
             # A new object, because the answers to present requests belong to the former process.
             self._pages = {}
             self._pages_due_s = 0.0
-        self._load, self._load_s = replace(load, at_s=now), now
+        self._load, self._load_s = load, self._clock()
         return True
 
     async def _ask_pages(self, connection: EngineConnection) -> None:
