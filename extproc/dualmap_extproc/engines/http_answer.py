@@ -1,6 +1,6 @@
 """Reads HTTP/1.1 answers to GET requests, with a limit for every part whose size the server chooses.
 
-A general HTTP client takes several times as long for each page of metrics (bench/results/profile.md). The reader
+A general HTTP client takes twice as long for each page of metrics (bench/results/profile.md). The reader
 accepts the answers of RFC 9112 with a Content-Length, in chunks, or up to the connection's end.
 """
 
