@@ -268,6 +268,12 @@ class TestConnection:
         assert not refusal.value.silent
         assert engine.connections == 1
 
+    async def test_refused_connection_is_silent_and_shows_no_address(self) -> None:
+        connection = EngineClient().connect(Member(id="m", address="127.0.0.1", port=1))
+        with pytest.raises(AnswerError, match=r"^/x: no connection \(Connection refused\)$") as refusal:
+            await connection.page("/x", Kind.LOAD)
+        assert refusal.value.silent
+
     async def test_early_close_of_an_open_connection_is_tried_once_more(self) -> None:
         engine = Engine(saying(HELLO, times=1), closing)
         async with connected(engine) as connection:
