@@ -341,8 +341,8 @@ class Fleet:
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> ProfileChange:
         """Apply what a member's engine says; ignore an unknown member. Return what has changed."""
-        before, asleep = self._profiles.get(member), self._profiles.asleep
-        if not self._profiles.put(member, profile):
+        before, asleep, adapters = self._profiles.get(member), self._profiles.asleep, self._profiles.adapters
+        if not self._profiles.put(now, member, profile):
             return ProfileChange()
         if _restarted(before, profile) or (profile.asleep and not before.asleep):
             self._caches.forget(member)
@@ -353,7 +353,10 @@ class Fleet:
             self._reported.resize(member, profile)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
-        load = self._count_foreign(now, member, profile)
+        # A profile with the load of an earlier report only contains other facts.
+        is_new = profile.at_s is None or profile.at_s != before.at_s
+        load = is_new and self._count_foreign(now, member, profile)
+        facts = facts or self._profiles.adapters is not adapters
         return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=load)
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:

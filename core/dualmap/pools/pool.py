@@ -62,6 +62,10 @@ class Model:
     name: str
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    _adapters: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_adapters", frozenset(self.adapters))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ class Model:
 
     def adapter_of(self, name: str) -> str:
         """Return the adapter of a request for ``name``; empty for the base model."""
-        return name if name in self.adapters else ""
+        return name if name in self._adapters else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +279,8 @@ class Pool:
     @property
     def served_names(self) -> tuple[str, ...]:
         """The values of the field "model" in requests that may go to this pool."""
-        return tuple(name for name in self.model.names if name not in self.foreign_names)
+        foreign = frozenset(self.foreign_names)
+        return tuple(name for name in self.model.names if name not in foreign)
 
     @property
     def id(self) -> str:
