@@ -83,6 +83,21 @@ class TestMetrics:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))
         assert (profile.kv_tokens, profile.cache_tokens) == (2016, 0)
 
+    @pytest.mark.parametrize(
+        ("engine", "page", "name"),
+        [
+            ("vLLM", VLLM, b"vllm:kv_cache_usage_perc"),
+            ("SGLang", SGLANG, b"sglang:token_usage"),
+            ("TensorRTLLM", TENSORRT, b"trtllm_kv_cache_utilization"),
+        ],
+    )
+    def test_use_of_memory_is_the_mean_of_the_ranks(self, engine: str, page: bytes, name: bytes) -> None:
+        assert read_metrics(engine, page).kv_usage is None
+        ranks = name + b'{engine="0"} 0.5\n' + name + b'{engine="1"} 1\n'
+        assert read_metrics(engine, page + ranks).kv_usage == 0.75
+        for junk in (b"NaN", b"-0.1", b"1.1", b"many"):
+            assert read_metrics(engine, page + ranks + name + b" " + junk + b"\n").kv_usage is None
+
     def test_hybrid_model_has_fewer_tokens_than_its_blocks(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'size_tokens="2048"', b'size_tokens="512"'))
         assert profile.kv_tokens == 512

@@ -42,9 +42,9 @@ class EngineProfile:
 
     ``engine`` is the type of the engine that answered. ``kv_tokens`` is the amount of KV that all requests in flight
     can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``adapters`` are the LoRA adapters that
-    the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source.
-    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock.
-    ``reason`` says what could not be read.
+    the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source. ``kv_usage`` is
+    the share of ``kv_tokens`` that these requests use. ``started_s`` is the start time of the engine's process, in
+    seconds since 1970 on the engine's clock. ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -56,6 +56,7 @@ class EngineProfile:
     adapters: tuple[str, ...] = ()
     waiting: int | None = None
     running: int | None = None
+    kv_usage: float | None = None
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
@@ -74,7 +75,7 @@ class EngineProfile:
 
     def failed(self, reason: str) -> Self:
         """Return the facts that stay valid while the engine does not answer: all but those of this moment."""
-        return replace(self, waiting=None, running=None, asleep=None, reason=reason)
+        return replace(self, waiting=None, running=None, kv_usage=None, asleep=None, reason=reason)
 
 
 NO_PROFILE: Final = EngineProfile()
@@ -92,6 +93,7 @@ class Dialect:
     path: str
     running: str
     waiting: str
+    usage: str
     cache: str = ""
     sleep: str = ""
     block_tokens: str = ""
@@ -105,6 +107,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
+        usage="vllm:kv_cache_usage_perc",
         cache="vllm:cache_config_info",
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
@@ -116,6 +119,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
+        usage="sglang:token_usage",
         cache="sglang:cache_config_info",
         block_tokens="page_size",
         blocks="num_pages",
@@ -125,6 +129,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/prometheus/metrics",
         running="trtllm_num_requests_running",
         waiting="trtllm_num_requests_waiting",
+        usage="trtllm_kv_cache_utilization",
         block_tokens="trtllm_kv_cache_tokens_per_block",
         blocks="trtllm_kv_cache_max_blocks",
     ),
@@ -135,7 +140,7 @@ _STARTED: Final = "process_start_time_seconds"
 
 
 def _names(dialect: Dialect) -> tuple[str, ...]:
-    own = (dialect.running, dialect.waiting, dialect.cache, dialect.sleep)
+    own = (dialect.running, dialect.waiting, dialect.usage, dialect.cache, dialect.sleep)
     sizes = () if dialect.cache else (dialect.block_tokens, dialect.blocks)
     others = (each.running for each in DIALECTS.values() if each is not dialect)
     return tuple(name for name in (*own, *sizes, _STARTED, *others) if name)
@@ -163,6 +168,7 @@ def read_metrics(engine: str, page: bytes) -> EngineProfile:
             engine=engine,
             waiting=min(waiting, _REQUESTS_MAX),
             running=min(running, _REQUESTS_MAX),
+            kv_usage=_usage(samples.get(dialect.usage, ())),
             asleep=_asleep(samples.get(dialect.sleep, ())),
             started_s=_started_s(samples.get(_STARTED, ())),
         )
@@ -262,6 +268,12 @@ def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
     if not block or not blocks or block > _BLOCK_MAX or block * blocks > _TOKENS_MAX:
         return None
     return block * (blocks - 1) or None
+
+
+def _usage(samples: Sequence[Sample]) -> float | None:
+    """Return the mean over the data-parallel ranks, whose memories have the same size."""
+    values = [each.value for each in samples]
+    return sum(values) / len(values) if values and all(0.0 <= value <= 1.0 for value in values) else None
 
 
 def _asleep(samples: Sequence[Sample]) -> bool | None:

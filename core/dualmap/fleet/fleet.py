@@ -6,6 +6,7 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,6 @@ from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
-from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
@@ -54,7 +54,7 @@ _WINDOW_SLACK_S = 1e-6
 
 
 class ProfileChange(NamedTuple):
-    """What a profile changed: a member's ``facts``, the ``ring``, or the ``load`` of work of other sources."""
+    """What a profile changed: a member's ``facts``, the ``ring``, or the member's ``load`` or free memory."""
 
     facts: bool = False
     ring: bool = False
@@ -231,6 +231,7 @@ class Fleet:
             streamed=request.streamed,
             session=request.session,
             client=request.client,
+            sequences=request.sequences,
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
@@ -344,17 +345,24 @@ class Fleet:
         before, asleep = self._profiles.get(member), self._profiles.asleep
         if not self._profiles.put(member, profile):
             return ProfileChange()
-        if _restarted(before, profile) or (profile.asleep and not before.asleep):
+        restarted = _restarted(before, profile)
+        if restarted or (profile.asleep and not before.asleep):
             self._caches.forget(member)
             self._reported.forget_claims(member)
+        if restarted and self._foreign.forget(member):
+            self._update_others({member})
         facts = _facts(profile) != _facts(before)
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
-        load = self._count_foreign(now, member, profile)
-        return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=load)
+        if profile.waiting is None or profile.running is None:
+            # The engine answers late, or reports no load. Its last report stays valid for some time.
+            return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep)
+        self._count_foreign(now, member, profile)
+        self._ledger.loads[member].measured(_used_tokens(profile))
+        return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=True)
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
         """Apply what a rank of a member's engine reports about its cache; ignore an unknown member."""
@@ -423,7 +431,7 @@ class Fleet:
                     pending_prefill_tokens=load.prefills.tokens + load.queue.tokens,
                     backlog_s=load.prefills.backlog_s(now, self._stall_s),
                     held_s=load.queue.compute_s,
-                    in_flight=load.working,
+                    in_flight=load.kv.sequences,
                     active_kv_tokens=load.kv.tokens,
                 )
         return loads
@@ -437,38 +445,37 @@ class Fleet:
         if member in self._membership.suspended:
             self._update_left_out(now)
 
-    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> bool:
-        """Update the load of the requests at a member that came through no router; return whether it changed."""
-        if profile.waiting is None or profile.running is None:
-            changed = self._foreign.forget(member)
-            if changed:
-                self._update_others({member})
-            return changed
-        load = self._ledger.loads[member]
+    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> None:
+        """Update the load of the requests at a member that came through no router."""
+        load, peers = self._ledger.loads[member], self._peers.load(member)
         load.end_overdue(now)
-        ours = load.working + self._peers.load(member).in_flight
-        requests = max(0, profile.waiting + profile.running - ours)
-        waiting = max(0, profile.waiting - len(load.prefills.pending))
-        requests, waiting = self._foreign.count(member, requests, waiting)
-        foreign = self._foreign_load(load, requests, waiting) if requests else None
-        if foreign is not None and foreign.backlog_s:
-            load.others.busy(now)
-        changed = self._foreign.put(now, member, foreign)
-        if changed:
-            self._update_others({member})
-        return changed
-
-    def _foreign_load(self, load: MemberLoad, requests: int, waiting: int) -> SharedLoad:
-        """Return the load of requests with the pool's mean prompt; ``waiting`` of them have no prefill yet."""
-        tokens = self._prompt_tokens
-        return self._limits.clamp(
-            SharedLoad(
-                pending_prefill_tokens=round(waiting * tokens),
-                backlog_s=waiting * load.speed.current.compute_s(round(tokens), 0),
-                in_flight=requests,
-                active_kv_tokens=round(requests * tokens),
-            )
+        waiting, running = profile.waiting or 0, profile.running or 0
+        prompt_s = load.speed.current.compute_s(max(1, round(self._prompt_tokens)), 0)
+        own_prefills = sum(each.sequences for each in load.prefills.pending.values())
+        # Replicas report the time of their prefills, but not the number.
+        peers_prefills = min(peers.in_flight, ceil(peers.backlog_s / prompt_s))
+        requests, waiting = self._foreign.count(
+            member,
+            max(0, waiting + running - load.kv.sequences - peers.in_flight),
+            max(0, waiting - own_prefills - peers_prefills),
         )
+        foreign = None
+        if requests:
+            tokens, used_tokens = self._prompt_tokens, _used_tokens(profile)
+            active_kv_tokens = round(requests * tokens)
+            foreign = self._limits.clamp(
+                SharedLoad(
+                    pending_prefill_tokens=round(waiting * tokens),
+                    backlog_s=waiting * prompt_s,
+                    in_flight=requests,
+                    # Foreign requests may share their prompts, or be shorter than the pool's.
+                    active_kv_tokens=active_kv_tokens if used_tokens is None else min(active_kv_tokens, used_tokens),
+                )
+            )
+            if foreign.backlog_s:
+                load.others.busy(now)
+        if self._foreign.put(now, member, foreign):
+            self._update_others({member})
 
     def _update_left_out(self, now: float) -> None:
         """Remove suspended and asleep members from the rings, and add resumed members again."""
@@ -562,6 +569,13 @@ def _credit_tokens(pool: Pool) -> int:
 def _facts(profile: EngineProfile) -> tuple[object, ...]:
     """Return the facts on which the pool, or a member's index or memory depends."""
     return profile.block_tokens, profile.kv_tokens, profile.cache_tokens, profile.max_model_len, profile.adapters
+
+
+def _used_tokens(profile: EngineProfile) -> int | None:
+    """Return the KV tokens that all requests of an engine use; None if the engine does not report them."""
+    if profile.kv_usage is None or profile.kv_tokens is None:
+        return None
+    return ceil(profile.kv_usage * profile.kv_tokens)
 
 
 def _restarted(before: EngineProfile, after: EngineProfile) -> bool:

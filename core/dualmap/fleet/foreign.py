@@ -3,23 +3,31 @@
 An engine reports all its requests. The requests that this router and the other replicas have in flight there are
 subtracted. Router and engine observe a request's start and end at slightly different times. Therefore, a foreign
 request counts only if two consecutive reports of the engine contain it.
+
+A busy engine may answer late or not at all. Therefore, the load of the last report stays valid for FOREIGN_TTL_S.
 """
 
-from dualmap.replicas.peers import OthersLoad, Peers
+from typing import Final
+
 from dualmap.replicas.update import SharedLoad
+
+FOREIGN_TTL_S: Final = 10.0
+"""The time after an engine's last report until its foreign requests no longer count."""
 
 
 class ForeignWork:
-    """The foreign requests at each member. A report of an engine is valid as long as a report of a replica."""
+    """The foreign requests at each member."""
 
     def __init__(self) -> None:
-        self._loads = Peers()
+        # The load and the time of the last report. The member with the oldest report is first.
+        self._loads: dict[str, tuple[SharedLoad, float]] = {}
         # The foreign requests of the last report: all of them, and those that wait.
         self._last: dict[str, tuple[int, int]] = {}
 
-    def load(self, member: str) -> OthersLoad:
-        """Return the load of the foreign requests at a member."""
-        return self._loads.load(member)
+    def load(self, member: str) -> SharedLoad | None:
+        """Return the load of the foreign requests at a member; None without any."""
+        known = self._loads.get(member)
+        return None if known is None else known[0]
 
     def count(self, member: str, requests: int, waiting: int) -> tuple[int, int]:
         """Return the foreign requests that count now, and how many of them wait; the arguments are a new report's."""
@@ -30,15 +38,15 @@ class ForeignWork:
 
     def put(self, now: float, member: str, load: SharedLoad | None) -> bool:
         """Set the load of the foreign requests at a member, None without any; return whether the load changed."""
-        if load is None:
-            return bool(self._loads.forget(member))
-        self._loads.hear(now, member, {member: load})
-        return True
+        before, _ = self._loads.pop(member, (None, now))
+        if load is not None:
+            self._loads[member] = load, now
+        return load != before
 
     def forget(self, member: str) -> bool:
         """Forget the reports of a member; return whether the load changed."""
         self._last.pop(member, None)
-        return bool(self._loads.forget(member))
+        return self._loads.pop(member, None) is not None
 
     def retain(self, members: set[str]) -> None:
         """Forget the reports of all other members."""
@@ -46,9 +54,16 @@ class ForeignWork:
             self.forget(member)
 
     def expire(self, now: float) -> set[str]:
-        """Forget reports that are too old; return their members."""
-        return self._loads.expire(now)
+        """Remove the loads of reports that are too old; return their members."""
+        expired = set()
+        while (expiry := self.next_expiry()) is not None and expiry <= now:
+            member = next(iter(self._loads))
+            del self._loads[member]
+            expired.add(member)
+        return expired
 
     def next_expiry(self) -> float | None:
-        """Return the time at which the oldest load expires, or None without any."""
-        return self._loads.next_expiry()
+        """Return the time at which the load of the oldest report expires, or None without any."""
+        for _, reported_s in self._loads.values():
+            return reported_s + FOREIGN_TTL_S
+        return None
