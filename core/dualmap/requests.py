@@ -28,6 +28,7 @@ class Request:
     ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``tokens`` are the
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
+    ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Request:
     client: int = 0
     tokens: PromptTokens | None = None
     sequences: int = 1
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Tests of the readers of engines' answers: valid answers, other engines' answers, and junk."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from dualmap.engines.profile import (
     ADAPTERS_MAX,
     DIALECTS,
+    MODELS_MAX,
     NO_PROFILE,
     EngineProfile,
     EventSource,
@@ -168,11 +170,15 @@ class TestDocuments:
 
     def test_models_give_length_and_adapters(self) -> None:
         document = {"data": [model("m", max_model_len=1024), model("sql", "m"), model("math", "m", max_model_len=None)]}
-        assert read_models(document) == EngineProfile(max_model_len=1024, adapters=("sql", "math"))
+        assert read_models(document) == EngineProfile(
+            max_model_len=1024, models=("m", "sql", "math"), adapters=("sql", "math")
+        )
 
     def test_recorded_models_are_read(self) -> None:
         document = json.loads(shared_file("fixtures/vllm/v1_models.json").read_text())
-        assert read_models(document) == EngineProfile(max_model_len=1024)
+        profile = read_models(document)
+        assert profile == EngineProfile(max_model_len=1024, models=profile.models)
+        assert len(profile.models) == len(document["data"])
 
     @pytest.mark.parametrize("document", [None, [], {}, {"data": {}}, {"data": "m"}])
     def test_invalid_models_give_a_reason(self, document: object) -> None:
@@ -184,7 +190,12 @@ class TestDocuments:
          model("a", 1), model("a", max_model_len=-1), model("a", max_model_len=True), model("a", max_model_len=1e9)],
     )  # fmt: skip
     def test_odd_models_are_ignored(self, odd: object) -> None:
-        assert read_models({"data": [odd]}) == NO_PROFILE
+        assert replace(read_models({"data": [odd]}), models=()) == NO_PROFILE
+
+    def test_models_of_a_long_list_are_not_known(self) -> None:
+        names = [f"m{n}" for n in range(MODELS_MAX)]
+        assert read_models({"data": [model(each) for each in names]}).models == tuple(names)
+        assert read_models({"data": [model(each) for each in (*names, "more")]}).models == ()
 
     def test_adapters_are_bounded(self) -> None:
         profile = read_models({"data": [model(f"a{n}", "m") for n in range(ADAPTERS_MAX + 1)]})

@@ -117,7 +117,7 @@ class TestAdapters:
         assert router.pool.model.adapters == ("z", "a")
 
     def test_adapter_of_another_namespace_is_not_served(self) -> None:
-        router = PoolRouter(replace(pool(1), foreign_names=("sql",)))
+        router = PoolRouter(replace(pool(1), foreign_names=frozenset({"sql"})))
         router.on_profile(0.0, "m-0", EngineProfile(adapters=("sql", "math")))
         assert router.pool.served_names == ("m", "math")
 

@@ -16,6 +16,8 @@ ADAPTERS_MAX: Final = 256
 """The most adapters of one engine that the router serves."""
 NAME_MAX: Final = 253
 """The longest name of an adapter, as in ``spec.model.adapters``."""
+MODELS_MAX: Final = 1024
+"""The most models of one engine's list. The models of a longer list are not known."""
 EVENT_SOURCES_MAX: Final = 256
 _VERSION_MAX: Final = 64
 _TOKENS_MAX: Final = 10**10
@@ -41,10 +43,11 @@ class EngineProfile:
     """What an engine says about itself. None, an empty text or an empty tuple stands for a fact that is not known.
 
     ``engine`` is the type of the engine that answered. ``kv_tokens`` is the amount of KV that all requests in flight
-    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``adapters`` are the LoRA adapters that
-    the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source. ``kv_usage`` is
-    the share of ``kv_tokens`` that these requests use. ``started_s`` is the start time of the engine's process, in
-    seconds since 1970 on the engine's clock. ``reason`` says what could not be read.
+    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
+    that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
+    engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
+    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock. ``reason``
+    says what could not be read.
     """
 
     engine: str = ""
@@ -53,6 +56,7 @@ class EngineProfile:
     kv_tokens: int | None = None
     cache_tokens: int | None = None
     max_model_len: int | None = None
+    models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     waiting: int | None = None
     running: int | None = None
@@ -183,11 +187,12 @@ def read_version(document: object) -> EngineProfile:
 
 
 def read_models(document: object) -> EngineProfile:
-    """Read the answer of ``/v1/models``: the models' longest prompt, and the adapters, which have a ``parent``."""
+    """Read the answer of ``/v1/models``: the names, the longest prompt, and the adapters, which have a ``parent``."""
     models = document.get("data") if isinstance(document, Mapping) else None
     if not isinstance(models, list):
         return EngineProfile(reason="/v1/models has no list of models")
     lengths: list[int] = []
+    names: dict[str, None] = {}
     adapters: dict[str, None] = {}
     for model in models:
         if not isinstance(model, Mapping):
@@ -195,11 +200,14 @@ def read_models(document: object) -> EngineProfile:
         length, parent, name = _whole(model.get("max_model_len"), _LENGTH_MAX), model.get("parent"), model.get("id")
         if length is not None:
             lengths.append(length)
-        if isinstance(parent, str) and parent and isinstance(name, str) and _is_name(name):
-            adapters[name] = None
+        if isinstance(name, str) and _is_name(name):
+            names[name] = None
+            if isinstance(parent, str) and parent:
+                adapters[name] = None
     more = len(adapters) > ADAPTERS_MAX
     return EngineProfile(
         max_model_len=max(lengths, default=None),
+        models=tuple(names) if len(models) <= MODELS_MAX else (),
         adapters=tuple(adapters)[:ADAPTERS_MAX],
         reason=f"/v1/models has {len(adapters)} adapters, of which {ADAPTERS_MAX} are served" if more else "",
     )

@@ -15,6 +15,7 @@ from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
+from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.foreign import ForeignWork
@@ -70,6 +71,8 @@ class Fleet:
         self._peers = Peers()
         self._foreign = ForeignWork()
         self._profiles = Profiles(pool)
+        self._adapters = LoadedAdapters(self._membership.members)
+        self._specified_adapters = frozenset(pool.model.adapters)
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
@@ -105,6 +108,23 @@ class Fleet:
     def ring(self, subset: frozenset[str] | None) -> DualRing:
         """Return the two hash rings over the members that a request may use."""
         return self._membership.ring(subset)
+
+    def rings(self, request: Request) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members that a request may use, and over those that it prefers (None: all).
+
+        A request prefers members that have its adapter loaded. Members that are known to lack the adapter are left out
+        if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
+        """
+        if not request.adapter:
+            return self._membership.ring(request.subset), None
+        of = self._adapters.of(request.adapter)
+        lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
+        loaded = self._membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
+        return self._membership.ring(request.subset, lacking), loaded
+
+    def adapter_state(self, adapter: str, member: str) -> str:
+        """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
+        return self._adapters.of(adapter).state(member) if adapter else ""
 
     def endpoint(self, member: str) -> str | None:
         """Return a member's endpoint, or None if the member has left."""
@@ -334,6 +354,7 @@ class Fleet:
 
     def specify(self, pool: Pool) -> None:
         """Take a new version of the pool's specification, which ``completed`` then returns."""
+        self._specified_adapters = frozenset(pool.model.adapters)
         self._profiles.adopt(pool)
 
     def completed(self) -> Pool:
@@ -355,6 +376,8 @@ class Fleet:
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
+        if profile.models != before.models:
+            self._adapters.put(member, profile.models)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         if profile.waiting is None or profile.running is None:
@@ -389,6 +412,7 @@ class Fleet:
         self._reported.adopt(pool, stayed)
         self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
+        self._adapters.adopt(self._membership.members, self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.

@@ -282,6 +282,7 @@ class Picker:
             client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
             tokens=self._tokens(pool, prompt, adapter, tokens),
             sequences=prompt.sequences,
+            adapter=adapter,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
