@@ -7,6 +7,7 @@ import pytest
 
 from builders import pool, request, text_of
 from core.routers import decide
+from dualmap.dispatcher import Dispatcher
 from dualmap.engines.profile import EngineProfile
 from dualmap.fleet.foreign import FOREIGN_TTL_S, ForeignWork
 from dualmap.pools.pool import Engine, Queue, Routing
@@ -87,6 +88,22 @@ class TestSequences:
         assert requests_at(other) == (64, 400)
         router.on_aborted(1.0, "a")
         assert router.take_update(1.0).loads == {}
+
+
+class TestRelease:
+    def test_report_dispatches_requests_of_its_member_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+        monkeypatch.setattr(Dispatcher, "release_all", lambda *_: asked.append("all") or ())
+        monkeypatch.setattr(Dispatcher, "release", lambda _self, _now, member: asked.append(member) or ())
+        report(PoolRouter(pool(3)), 2, 3, at_s=(0.0, 1.0, 2.0))
+        assert asked == ["m-0"] * 3
+
+    def test_equal_report_leaves_the_load_valid(self) -> None:
+        router = PoolRouter(pool(1))
+        report(router, 2, 3)
+        before = router._fleet._ledger.loads["m-0"].others.load
+        report(router, 2, 3, at_s=(2.0,))
+        assert router._fleet._ledger.loads["m-0"].others.load is before
 
 
 class TestLateReports:

@@ -81,6 +81,9 @@ async def test_work_of_other_sources_counts_within_two_seconds() -> None:
         await until(lambda: running.in_flight("m-0") == 5)
         counted_s = time.monotonic() - began_s
         assert running.in_flight("m-1") == 0
+        engine, idle = (each.engine for each in running.desk.picker.statuses()[0].endpoints)
+        assert (engine.kv_usage or 0.0) > 0.0
+        assert idle.kv_usage == 0.0
         for each in batch:
             each.cancel()
         await asyncio.gather(*batch, return_exceptions=True)

@@ -71,6 +71,13 @@ class EngineProfile:
         """What could not be read, or that the engine sleeps; empty if neither."""
         return self.reason or ("the engine is asleep" if self.asleep else "")
 
+    @property
+    def used_tokens(self) -> int | None:
+        """The KV tokens that the engine's requests use; None if they are not known."""
+        if self.kv_usage is None or self.kv_tokens is None:
+            return None
+        return math.ceil(self.kv_usage * self.kv_tokens)
+
     def also(self, other: "EngineProfile") -> Self:
         """Return these facts with those of another answer, which has precedence; the reasons are joined."""
         known = {name: value for name in _FACTS if (value := getattr(other, name)) not in (None, "", ())}

@@ -18,7 +18,7 @@ from dualmap.engines.source import SourceStatus
 from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
-from dualmap.fleet.foreign import ForeignWork
+from dualmap.fleet.foreign import ForeignWork, Prompt
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.reported import ReportedCaches
@@ -384,7 +384,7 @@ class Fleet:
             # The engine answers late, or reports no load. Its last report stays valid for some time.
             return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep)
         self._count_foreign(now, member, profile)
-        self._ledger.loads[member].measured(_used_tokens(profile))
+        self._ledger.loads[member].measured(profile.used_tokens)
         return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=True)
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
@@ -474,28 +474,20 @@ class Fleet:
         load, peers = self._ledger.loads[member], self._peers.load(member)
         load.end_overdue(now)
         waiting, running = profile.waiting or 0, profile.running or 0
-        prompt_s = load.speed.current.compute_s(max(1, round(self._prompt_tokens)), 0)
+        tokens = max(1, round(self._prompt_tokens))
+        prompt_s = load.speed.current.compute_s(tokens, 0)
         own_prefills = sum(each.sequences for each in load.prefills.pending.values())
         # Replicas report the time of their prefills, but not the number.
         peers_prefills = min(peers.in_flight, ceil(peers.backlog_s / prompt_s))
-        requests, waiting = self._foreign.count(
+        foreign = self._foreign.count(
             member,
             max(0, waiting + running - load.kv.sequences - peers.in_flight),
             max(0, waiting - own_prefills - peers_prefills),
+            Prompt(tokens=tokens, compute_s=prompt_s),
+            profile.used_tokens,
         )
-        foreign = None
-        if requests:
-            tokens, used_tokens = self._prompt_tokens, _used_tokens(profile)
-            active_kv_tokens = round(requests * tokens)
-            foreign = self._limits.clamp(
-                SharedLoad(
-                    pending_prefill_tokens=round(waiting * tokens),
-                    backlog_s=waiting * prompt_s,
-                    in_flight=requests,
-                    # Foreign requests may share their prompts, or be shorter than the pool's.
-                    active_kv_tokens=active_kv_tokens if used_tokens is None else min(active_kv_tokens, used_tokens),
-                )
-            )
+        if foreign is not None:
+            foreign = self._limits.clamp(foreign)
             if foreign.backlog_s:
                 load.others.busy(now)
         if self._foreign.put(now, member, foreign):
@@ -593,13 +585,6 @@ def _credit_tokens(pool: Pool) -> int:
 def _facts(profile: EngineProfile) -> tuple[object, ...]:
     """Return the facts on which the pool, or a member's index or memory depends."""
     return profile.block_tokens, profile.kv_tokens, profile.cache_tokens, profile.max_model_len, profile.adapters
-
-
-def _used_tokens(profile: EngineProfile) -> int | None:
-    """Return the KV tokens that all requests of an engine use; None if the engine does not report them."""
-    if profile.kv_usage is None or profile.kv_tokens is None:
-        return None
-    return ceil(profile.kv_usage * profile.kv_tokens)
 
 
 def _restarted(before: EngineProfile, after: EngineProfile) -> bool:

@@ -7,12 +7,19 @@ request counts only if two consecutive reports of the engine contain it.
 A busy engine may answer late or not at all. Therefore, the load of the last report stays valid for FOREIGN_TTL_S.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from dualmap.replicas.update import SharedLoad
 
 FOREIGN_TTL_S: Final = 10.0
 """The time after an engine's last report until its foreign requests no longer count."""
+
+
+class Prompt(NamedTuple):
+    """The mean prompt of a pool: its tokens, and the time to compute them at a member."""
+
+    tokens: int
+    compute_s: float
 
 
 class ForeignWork:
@@ -29,12 +36,28 @@ class ForeignWork:
         known = self._loads.get(member)
         return None if known is None else known[0]
 
-    def count(self, member: str, requests: int, waiting: int) -> tuple[int, int]:
-        """Return the foreign requests that count now, and how many of them wait; the arguments are a new report's."""
+    def count(
+        self, member: str, requests: int, waiting: int, prompt: Prompt, used_tokens: int | None
+    ) -> SharedLoad | None:
+        """Take an engine's report of foreign requests; return the load of those that count now, None without any.
+
+        ``waiting`` of the ``requests`` have no prefill yet. Each request has the mean ``prompt``. All requests of the
+        engine use ``used_tokens`` KV tokens, None if it does not report them.
+        """
         before = self._last.get(member, (0, 0))
         self._last[member] = requests, waiting
-        counted = min(requests, before[0])
-        return counted, min(waiting, before[1], counted)
+        requests = min(requests, before[0])
+        waiting = min(waiting, before[1], requests)
+        if not requests:
+            return None
+        active_kv_tokens = requests * prompt.tokens
+        return SharedLoad(
+            pending_prefill_tokens=waiting * prompt.tokens,
+            backlog_s=waiting * prompt.compute_s,
+            in_flight=requests,
+            # Foreign requests may share their prompts, or be shorter than the pool's.
+            active_kv_tokens=active_kv_tokens if used_tokens is None else min(active_kv_tokens, used_tokens),
+        )
 
     def put(self, now: float, member: str, load: SharedLoad | None) -> bool:
         """Set the load of the foreign requests at a member, None without any; return whether the load changed."""
