@@ -72,7 +72,7 @@ def test_explain_says_that_an_adapter_is_not_known_to_be_loaded(pool_file: str) 
     assert receipt["adapter"] == "unknown"
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body)
     assert f"Adapter: not known whether {receipt['chosen']} has loaded it.\n" in result.stdout
-    base = CliRunner().invoke(explain, command, input=body.replace("sql", "Qwen"))
+    base = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body.replace("sql", "Qwen"))
     assert "Adapter" not in base.stdout
 
 
