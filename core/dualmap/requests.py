@@ -27,7 +27,8 @@ class Request:
     client sent no session.
     ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``tokens`` are the
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
-    by them.
+    by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
+    ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model.
     """
 
     id: str
@@ -38,6 +39,8 @@ class Request:
     session: int | None = None
     client: int = 0
     tokens: PromptTokens | None = None
+    sequences: int = 1
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,21 @@ class TestMetrics:
     def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))
         assert (profile.kv_tokens, profile.cache_tokens) == (2016, 0)
+
+    @pytest.mark.parametrize(
+        ("engine", "page", "name"),
+        [
+            ("vLLM", VLLM, b"vllm:kv_cache_usage_perc"),
+            ("SGLang", SGLANG, b"sglang:token_usage"),
+            ("TensorRTLLM", TENSORRT, b"trtllm_kv_cache_utilization"),
+        ],
+    )
+    def test_use_of_memory_is_the_mean_of_the_ranks(self, engine: str, page: bytes, name: bytes) -> None:
+        assert read_metrics(engine, page).kv_usage is None
+        ranks = name + b'{engine="0"} 0.5\n' + name + b'{engine="1"} 1\n'
+        assert read_metrics(engine, page + ranks).kv_usage == 0.75
+        for junk in (b"NaN", b"-0.1", b"1.1", b"many"):
+            assert read_metrics(engine, page + ranks + name + b" " + junk + b"\n").kv_usage is None
 
     def test_hybrid_model_has_fewer_tokens_than_its_blocks(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'size_tokens="2048"', b'size_tokens="512"'))
@@ -216,11 +232,15 @@ class TestDocuments:
 
     def test_models_give_length_and_adapters(self) -> None:
         document = {"data": [model("m", max_model_len=1024), model("sql", "m"), model("math", "m", max_model_len=None)]}
-        assert read_models(document) == EngineProfile(max_model_len=1024, adapters=("sql", "math"))
+        assert read_models(document) == EngineProfile(
+            max_model_len=1024, models=("m", "sql", "math"), adapters=("sql", "math")
+        )
 
     def test_recorded_models_are_read(self) -> None:
         document = json.loads(shared_file("fixtures/vllm/v1_models.json").read_text())
-        assert read_models(document) == EngineProfile(max_model_len=1024)
+        profile = read_models(document)
+        assert profile == EngineProfile(max_model_len=1024, models=profile.models)
+        assert len(profile.models) == len(document["data"])
 
     @pytest.mark.parametrize("document", [None, [], {}, {"data": {}}, {"data": "m"}])
     def test_invalid_models_give_a_reason(self, document: object) -> None:
@@ -232,7 +252,12 @@ class TestDocuments:
          model("a", 1), model("a", max_model_len=-1), model("a", max_model_len=True), model("a", max_model_len=1e9)],
     )  # fmt: skip
     def test_odd_models_are_ignored(self, odd: object) -> None:
-        assert read_models({"data": [odd]}) == NO_PROFILE
+        assert replace(read_models({"data": [odd]}), models=()) == NO_PROFILE
+
+    def test_models_of_a_long_list_are_not_known(self) -> None:
+        names = [f"m{n}" for n in range(MODELS_MAX)]
+        assert read_models({"data": [model(each) for each in names]}).models == tuple(names)
+        assert read_models({"data": [model(each) for each in (*names, "more")]}).models == ()
 
     def test_adapters_are_bounded(self) -> None:
         profile = read_models({"data": [model(f"a{n}", "m") for n in range(ADAPTERS_MAX + 1)]})

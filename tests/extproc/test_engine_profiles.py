@@ -144,6 +144,7 @@ class TestProfiles:
                 kv_tokens=1600,
                 cache_tokens=1600,
                 max_model_len=4096,
+                models=("m", "sql"),
                 adapters=("sql",),
                 waiting=1,
                 running=2,
@@ -175,7 +176,7 @@ class TestProfiles:
         engine = vllm()
         async with serving(engine) as member, asking(pool_of(member, type="Generic", interval_s=0.1)) as (_, reports):
             profile = await reports.next(count=3)
-        assert profile == EngineProfile(engine="Generic", max_model_len=4096, adapters=("sql",))
+        assert profile == EngineProfile(engine="Generic", max_model_len=4096, models=("m", "sql"), adapters=("sql",))
         assert set(engine.asked) == {"/v1/models"}
 
     async def test_load_is_read_often_and_the_rest_at_intervals(self) -> None:

@@ -176,6 +176,7 @@ def test_frame_of_a_body_is_decoded_to_the_same_body():
         chat(model="unknown"),
         b"no JSON",
         b'{"model": "m", "prompt": [1, 2, 3]}',
+        chat(n=3),
     ],
 )
 def test_frame_of_a_result_is_decoded_to_the_same_result(body):

@@ -18,7 +18,7 @@ ADAPTERS_MAX: Final = 256
 NAME_MAX: Final = 253
 """The longest name of an adapter, as in ``spec.model.adapters``."""
 MODELS_MAX: Final = 1024
-"""The most entries of an engine's list of models that are read."""
+"""The most models of one engine's list. The models of a longer list are not known."""
 EVENT_SOURCES_MAX: Final = 256
 _VERSION_MAX: Final = 64
 _TOKENS_MAX: Final = 10**10
@@ -44,11 +44,12 @@ class EngineProfile:
     """What an engine says about itself. None, an empty text or an empty tuple stands for a fact that is not known.
 
     ``engine`` is the type of the engine that answered. ``kv_tokens`` is the amount of KV that all requests in flight
-    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``adapters`` are the LoRA adapters that
-    the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source.
-    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock.
-    ``at_s`` is the time at which the router read ``waiting`` and ``running``, on the router's clock. Two profiles with
-    the same ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
+    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
+    that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
+    engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
+    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is
+    the time at which the router read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two
+    profiles with the same ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -57,9 +58,11 @@ class EngineProfile:
     kv_tokens: int | None = None
     cache_tokens: int | None = None
     max_model_len: int | None = None
+    models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     waiting: int | None = None
     running: int | None = None
+    kv_usage: float | None = None
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
@@ -71,6 +74,13 @@ class EngineProfile:
         """What could not be read, or that the engine sleeps; empty if neither."""
         return self.reason or ("the engine is asleep" if self.asleep else "")
 
+    @property
+    def used_tokens(self) -> int | None:
+        """The KV tokens that the engine's requests use; None if they are not known."""
+        if self.kv_usage is None or self.kv_tokens is None:
+            return None
+        return math.ceil(self.kv_usage * self.kv_tokens)
+
     def also(self, other: "EngineProfile") -> Self:
         """Return these facts with those of another answer, which has precedence; the reasons are joined."""
         known = {name: value for name in _FACTS if (value := getattr(other, name)) not in (None, "", ())}
@@ -79,7 +89,7 @@ class EngineProfile:
 
     def failed(self, reason: str) -> Self:
         """Return the facts that stay valid while the engine does not answer: all but its load."""
-        return replace(self, waiting=None, running=None, at_s=None, reason=reason)
+        return replace(self, waiting=None, running=None, kv_usage=None, at_s=None, reason=reason)
 
 
 NO_PROFILE: Final = EngineProfile()
@@ -97,6 +107,7 @@ class Dialect:
     path: str
     running: str
     waiting: str
+    usage: str
     cache: str = ""
     sleep: str = ""
     block_tokens: str = ""
@@ -110,6 +121,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
+        usage="vllm:kv_cache_usage_perc",
         cache="vllm:cache_config_info",
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
@@ -121,6 +133,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
+        usage="sglang:token_usage",
         cache="sglang:cache_config_info",
         block_tokens="page_size",
         blocks="num_pages",
@@ -130,6 +143,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/prometheus/metrics",
         running="trtllm_num_requests_running",
         waiting="trtllm_num_requests_waiting",
+        usage="trtllm_kv_cache_utilization",
         block_tokens="trtllm_kv_cache_tokens_per_block",
         blocks="trtllm_kv_cache_max_blocks",
     ),
@@ -140,7 +154,7 @@ _STARTED: Final = "process_start_time_seconds"
 
 
 def _names(dialect: Dialect) -> tuple[str, ...]:
-    own = (dialect.running, dialect.waiting, dialect.cache, dialect.sleep)
+    own = (dialect.running, dialect.waiting, dialect.usage, dialect.cache, dialect.sleep)
     sizes = () if dialect.cache else (dialect.block_tokens, dialect.blocks)
     return tuple(name for name in (*own, *sizes, _STARTED) if name)
 
@@ -168,6 +182,7 @@ def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> Engi
         engine=engine,
         waiting=min(waiting, _REQUESTS_MAX),
         running=min(running, _REQUESTS_MAX),
+        kv_usage=_usage(samples.get(dialect.usage, ())),
         asleep=_asleep(samples.get(dialect.sleep, ())),
         started_s=_started_s(samples.get(_STARTED, ())),
         at_s=at_s,
@@ -182,11 +197,12 @@ def read_version(document: object) -> EngineProfile:
 
 
 def read_models(document: object) -> EngineProfile:
-    """Read the answer of ``/v1/models``: the models' longest prompt, and the adapters, which have a ``parent``."""
+    """Read the answer of ``/v1/models``: the names, the longest prompt, and the adapters, which have a ``parent``."""
     models = document.get("data") if isinstance(document, Mapping) else None
     if not isinstance(models, list):
         return EngineProfile(reason="/v1/models has no list of models")
     lengths: list[int] = []
+    names: dict[str, None] = {}
     adapters: dict[str, None] = {}
     for model in islice(models, MODELS_MAX):
         if not isinstance(model, Mapping):
@@ -194,11 +210,14 @@ def read_models(document: object) -> EngineProfile:
         length, parent, name = _whole(model.get("max_model_len"), _LENGTH_MAX), model.get("parent"), model.get("id")
         if length is not None:
             lengths.append(length)
-        if isinstance(parent, str) and parent and isinstance(name, str) and _is_name(name):
-            adapters[name] = None
+        if isinstance(name, str) and _is_name(name):
+            names[name] = None
+            if isinstance(parent, str) and parent:
+                adapters[name] = None
     more = len(adapters) > ADAPTERS_MAX
     return EngineProfile(
         max_model_len=max(lengths, default=None),
+        models=tuple(names) if len(models) <= MODELS_MAX else (),
         adapters=tuple(adapters)[:ADAPTERS_MAX],
         reason=f"/v1/models has {len(adapters)} adapters, of which {ADAPTERS_MAX} are served" if more else "",
     )
@@ -274,6 +293,12 @@ def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
     if not block or not blocks or block > _BLOCK_MAX or block * blocks > _TOKENS_MAX:
         return None
     return block * (blocks - 1) or None
+
+
+def _usage(samples: Sequence[Sample]) -> float | None:
+    """Return the mean over the data-parallel ranks, whose memories have the same size."""
+    values = [each.value for each in samples]
+    return sum(values) / len(values) if values and all(0.0 <= value <= 1.0 for value in values) else None
 
 
 def _asleep(samples: Sequence[Sample]) -> bool | None:

@@ -263,7 +263,8 @@ class Routing:
 class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
 
-    ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve.
+    ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve. They
+    change with every pool of the cluster, so a comparison of pools ignores them.
     """
 
     namespace: str
@@ -274,7 +275,7 @@ class Pool:
     routing: Routing = field(default_factory=Routing)
     members: tuple[Member, ...] = ()
     ring_version: int = 0
-    foreign_names: tuple[str, ...] = ()
+    foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -281,6 +281,8 @@ class Picker:
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
             client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
             tokens=self._tokens(pool, prompt, adapter, tokens),
+            sequences=prompt.sequences,
+            adapter=adapter,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
