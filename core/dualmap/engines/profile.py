@@ -43,6 +43,7 @@ class EngineProfile:
     ``engine`` is the type of the engine that answered. ``kv_tokens`` is the amount of KV that all requests in flight
     can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``adapters`` are the LoRA adapters that
     the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source.
+    ``ranks`` is the number of the engine's data-parallel ranks, each with its own cache.
     ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock.
     ``reason`` says what could not be read.
     """
@@ -56,6 +57,7 @@ class EngineProfile:
     adapters: tuple[str, ...] = ()
     waiting: int | None = None
     running: int | None = None
+    ranks: int | None = None
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
@@ -163,6 +165,7 @@ def read_metrics(engine: str, page: bytes) -> EngineProfile:
             engine=engine,
             waiting=min(waiting, _REQUESTS_MAX),
             running=min(running, _REQUESTS_MAX),
+            ranks=len(samples[dialect.running]),
             asleep=_asleep(samples.get(dialect.sleep, ())),
             started_s=_started_s(samples.get(_STARTED, ())),
         )

@@ -21,6 +21,7 @@ from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.reported import ReportedCaches
+from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
@@ -222,7 +223,9 @@ class Fleet:
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(now, queued.member, request.chain, request.client, queued.matched_tokens),
+            prediction=self._caches.predict(
+                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
+            ),
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -251,7 +254,9 @@ class Fleet:
         self._caches.cut(left, request.chain, request.matched_tokens)
         self._reported.withdraw(left, request_id)
         candidate = self.view(now, request.chain).candidate(serving.id)
-        prediction = self._caches.predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
+        prediction = self._caches.predict(
+            now, serving.id, request.chain, request.prediction.origin, candidate.matched_tokens
+        )
         self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
         self._caches.add(serving.id, request.chain)
         return request, left

@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 from dualmap.errors import BadRequest
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.cached_counts import is_comparable
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
 # The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
@@ -189,6 +190,7 @@ class Prompt:
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
+    ``comparable`` is false if the engine may report other cached tokens than it caches.
     """
 
     model: str
@@ -199,6 +201,7 @@ class Prompt:
     session: str = ""
     exact: bool = False
     token_ids: bytes | None = None
+    comparable: bool = True
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -229,6 +232,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
+            comparable=is_comparable(body),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None

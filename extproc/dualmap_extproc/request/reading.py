@@ -181,7 +181,8 @@ def encode_result(result: Prompt | Refused) -> bytes:
         header = json.dumps([result.status, result.code, result.message, result.param]).encode()
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
-    header = json.dumps({**named, "streamed": result.streamed, "exact": result.exact}).encode()
+    facts = {"streamed": result.streamed, "exact": result.exact, "comparable": result.comparable}
+    header = json.dumps(named | facts).encode()
     return _PREFIX.pack(len(header), len(result.text)) + header + result.text
 
 
