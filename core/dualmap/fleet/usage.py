@@ -18,7 +18,7 @@ unnoticed restart. No report changes the capacity that the specification or the 
 - Blocks are dropped only if two reports about different prefixes miss blocks of the same age or newer. While several
   clients send requests, the reports must be from different clients. A cache salt is no client: clients choose it.
 - A later report that finds an older block cancels a report that missed a newer block.
-- A report that finds a dropped block refutes the drop. The member's next drop needs twice as many reports, and so on.
+- A report that finds a dropped block refutes the drop. The pool's next drop needs twice as many reports, and so on.
 """
 
 from collections import deque
@@ -54,10 +54,8 @@ _EXACT_SPREAD = 0.05
 _WITNESSES = 16
 # The reports that a drop needs at first.
 _FEWEST_WITNESSES = 2
-# The reports of the last seconds that found blocks of the same age or older. A drop needs one more report for each.
-_FOUND_S = 1.0
-# Each refuted drop doubles the number of reports that the next drop needs, up to _WITNESSES. It falls again by half
-# after each _DOUBT_S.
+# Each refuted drop doubles the number of reports that the pool's next drops need, up to _WITNESSES. The number falls
+# again by half after each _DOUBT_S.
 _MOST_DOUBTS = 3
 _DOUBT_S = 300.0
 # The dropped prefixes that are kept for each member, so that a report can refute the drop.
@@ -135,6 +133,24 @@ class _RecentClients:
         return any(other != client and now - at_s < _RIVAL_S for other, at_s in (self._last, self._before))
 
 
+class _Doubts:
+    """How many reports a drop needs, after drops that other reports refuted."""
+
+    def __init__(self) -> None:
+        self._doubts, self._at_s = 0, 0.0
+
+    def add(self, now: float) -> None:
+        """Record that a report found a dropped block."""
+        self._doubts, self._at_s = min(self._left(now) + 1, _MOST_DOUBTS), now
+
+    def needed(self, now: float) -> int:
+        """Return the number of reports that a drop needs."""
+        return _FEWEST_WITNESSES << self._left(now)
+
+    def _left(self, now: float) -> int:
+        return max(0, self._doubts - int((now - self._at_s) / _DOUBT_S))
+
+
 class _Witness(NamedTuple):
     """A report of a missing block that was computed at ``use``, by a request dispatched at ``at_s``."""
 
@@ -149,10 +165,7 @@ class MemberReports:
 
     def __init__(self) -> None:
         self._witnesses: list[_Witness] = []
-        # The times and the uses of the last blocks that were found.
-        self._found: deque[tuple[float, int]] = deque(maxlen=_WITNESSES)
         self._dropped: dict[int, None] = {}
-        self._doubts, self._doubted_s = 0, -inf
         self._cached_counts: deque[int] = deque(maxlen=_CACHED_COUNTS)
         self._computed_tokens = self._computed_blocks = 0.0
 
@@ -178,24 +191,21 @@ class MemberReports:
             self._computed_tokens = kept * total
             self._computed_blocks = kept * (self._computed_blocks + tokens / tokens_per_block)
 
-    def found(self, now: float, found: Computed, at_s: float) -> None:
+    def found(self, found: Computed, at_s: float) -> None:
         """Cancel earlier reports that newer blocks are missing, except reports about the found block itself."""
-        self._found.append((now, found.use))
         self._witnesses = [
             each for each in self._witnesses if each.use < found.use or each.at_s >= at_s or each.run == found.run
         ]
 
-    def missing(self, now: float, missing: Computed, client: int, at_s: float, *, contested: bool) -> int:
-        """Add a report; return the last use of the blocks that enough reports miss, 0 if there are too few reports.
+    def missing(self, missing: Computed, client: int, at_s: float, *, needed: int, contested: bool) -> int:
+        """Add a report; return the last use of the blocks that ``needed`` reports miss, 0 if there are fewer reports.
 
         If ``contested``, the other reports must be of other clients.
         """
         others = [each for each in self._witnesses if each.run != missing.run]
         uses = sorted((each.use for each in others if not (contested and each.client == client)), reverse=True)
         self._witnesses = [*others[1 - _WITNESSES :], _Witness(client, missing.run, missing.use, at_s)]
-        contrary = sum(now - found_s < _FOUND_S and use <= missing.use for found_s, use in self._found)
-        needed = min((_FEWEST_WITNESSES << self._doubts_at(now)) + contrary, _WITNESSES) - 1
-        return min(missing.use, uses[needed - 1]) if len(uses) >= needed else 0
+        return min(missing.use, uses[needed - 2]) if len(uses) >= needed - 1 else 0
 
     def drop(self, runs: Iterable[int]) -> None:
         """Record the first blocks of the runs that were dropped."""
@@ -209,15 +219,6 @@ class MemberReports:
             return False
         del self._dropped[block]
         return True
-
-    def doubt(self, now: float) -> None:
-        """Record that a report found a dropped block."""
-        self._doubts = min(self._doubts_at(now) + 1, _MOST_DOUBTS)
-        self._doubted_s = now
-        self._witnesses.clear()
-
-    def _doubts_at(self, now: float) -> int:
-        return max(0, self._doubts - int((now - self._doubted_s) / _DOUBT_S)) if self._doubts else 0
 
 
 class Prediction(NamedTuple):
@@ -281,6 +282,7 @@ class UsageReports:
         self._block_tokens = block_tokens
         self._tokens = TokensPerBlock(block_tokens)
         self._clients = _RecentClients()
+        self._doubts = _Doubts()
 
     @property
     def block_tokens(self) -> int:
@@ -328,18 +330,20 @@ class UsageReports:
         # Prompts differ from each other; a part of one may differ as much.
         found = _last(prediction.computed, cached_blocks * (1.0 - spread))
         if found is not None:
-            reports.found(now, found, prediction.at_s)
+            reports.found(found, prediction.at_s)
         engine_block_tokens = prediction.engine_block_tokens or reports.cached_divisor or prediction.block_tokens
         rounding_blocks = 1.0 + engine_block_tokens / tokens_per_block
         if prediction.was_dropped and cached_blocks * (1.0 - spread) - rounding_blocks > predicted_blocks:
-            reports.doubt(now)
+            self._doubts.add(now)
         if cached_blocks >= predicted_blocks * (1.0 - spread) - rounding_blocks:
             return
         missing = _first_behind(prediction.computed, cached_blocks * (1.0 + spread) + rounding_blocks)
         if missing is not None:
             client = prediction.origin.client
             contested = self._clients.has_rivals(now, client)
-            use = reports.missing(now, missing, client, prediction.at_s, contested=contested)
+            use = reports.missing(
+                missing, client, prediction.at_s, needed=self._doubts.needed(now), contested=contested
+            )
             reports.drop(index.drop_unused_since(use))
 
 
