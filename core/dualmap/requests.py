@@ -26,8 +26,8 @@ class Request:
     that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
     client sent no session.
     ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``client_is_salt`` is
-    true if only the salt of the body names the client. ``comparable`` is false if the engine may report other cached
-    tokens for this request than it caches (``dualmap.prompts.cached_counts``). ``tokens`` are the
+    true if no header names the client, only the body's salt or nothing. ``comparable`` is false if the engine may
+    report other cached tokens for this request than it caches (``dualmap.prompts.cached_counts``). ``tokens`` are the
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
     by them.
     """

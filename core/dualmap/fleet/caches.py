@@ -117,7 +117,7 @@ class Caches:
             return
         cache_tokens = self._profiles.cache_tokens(member)
         self._usage.learn(now, prediction, usage, index=cache.index, cache_tokens=cache_tokens)
-        cache.index.resize(self._blocks(cache_tokens, cache.reports))
+        cache.index.approach(self._blocks(cache_tokens, cache.reports))
 
     def _new_cache(self, member: str) -> _Cache:
         reports = MemberReports()

@@ -193,7 +193,12 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity. The blocks above it are evicted as new blocks come (_EVICTIONS for each new block)."""
+        """Set another capacity; evict the least recently used blocks above it."""
+        self._capacity = capacity_blocks
+        self._drop_excess(most=self._blocks)
+
+    def approach(self, capacity_blocks: int) -> None:
+        """Set another capacity; evict the blocks above it as new blocks come, _EVICTIONS for each new block."""
         self._capacity = capacity_blocks
 
     def clear(self) -> None:
