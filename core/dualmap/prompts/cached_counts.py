@@ -4,7 +4,7 @@ Some fields make an engine compute a prompt without its cache, or compute anothe
 the tokens of several sequences together. The router learns nothing about the engine's cache from such a request.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 # The engine reads its cache only in part or not at all, because the answer needs every token of the prompt. vLLM does
@@ -24,7 +24,7 @@ _OTHER_COUNT: Final = (
     *("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "vllm_xargs", "custom_params"),
     *("bootstrap_host", "bootstrap_room", "best_of", "use_beam_search"),
 )
-_FIELDS: Final = (*_WITHOUT_CACHE, *_OTHER_PROMPT, *_OTHER_COUNT)
+_FIELDS: Final = frozenset((*_WITHOUT_CACHE, *_OTHER_PROMPT, *_OTHER_COUNT))
 # The fields among them that do nothing if they are false.
 _SWITCHES: Final = frozenset(
     (
@@ -32,9 +32,6 @@ _SWITCHES: Final = frozenset(
         "use_beam_search",
     )
 )
-# The fields of a body that may contain a list of prompts, and those with the turns of a conversation.
-_PROMPTS: Final = ("prompt", "input", "text")
-_TURNS: Final = ("messages", "input")
 # The types of content parts without media. The content of a URL may change at each request.
 _PLAIN: Final = frozenset(
     (
@@ -53,16 +50,15 @@ def is_comparable(body: Mapping[str, object]) -> bool:
         isinstance(parameters, dict) and (_has_field(parameters) or parameters.get("n") not in (None, 1))
     ):
         return False
-    if any(_is_batch(body.get(name)) for name in _PROMPTS):
+    if _is_batch(body.get("prompt")) or _is_batch(body.get("input")) or _is_batch(body.get("text")):
         return False
-    return not any(_has_media(turns) for name in _TURNS if isinstance(turns := body.get(name), list))
+    return not (_has_media(body.get("messages")) or _has_media(body.get("input")))
 
 
 def _has_field(body: Mapping[str, object]) -> bool:
-    return any(
-        (value := body[name]) is not None and not (value is False and name in _SWITCHES)
-        for name in _FIELDS
-        if name in body
+    # Nearly all bodies have none of the fields.
+    return not _FIELDS.isdisjoint(body) and any(
+        body[name] is not None and not (body[name] is False and name in _SWITCHES) for name in _FIELDS if name in body
     )
 
 
@@ -70,8 +66,8 @@ def _is_batch(value: object) -> bool:
     return isinstance(value, list) and len(value) > 1 and isinstance(value[0], str | list)
 
 
-def _has_media(turns: Iterable[object]) -> bool:
-    for turn in turns:
+def _has_media(turns: object) -> bool:
+    for turn in turns if isinstance(turns, list) else ():
         if not isinstance(turn, dict):
             continue
         for name in ("content", "output"):

@@ -266,7 +266,8 @@ class Picker:
         else:
             root = self._common_root(model=pool.model.name, lora=adapter)
         client_header = pool.routing.fairness.header
-        named = client_of(headers, client_header, "", key=self._client_key)
+        # Without headers, only the salt may name the client.
+        named = client_of(headers, client_header, "", key=self._client_key) if headers else 0
         request = Request(
             id=self.ids.new(peer),
             chain=chain_blocks(
