@@ -57,6 +57,7 @@ class TestMetrics:
             cache_tokens=63 * 32,
             waiting=3,
             running=2,
+            ranks=1,
             asleep=False,
             started_s=1795149865.6,
         )
@@ -83,6 +84,7 @@ class TestMetrics:
         )
         profile = read_metrics("vLLM", page)
         assert (profile.running, profile.waiting, profile.kv_tokens, profile.block_tokens) == (6, 3, 480, 16)
+        assert profile.ranks == 3
 
     def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))

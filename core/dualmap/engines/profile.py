@@ -47,9 +47,10 @@ class EngineProfile:
     can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
     that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
     engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
-    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is
-    the time at which the router read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two
-    profiles with the same ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
+    ``ranks`` is the number of the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start
+    time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router
+    read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same
+    ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -63,6 +64,7 @@ class EngineProfile:
     waiting: int | None = None
     running: int | None = None
     kv_usage: float | None = None
+    ranks: int | None = None
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
@@ -183,6 +185,7 @@ def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> Engi
         waiting=min(waiting, _REQUESTS_MAX),
         running=min(running, _REQUESTS_MAX),
         kv_usage=_usage(samples.get(dialect.usage, ())),
+        ranks=len(samples[dialect.running]),
         asleep=_asleep(samples.get(dialect.sleep, ())),
         started_s=_started_s(samples.get(_STARTED, ())),
         at_s=at_s,

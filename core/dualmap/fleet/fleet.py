@@ -22,6 +22,7 @@ from dualmap.fleet.foreign import ForeignWork, Prompt
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.reported import ReportedCaches
+from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
@@ -242,7 +243,9 @@ class Fleet:
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(now, queued.member, request.chain, request.client, queued.matched_tokens),
+            prediction=self._caches.predict(
+                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
+            ),
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -272,7 +275,9 @@ class Fleet:
         self._caches.cut(left, request.chain, request.matched_tokens)
         self._reported.withdraw(left, request_id)
         candidate = self.view(now, request.chain).candidate(serving.id)
-        prediction = self._caches.predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
+        prediction = self._caches.predict(
+            now, serving.id, request.chain, request.prediction.origin, candidate.matched_tokens
+        )
         self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
         self._caches.add(serving.id, request.chain)
         return request, left

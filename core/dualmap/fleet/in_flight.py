@@ -62,4 +62,5 @@ class InFlightRequest:
             member=self.member,
             predicted_cached_tokens=self.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,
+            comparable=self.prediction.origin.comparable,
         )

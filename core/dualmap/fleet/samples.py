@@ -6,7 +6,7 @@ other clients have some. The median of recent prefills follows no minority of th
 others. A member contradicts the other members of its pool only after many prefills that say so.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from math import inf
 from typing import Final, NamedTuple
@@ -83,6 +83,10 @@ class RecentSamples:
     def median(self) -> float:
         """The median of the values."""
         return self.ordered[len(self.ordered) // 2] if self.ordered else self._prior
+
+    def between(self, low: float, high: float) -> int:
+        """Return the number of values from ``low`` to ``high``."""
+        return bisect_right(self.ordered, high) - bisect_left(self.ordered, low)
 
     def add(self, now: float, client: int, value: float) -> bool:
         """Add a client's sample; return False if the client has its share of the samples already."""

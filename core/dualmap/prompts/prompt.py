@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 from dualmap.errors import BadRequest
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.cached_counts import is_comparable
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
 # The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
@@ -194,6 +195,7 @@ class Prompt:
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
     ``sequences`` is the number of answers: the field ``n`` for each prompt of the body.
+    ``comparable`` is false if the engine may report other cached tokens than it caches.
     """
 
     model: str
@@ -205,6 +207,7 @@ class Prompt:
     exact: bool = False
     token_ids: bytes | None = None
     sequences: int = 1
+    comparable: bool = True
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -236,6 +239,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             streamed=body.get("stream") is True,
             session=_session(body),
             sequences=_sequences(body),
+            comparable=is_comparable(body),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None

@@ -181,8 +181,9 @@ def encode_result(result: Prompt | Refused) -> bytes:
         header = json.dumps([result.status, result.code, result.message, result.param]).encode()
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
-    facts = {"streamed": result.streamed, "exact": result.exact, "sequences": result.sequences}
-    header = json.dumps(named | facts).encode()
+    facts = {"streamed": result.streamed, "exact": result.exact}
+    counts = {"sequences": result.sequences, "comparable": result.comparable}
+    header = json.dumps(named | facts | counts).encode()
     return _PREFIX.pack(len(header), len(result.text)) + header + result.text
 
 
