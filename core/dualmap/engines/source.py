@@ -184,6 +184,16 @@ class EventSource:
         return self._due - 1 if self._due else None
 
     @property
+    def queued_messages(self) -> int:
+        """The number of live messages that wait for the end of a replay."""
+        return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of the live messages that wait for the end of a replay."""
+        return self._queued_bytes
+
+    @property
     def next_deadline(self) -> float | None:
         """The time at which ``on_deadline`` must be called, None if there is none."""
         return self._silent_s if self.attempt is not None else None
