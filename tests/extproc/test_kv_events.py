@@ -485,15 +485,18 @@ async def test_port_without_a_publisher_is_asked_again():
 async def test_silent_server_is_given_up(monkeypatch):
     monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
     connections: list[asyncio.StreamWriter] = []
-    async with following() as follows:
-        async with await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.2", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            silent = replace(follows.publishers[0].source, port=port, replay_port=None)
-            follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(silent,)))
-            await follows.until(lambda: len(connections) >= 2)
-            assert follows.status().state == "Connecting"
-            for each in connections:
-                each.close()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    async with following() as follows, await asyncio.start_server(accept, "127.0.0.2", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        silent = replace(follows.publishers[0].source, port=port, replay_port=None)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(silent,)))
+        await follows.until(lambda: len(connections) >= 2)
+        assert follows.status().state == "Connecting"
+        for each in connections:
+            each.close()
 
 
 async def test_topic_of_the_pool_is_subscribed():

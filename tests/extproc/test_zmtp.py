@@ -4,7 +4,7 @@ import asyncio
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import zmq.asyncio
@@ -79,10 +79,8 @@ def test_messages_are_equal_in_parts_of_any_size(messages: list[list[bytes]], si
 def test_any_bytes_are_messages_or_an_error(data: bytes, is_open: bool):
     made = connection() if is_open else connection(peer=b"")
     made.receive(data)
-    try:
+    with suppress(ProtocolError):
         received(made)
-    except ProtocolError:
-        pass
     assert made.waiting_bytes <= LIMIT + 400
 
 
@@ -208,7 +206,7 @@ async def test_closed_port_is_an_error():
     await server.wait_closed()
     made = ZmtpConnection(b"SUB", (b"\x01",), message_bytes=LIMIT)
     socket = ZmtpSocket("127.0.0.1", port, made, asyncio.get_running_loop(), lambda: None)
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         await next_of(socket)
     socket.close()
 
@@ -216,7 +214,7 @@ async def test_closed_port_is_an_error():
 async def test_endless_message_takes_bounded_memory():
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GREETING + frame(READY, 4))
-        with pytest.raises(ConnectionError):
+        with suppress(ConnectionError):
             while True:
                 writer.write(frame(bytes(100_000), 1))
                 await writer.drain()

@@ -15,7 +15,7 @@ from dualmap.engines.token_chain import MediaId, pack_tokens
 
 EVENTS_MAX: Final = 65536
 """The most events of a message; a message with more is unreadable."""
-HASHES_MAX: Final = 65536
+HASHES_MAX: Final = 16384
 """The most block hashes of an event; an event with more is invalid."""
 TOKENS_MAX: Final = 1048576
 """The most token ids of an event; an event with more is invalid."""
@@ -160,7 +160,10 @@ class _Reader:
         elif tag == "BlockStored":
             fields = self._fields(event, _STORED_FIELDS, _KNOWN_STORED)
             self._end_removals()
-            self._events.append(_read_stored(fields, as_map=as_map))
+            event_stored = _read_stored(fields, as_map=as_map)
+            if event_stored.hashes:
+                # A chunk of which a sparse group keeps nothing has no hashes.
+                self._events.append(event_stored)
         elif tag == "AllBlocksCleared":
             self._end_removals()
             self._events.append(Cleared())

@@ -1,8 +1,8 @@
 """The part of ZMTP 3.0 (https://rfc.zeromq.org/spec/23) that a subscriber needs, as a state machine without a socket.
 
 libzmq does not bound the memory of a message with many frames. This module does: neither a message nor a command is
-larger than its bound, and a message has a bounded number of frames. It speaks version 3.0 without encryption, with which
-all releases of libzmq since 4.0 are compatible.
+larger than its bound, and a message has a bounded number of frames. It speaks version 3.0 without encryption, which all
+releases of libzmq since 4.0 understand.
 """
 
 from collections.abc import Sequence

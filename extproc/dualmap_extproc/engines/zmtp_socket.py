@@ -6,6 +6,7 @@ peer can take.
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -49,7 +50,7 @@ class ZmtpSocket:
                     self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             error = self._socket.connect_ex((host, port))
             if error not in (0, errno.EINPROGRESS):
-                raise OSError(error, errno.errorcode.get(error, "connect"))
+                raise OSError(error, os.strerror(error))
         except OSError:
             self._socket.close()
             raise
@@ -99,7 +100,7 @@ class ZmtpSocket:
     def _finish_connecting(self) -> Sequence[bytes] | None:
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, errno.errorcode.get(error, "connect"))
+            raise OSError(error, os.strerror(error))
         try:
             self._socket.getpeername()
         except OSError as failed:
