@@ -49,6 +49,13 @@ class BlockTable:
 
     def find(self, block: int) -> int:
         """Return a block's slot, or -1. The slot is valid until the next change of the table."""
+        return max(self.seek(block), -1)
+
+    def seek(self, block: int) -> int:
+        """Return a block's slot; -2 - slot with the slot where ``add`` can place it if the table does not contain it.
+
+        The slot is valid until the next change of the table.
+        """
         position = block * self._factor & _BITS
         number = self._directory[position >> 64 - self._depth]
         segment = self._segments[number]
@@ -58,7 +65,7 @@ class BlockTable:
             if hashes[slot] == block:
                 return number << _SLOT_BITS | slot
             slot = slot + 1 & last
-        return -1
+        return -2 - (number << _SLOT_BITS | slot)
 
     def place(self, slot: int) -> tuple[int, bytes]:
         """Return the link and the tail of the block in a slot.
@@ -74,16 +81,17 @@ class BlockTable:
         segment, at = self._at(slot)
         return bool(segment.states[at] & _ENDS)
 
-    def add(self, block: int, link: int, tail: bytes, *, ends: bool) -> None:
-        """Add one copy of a block that the table does not contain."""
-        position = block * self._factor & _BITS
-        while True:
-            number = self._directory[position >> 64 - self._depth]
-            segment = self._segments[number]
-            if 3 * segment.blocks < 2 * len(segment.states):
-                break
-            self._grow(number, position)
-        segment.insert(position, block, link, tail, 1 | (_ENDS if ends else 0))
+    def add(self, block: int, link: int, tail: bytes, *, ends: bool, sought: int | None = None) -> None:
+        """Add one copy of a block that the table does not contain; ``sought`` is what ``seek`` has returned for it."""
+        if sought is None:
+            sought = self.seek(block)
+        free = -2 - sought
+        segment = self._segments[free >> _SLOT_BITS]
+        while 3 * segment.blocks >= 2 * len(segment.states):
+            self._grow(free >> _SLOT_BITS, block * self._factor & _BITS)
+            free = -2 - self.seek(block)
+            segment = self._segments[free >> _SLOT_BITS]
+        segment.put(free & SEGMENT_SLOTS - 1, block, link, tail, 1 | (_ENDS if ends else 0))
         self._blocks += 1
         self.copies += 1
         self.tail_bytes += len(tail)
@@ -94,6 +102,18 @@ class BlockTable:
         if segment.states[at] & _COPIES < COPIES_MAX:
             segment.states[at] += 1
             self.copies += 1
+
+    def remove(self, block: int) -> int | None:
+        """Remove one copy of a block; None if the table does not contain it.
+
+        Return the link of a block that ended an index block if it was the last copy, else -1.
+        """
+        slot = self.seek(block)
+        if slot < 0:
+            return None
+        segment, at = self._at(slot)
+        link = segment.links[at] if segment.states[at] & _ENDS else -1
+        return link if self.remove_copy(slot) else -1
 
     def remove_copy(self, slot: int) -> bool:
         """Remove one copy of the block in a slot; return whether it was the last one."""
@@ -170,16 +190,13 @@ class _Segment:
         self.links = array("Q", bytes(8 * size))
         self.tails: list[bytes] | None = None
 
-    def insert(self, position: int, block: int, link: int, tail: bytes, state: int) -> None:
-        states, last = self.states, self.last
-        slot = position >> self.shift & last
-        while states[slot]:
-            slot = slot + 1 & last
-        states[slot] = state
+    def put(self, slot: int, block: int, link: int, tail: bytes, state: int) -> None:
+        """Place a block in a free slot."""
+        self.states[slot] = state
         self.hashes[slot] = block
         self.links[slot] = link
         if tail and self.tails is None:
-            self.tails = [b""] * len(states)
+            self.tails = [b""] * len(self.states)
         if self.tails is not None:
             self.tails[slot] = tail
         self.blocks += 1
@@ -200,7 +217,10 @@ class _Segment:
                 block = self.hashes[slot]
                 position = block * factor & _BITS
                 to = high if position >> bit & 1 else low
-                to.insert(position, block, self.links[slot], b"" if self.tails is None else self.tails[slot], state)
+                free = position >> to.shift & to.last
+                while to.states[free]:
+                    free = free + 1 & to.last
+                to.put(free, block, self.links[slot], b"" if self.tails is None else self.tails[slot], state)
 
     def free(self, slot: int, factor: int) -> None:
         """Free a slot; move later blocks forward whose search would otherwise end at the free slot."""

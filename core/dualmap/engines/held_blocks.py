@@ -64,15 +64,17 @@ class HeldBlocks:
                 self._leaving.popleft()
                 self._free.append(holder)
 
-    def hold(self, holder: int, link: int) -> None:
-        """Add a block to a holder."""
-        key, bit = link >> KEY_SHIFT, self._bits[holder]
-        masks = self._masks[key % _PARTS]
-        mask = masks.get(key)
-        if mask is None:
-            masks[key] = bit
-        elif not mask & bit:
-            masks[key] = mask | bit
+    def hold(self, holder: int, links: Iterable[int]) -> None:
+        """Add blocks to a holder."""
+        bit = self._bits[holder]
+        for link in links:
+            key = link >> KEY_SHIFT
+            masks = self._masks[key % _PARTS]
+            mask = masks.get(key)
+            if mask is None:
+                masks[key] = bit
+            elif not mask & bit:
+                masks[key] = mask | bit
 
     def holds(self, holder: int, key: int) -> bool:
         """Return whether a holder has a block."""

@@ -205,18 +205,20 @@ class Residency:
         if group is None:
             self.counts.unknown_removals += len(event.hashes)
             return
-        table = group.table
-        gone = []
+        remove = group.table.remove
+        gone: list[int] = []
+        waited = unknown = 0
         for block in event.hashes:
-            slot = table.find(block)
-            if slot < 0:
-                if not self._parked or not self._parked.remove(group.holder, block):
-                    self.counts.unknown_removals += 1
-                continue
-            self.counts.removed += 1
-            link = table.place(slot)[0] if table.ends(slot) else None
-            if table.remove_copy(slot) and link is not None:
+            link = remove(block)
+            if link is None:
+                if self._parked and self._parked.remove(group.holder, block):
+                    waited += 1
+                else:
+                    unknown += 1
+            elif link >= 0:
                 gone.append(link)
+        self.counts.unknown_removals += unknown
+        self.counts.removed += len(event.hashes) - unknown - waited
         self._held.drop(group.holder, gone)
 
     def _store(self, rank: int, event: Stored) -> None:
@@ -273,11 +275,14 @@ class Residency:
         free = BLOCKS_MAX - self.blocks
         tail_bytes = TAIL_BYTES_MAX - sum(each.table.tail_bytes for each in self._each() if each is not group)
         counts_copies = rank not in self._uncounted
+        awaited = self._awaited
+        ended: list[int] = []
+        stored = 0
         for number, block in enumerate(event.hashes):
-            slot = table.find(block)
+            slot = table.seek(block)
             if slot >= 0:
                 link, tail = table.place(slot)
-                if link >> KEY_SHIFT in self._awaited:
+                if link >> KEY_SHIFT in awaited:
                     self._arrived.append(link >> KEY_SHIFT)
                 if not event.new:
                     counts.reported += 1
@@ -290,18 +295,20 @@ class Residency:
                 self._faults[rank] = f"the member has more than {BLOCKS_MAX} blocks"
                 break
             free -= 1
+            stored += 1
             if event.media and event.media[number]:
                 link = link_media(link, event.media[number])
             tokens = tail + event.tokens[number * size : (number + 1) * size]
             ends = len(tokens) >= index_bytes
             if ends:
                 link = link_block(link, tokens[:index_bytes])
-                self._held.hold(group.holder, link)
-                if link >> KEY_SHIFT in self._awaited:
+                ended.append(link)
+                if link >> KEY_SHIFT in awaited:
                     self._arrived.append(link >> KEY_SHIFT)
             tail = tokens[index_bytes:] if ends else tokens
-            table.add(block, link, tail, ends=ends)
-            counts.stored += 1
+            table.add(block, link, tail, ends=ends, sought=slot)
+        self._held.hold(group.holder, ended)
+        counts.stored += stored
         return True
 
     def _leave(self, group: "_Group") -> None:

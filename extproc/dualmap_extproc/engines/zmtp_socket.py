@@ -40,6 +40,8 @@ class ZmtpSocket:
         self._on_ready = on_ready
         self._connected = False
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # asyncio's selectors write out a socket object at each change, but not a number.
+        self._descriptor = self._socket.fileno()
         try:
             self._socket.setblocking(False)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
@@ -68,9 +70,9 @@ class ZmtpSocket:
     def watch(self) -> None:
         """Call ``on_ready`` when there is something to receive."""
         if self._connected:
-            self._loop.add_reader(self._socket, self._ready)
+            self._loop.add_reader(self._descriptor, self._ready)
         else:
-            self._loop.add_writer(self._socket, self._ready)
+            self._loop.add_writer(self._descriptor, self._ready)
 
     def receive(self) -> Sequence[bytes] | None:
         """Return the frames of the next message, none if something else was done; None if there is nothing to do.
@@ -107,6 +109,7 @@ class ZmtpSocket:
             if failed.errno == errno.ENOTCONN:
                 return None
             raise
+        self._unwatch()
         self._connected = True
         self._flush()
         return ()
@@ -123,5 +126,7 @@ class ZmtpSocket:
         self._on_ready()
 
     def _unwatch(self) -> None:
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
+        if self._connected:
+            self._loop.remove_reader(self._descriptor)
+        else:
+            self._loop.remove_writer(self._descriptor)

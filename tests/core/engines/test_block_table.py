@@ -88,14 +88,14 @@ def test_large_table_equals_a_dictionary() -> None:
 def test_growing_table_moves_few_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = BlockTable(SECRET)
     moved = most = 0
-    insert = _Segment.insert
+    put = _Segment.put
 
     def counted(*arguments: object) -> None:
         nonlocal moved
         moved += 1
-        insert(*arguments)  # type: ignore[arg-type]
+        put(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_Segment, "insert", counted)
+    monkeypatch.setattr(_Segment, "put", counted)
     chance = random.Random(7)
     for _ in range(50_000):
         moved = 0
