@@ -1,9 +1,10 @@
 """Measures what KV events cost a router: CPU time, memory, and the delay from publication to the router's index.
 
-Another process publishes with ZeroMQ as vLLM does: 20 messages a second for each member. A message has a store of 50
-blocks of 16 tokens and, as an engine with a full cache sends them, 50 removals. Before, each member already holds
-1 000 000 tokens, which no other member holds. The router's process has sockets, decoding and
-``PoolRouter.on_kv_events``, and no requests. Each number of members is measured in a process of its own.
+Another process publishes with ZeroMQ as vLLM does. A message has a store of 50 blocks of 16 tokens and, as an engine
+with a full cache sends them, 50 removals. Before, each member already holds 1 000 000 tokens, which no other member
+holds. The router's process has sockets, decoding and ``PoolRouter.on_kv_events``, and no requests. Each row is measured
+in a process of its own. If a row applies fewer blocks than are published, the router is too slow for them on this
+machine. Then the delay is that of the queues, which grow until the publisher drops messages.
 """
 
 import asyncio
@@ -36,14 +37,14 @@ from dualmap_extproc.engines import kv_events
 from dualmap_extproc.engines.event_messages import slices
 from dualmap_extproc.engines.metrics import KvEventMetrics
 
-MEMBERS = (8, 100)
-SECONDS = 5.0
-MESSAGES_A_SECOND = 20
+RATES = ((8, 1000), (100, 200), (100, 1000))
+"""Members, and stored blocks a second of each."""
+SECONDS = 15.0
 MESSAGE_BLOCKS = 50
 ENGINE_BLOCK = 16
-HELD_TOKENS = 100_000
+HELD_TOKENS = 1_000_000
 VOCABULARY = 150_000
-KEPT_MESSAGES = 40
+KEPT_MESSAGES = 20
 """A block is removed so many messages after its store."""
 
 
@@ -85,7 +86,7 @@ def message(tokens: msgspec.Raw, at: int, gone: int | None) -> bytes:
     return msgspec.msgpack.encode([time.time(), [*removals, store], 0])
 
 
-def publish(members: int, ports: "multiprocessing.Queue[list[int]]", begin: Event) -> None:
+def publish(members: int, messages_a_second: float, ports: "multiprocessing.Queue[list[int]]", begin: Event) -> None:
     """Publish messages for each member until terminated. The first hash of a store is the time of its publication."""
     context = zmq.Context()
     sockets = [context.socket(zmq.PUB) for _ in range(members)]
@@ -99,7 +100,7 @@ def publish(members: int, ports: "multiprocessing.Queue[list[int]]", begin: Even
     number = 0
     while True:
         turn, member = divmod(number, members)
-        due_s = started_s + (turn + member / members) / MESSAGES_A_SECOND
+        due_s = started_s + (turn + member / members) / messages_a_second
         time.sleep(max(0.0, due_s - time.monotonic()))
         kept = sent[member]
         gone = kept.pop(0) if len(kept) == KEPT_MESSAGES else None
@@ -109,12 +110,13 @@ def publish(members: int, ports: "multiprocessing.Queue[list[int]]", begin: Even
         number += 1
 
 
-async def follow(members: int) -> Measured:
-    """Return the cost of following so many members."""
+async def follow(members: int, rate: int) -> Measured:
+    """Return the cost of following so many members that store ``rate`` blocks a second each."""
+    messages_a_second = rate / MESSAGE_BLOCKS
     process = multiprocessing.get_context("spawn")
     ports: multiprocessing.Queue[list[int]] = process.Queue()
     begin = process.Event()
-    engines = process.Process(target=publish, args=(members, ports, begin), daemon=True)
+    engines = process.Process(target=publish, args=(members, messages_a_second, ports, begin), daemon=True)
     engines.start()
     listening = await asyncio.to_thread(ports.get)
     events = KvEvents(enabled=True)
@@ -154,7 +156,7 @@ async def follow(members: int) -> Measured:
     idle_cores, _ = await used(5.0)
     begin.set()
     # After this time the members' caches are full, and their engines remove blocks.
-    await asyncio.sleep(KEPT_MESSAGES / MESSAGES_A_SECOND + 2.0)
+    await asyncio.sleep(KEPT_MESSAGES / messages_a_second + 2.0)
     delays.clear()
     stored = 0
     cores, passed_s = await used(SECONDS)
@@ -217,9 +219,9 @@ def resident_mb() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def measure(members: int) -> Measured:
+def measure(members: int, rate: int) -> Measured:
     """Measure in this process."""
-    return asyncio.run(follow(members))
+    return asyncio.run(follow(members, rate))
 
 
 def main(arguments: list[str], prog_name: str) -> None:
@@ -233,15 +235,17 @@ def _command() -> None:
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     decoding, applying = step_us()
     print(f"one stored and one removed block: {decoding:.1f} us CPU to decode, {applying:.1f} us to apply\n")
-    print("| members | blocks/s of each | cores | cores, no events | MB per member | delay p50 ms | p99 ms |")
-    print("|---|---|---|---|---|---|---|")
-    for members in MEMBERS:
+    print(
+        "| members | published blocks/s of each | applied | cores | cores, no events | MB per member | delay p50 ms | p99 ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for members, rate in RATES:
         # A process for each measurement, so that memory which the last one has freed does not count.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-            found = executor.submit(measure, members).result()
+            found = executor.submit(measure, members, rate).result()
         print(
-            f"| {members} | {found.blocks_a_second:.0f} | {found.cores:.3f} | {found.idle_cores:.3f} "
+            f"| {members} | {rate} | {found.blocks_a_second:.0f} | {found.cores:.3f} | {found.idle_cores:.3f} "
             f"| {found.held_mb / members:.1f} | {found.delays_ms[49]:.1f} | {found.delays_ms[98]:.1f} |"
         )
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -377,6 +377,34 @@ async def test_flood_delays_the_loop_by_a_few_milliseconds():
         assert sorted(turns)[len(turns) // 2] < 2 * kv_events.TURN_S
 
 
+async def test_flood_leaves_half_of_the_time_to_other_work():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        events = [stored(64 * number, [number] * (64 * BLOCK)) for number in range(200)]
+        payload = msgspec.msgpack.encode([1.5, events, 0])
+        loop = asyncio.get_running_loop()
+        turns: list[float] = []
+        follows.time_turns(turns)
+        others_s = 0.0
+        busy = True
+
+        def work() -> None:
+            nonlocal others_s
+            began_s = loop.time()
+            while loop.time() < began_s + 0.001:
+                pass
+            others_s += loop.time() - began_s
+            if busy:
+                loop.call_later(0, work)
+
+        work()
+        for _ in range(20):
+            await publisher.send(payload)
+        await follows.has(sequence=19)
+        busy = False
+        assert others_s > 0.8 * sum(turns)
+
+
 async def test_server_of_another_protocol_leaves_a_member_connecting():
     writers: list[asyncio.StreamWriter] = []
 

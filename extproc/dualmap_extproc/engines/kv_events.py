@@ -37,7 +37,10 @@ from dualmap_extproc.engines.zmtp import ProtocolError, ZmtpConnection
 from dualmap_extproc.engines.zmtp_socket import ZmtpSocket
 
 TURN_S: Final = 0.005
-"""The work on events without a pause. The pause after it is as long, so that events take half of the time at most."""
+"""The work on events without a pause. If the loop has other work, the pause after it is as long, so that events take
+half of the time at most."""
+OTHERS_S: Final = 0.0003
+"""The loop has other work if one round of it takes longer than this time."""
 RANKS_MAX: Final = 64
 """The most ranks of one member that the router follows."""
 SOURCES_MAX: Final = 1024
@@ -145,8 +148,18 @@ class KvEvents:
             while self._ready:
                 began_s = self._loop.time()
                 self._turn(began_s + TURN_S)
-                await asyncio.sleep(self._loop.time() - began_s)
+                await self._let_others_work(self._loop.time() - began_s)
                 self._tick()
+
+    async def _let_others_work(self, used_s: float) -> None:
+        """Let the loop do other work for as long as events used it, if there is other work."""
+        began_s = self._loop.time()
+        # In the first round, the loop only finds what has arrived. It does this work before the end of the second one.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        others_s = self._loop.time() - began_s
+        if others_s > OTHERS_S:
+            await asyncio.sleep(max(0.0, used_s - others_s))
 
     def close(self) -> None:
         """Close all sockets."""
