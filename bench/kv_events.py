@@ -235,9 +235,7 @@ def _command() -> None:
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     decoding, applying = step_us()
     print(f"one stored and one removed block: {decoding:.1f} us CPU to decode, {applying:.1f} us to apply\n")
-    print(
-        "| members | published blocks/s of each | applied | cores | cores, no events | MB per member | delay p50 ms | p99 ms |"
-    )
+    print("| members | blocks/s of each | applied | cores | cores, idle | MB of each | delay p50 ms | p99 ms |")
     print("|---|---|---|---|---|---|---|---|")
     for members, rate in RATES:
         # A process for each measurement, so that memory which the last one has freed does not count.

@@ -21,9 +21,13 @@ _PARTS: Final = 256
 
 
 class HeldBlocks:
-    """The blocks of all holders of a pool. A holder is the number of its bit in the masks."""
+    """The blocks of all holders of a pool. A holder is the number of its bit in the masks.
+
+    ``stored`` is the number of blocks in the tables of all holders, which the members of the pool keep up to date.
+    """
 
     def __init__(self) -> None:
+        self.stored = 0
         self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._free: list[int] = []
         self._holders = 0

@@ -311,6 +311,21 @@ def test_member_has_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     assert member.blocks() == 3
 
 
+def test_pool_has_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "POOL_BLOCKS_MAX", 5)
+    first, second = Member(held := HeldBlocks()), Member(held)
+    first.send(store(100, 101, 102))
+    second.send(store(100, 101, 102))
+    assert (first.residency.blocks, second.residency.blocks, second.counts.over_bound) == (3, 2, 1)
+    assert second.residency.fault(0) == "the pool has more than 5 blocks"
+    first.send(remove(102), remove(101))
+    second.send(store(102, parent=101))
+    assert (held.stored, second.blocks()) == (4, 3)
+    first.residency.clear()
+    second.residency.clear()
+    assert held.stored == 0
+
+
 def test_more_copies_than_the_memory_has_end_the_counting() -> None:
     member = Member(capacity_blocks=4)
     member.send(store(100, 101, 102), store(102, parent=101))
