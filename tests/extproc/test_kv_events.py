@@ -175,6 +175,18 @@ async def test_prompt_of_another_salt_or_adapter_matches_nothing():
         assert f"matched={20 * BLOCK}," in (follows.pick(cache_salt="tenant").receipt or "")
 
 
+async def test_false_events_change_nothing_at_other_members():
+    async with following(members=2) as follows:
+        honest, liar = follows.publishers
+        await honest.publish(stored(1, PROMPT[: 5 * BLOCK]))
+        await liar.publish(stored(1, PROMPT), stored(500, [9] * BLOCK, parent=5))
+        await follows.has(number=1, state="Live", blocks=21)
+        # The hashes are equal to those of the other member.
+        await liar.publish(removed(*range(1, 21)), CLEARED)
+        await follows.has(number=1, blocks=0)
+        await follows.has(number=0, state="Live", blocks=5)
+
+
 async def test_claim_bridges_the_time_until_the_store():
     async with following() as follows:
         await follows.publishers[0].publish(stored(1, [7] * BLOCK))
