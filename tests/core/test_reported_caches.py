@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import builders
-from dualmap.engines.events import Batch, Cleared, Stored
+from dualmap.engines.events import Batch, Cleared, Removed, Stored
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.source import Clear, SourceState, SourceStatus
@@ -90,6 +90,24 @@ def test_claim_of_an_aborted_request_ends():
     for request in ("b", "c"):
         of.on_aborted(1.0, request)
     assert decide(of, "d", known=tokens()).receipt.matched_tokens == 16
+
+
+def test_claim_ends_when_the_engine_reports_the_prompt():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1),))], LIVE)
+    decide(of, "a", known=tokens())
+    hashes = stored(64).hashes
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64), Removed(hashes=hashes[2:])))], LIVE)
+    # The claim would count the removed blocks.
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 32
+
+
+def test_prompt_that_is_held_needs_no_claim():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    decide(of, "a", known=tokens())
+    of.on_kv_events("m-0", 0, [Batch(events=(Removed(hashes=stored(64).hashes[3:]),))], LIVE)
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 48
 
 
 def test_claim_ends_when_the_engine_restarts():

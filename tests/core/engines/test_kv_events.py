@@ -76,6 +76,12 @@ def test_consecutive_removals_of_a_group_are_one_event() -> None:
     )
 
 
+def test_store_without_hashes_is_ignored() -> None:
+    # It would wait for its parent without a bound.
+    read = batch({**STORED, "block_hashes": [], "parent_block_hash": 3})
+    assert (read.events, read.invalid_events) == ((), 0)
+
+
 def test_message_as_a_map_is_read() -> None:
     read = read_batch({"ts": 2, "events": [STORED], "attn_dp_rank": 3})
     assert isinstance(read, Batch)
