@@ -10,6 +10,8 @@
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
+  tokens                     tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)
+
   profile                    the cost of asking engines for their profile and load (a minute)
 
   kv_events                  the cost of following engines' KV events (two minutes)
@@ -62,6 +64,11 @@ def main(names: list[str]) -> None:
         from bench.kv_events import main as kv_events
 
         kv_events(names[1:], prog_name="python -m bench kv_events")
+    if names[:1] == ["tokens"]:
+        # Imported here for the same reason.
+        from bench.tokens import main as tokens
+
+        tokens(names[1:], prog_name="python -m bench tokens")
     if names[:1] == ["autoscaling"]:
         # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
@@ -76,7 +83,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        others = ("gateway", "hostile", "tracing", "profile", "kv_events", "autoscaling")
+        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "autoscaling")
         names_known = ", ".join([*CORE, *VIRTUAL, *others])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

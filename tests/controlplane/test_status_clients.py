@@ -19,7 +19,7 @@ from dualmap_extproc.request.observations import Arrival, FanOut, Routed
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_operator.decide.observed import EndpointReport, RouterReport
+from dualmap_operator.decide.observed import EndpointReport, RouterReport, TokenizerReport
 from dualmap_operator.observe.status_clients import EngineClient, RouterAddress, RouterClient
 from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
@@ -253,6 +253,32 @@ class TestRouters:
             address = RouterAddress(host=HOST, port=peer.port)
             ((known, counted),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert (known.ring_version, counted) == (7, None)
+
+    @pytest.mark.parametrize(
+        ("tokenizer", "expected"),
+        [
+            (
+                {
+                    "reason": "x",
+                    "distrusted": [
+                        {"model": "m", "api": "chat", "tools": True},
+                        {"model": "m", "api": "chat", "tools": 0},
+                    ],
+                },
+                TokenizerReport(problem="x", differing=("'m' (chat with tools)", "'m' (chat)")),
+            ),
+            (None, TokenizerReport()),
+            ([], TokenizerReport()),
+            ({"reason": 7, "distrusted": "no"}, TokenizerReport()),
+            ({"reason": "x" * 1000, "distrusted": [7]}, TokenizerReport(problem="x" * 300)),
+            ({"distrusted": [{}] * 40}, TokenizerReport(differing=("'' ()",) * 32)),
+        ],
+    )
+    async def test_router_reports_its_token_ids(
+        self, routers: RouterClient, tokenizer: object, expected: TokenizerReport
+    ) -> None:
+        async with listening(saying(json.dumps({**POOL, "tokenizer": tokenizer}).encode())) as peer:
+            assert (await report(routers, peer.port)).tokenizer == expected
 
     async def test_router_report_with_thousand_endpoints_is_parsed(self, routers: RouterClient) -> None:
         many = [{**POOL["endpoints"][0], "id": f"qwen-{n}"} for n in range(1000)]

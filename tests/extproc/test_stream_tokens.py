@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from dualmap.engines.token_chain import TokenChain, pack_tokens, token_root
 from dualmap.pools.pool import Engine, KvEvents
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import WINDOW, TokenClass
+from dualmap.prompts.prompt import Prompt
 from dualmap.requests import Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.body import read_body
@@ -49,9 +51,9 @@ class Source:
         self.waiting: list[TokensDone] = []
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
-        self.asked.append((pool, model, b"".join(chunks), small))
+        self.asked.append((pool, prompt.model, b"".join(chunks), small))
         if not self.later:
             return self.found
         self.waiting.append(done)
@@ -140,6 +142,27 @@ def test_ids_in_a_pool_without_events_are_not_hashed(requests: list[Request]) ->
     talk = Conversation(tokens=Source(TOKENS))
     talk.send(request_headers(), request_body(chat()))
     assert requests[0].tokens is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": [1, 2]},
+        {"prompt_token_ids": [1, 2]},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+        {"prompt_embeds": "AAAA"},
+    ],
+)
+def test_ids_of_a_client_are_keyed_on_and_not_tokenized(requests: list[Request], fields: dict[str, Any]) -> None:
+    source = Source(TOKENS)
+    talk = Conversation(KV_EVENTS, tokens=source)
+    for body in (chat(), chat(**fields)):
+        talk.again()
+        talk.send(request_headers(), request_body(body))
+    assert [each[2] for each in source.asked] == [chat()]
+    plain, named = requests
+    assert named.tokens is None
+    assert plain.chain.hashes != named.chain.hashes
 
 
 def ended(talk: Conversation, prompt_tokens: int, *, number: int = 1) -> None:

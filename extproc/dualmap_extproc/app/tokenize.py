@@ -41,8 +41,8 @@ def tokenize(pool_file: Path, request_file: BinaryIO, engine: str | None, as_jso
     # These imports are here because aiohttp and the tokenizer take a second to import, and --help needs neither.
     from dualmap_extproc.pools.file import load_pool_files
     from dualmap_extproc.tokens.check import check, in_words
-    from dualmap_extproc.tokens.files import TokenizerError
     from dualmap_extproc.tokens.messages import UnsupportedRequest
+    from dualmap_extproc.tokens.rendering import TokenizerError
 
     try:
         checked = check(load_pool_files([pool_file]), request_file.read(), engine)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from dualmap.pools.pool import Pool
+from dualmap.pools.pool import Pool, TokenSource
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.names import FAIRNESS_HEADER
@@ -113,4 +113,9 @@ class ServedPools:
 
 
 def _bounds(pool: Pool) -> Bounds:
-    return Bounds(body_bytes=pool.routing.max_body_bytes, tokens=pool.engine.max_model_len)
+    wanted = pool.engine.tokenizer
+    return Bounds(
+        body_bytes=pool.routing.max_body_bytes,
+        tokens=pool.engine.max_model_len,
+        tokenizer=wanted.path if wanted.source is TokenSource.FILES else "",
+    )
