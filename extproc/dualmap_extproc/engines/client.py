@@ -6,6 +6,7 @@ proxy, no DNS and no cookies, and sends no credentials.
 
 import asyncio
 import json
+import os
 from typing import Final
 
 import aiohttp
@@ -99,4 +100,5 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _said(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+    """Return an error's text without the address, which asyncio adds and the dashboard must not show."""
+    return os.strerror(error.errno) if error.errno else type(error).__name__
