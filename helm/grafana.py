@@ -137,8 +137,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="States of KV events",
-            about="Endpoints of pools with KV events, by state, as a sum over all routers. A router knows what an endpoint "
-            "in the state Live caches.",
+            about="Endpoints of pools with KV events, by state, as a sum over all routers. A router knows what "
+            "an endpoint in the state Live caches.",
             unit="short",
             queries={"{{pool}} {{state}}": f"sum by (pool, state) ({_of('dualmap_kv_event_state')})"},
         ),
