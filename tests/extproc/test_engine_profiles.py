@@ -468,6 +468,14 @@ class TestClient:
             with pytest.raises(AnswerError, match="/metrics"):
                 await each.page("/metrics", Kind.LOAD)
 
+    @pytest.mark.parametrize("address", [HOST, "::1"])
+    async def test_error_of_a_refused_connection_names_no_address(self, address: str) -> None:
+        async with self.client() as each:
+            with pytest.raises(AnswerError) as error:
+                await each.page(Member(id="m", address=address, port=9), "/metrics")
+        assert str(error.value).startswith("/metrics: no connection (")
+        assert address not in str(error.value)
+
     @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
     async def test_page_that_is_no_json_is_refused(self, text: str) -> None:
         async with serving(Scripted({"/version": text or " "})) as member, self.connection(member) as each:

@@ -199,6 +199,9 @@ class _Reader:
 def _read_stored(fields: Mapping[str, object], *, as_map: bool) -> Stored:
     hashes = _hashes(fields)
     parent = fields.get("parent_block_hash")
+    if parent == 0 and not as_map:
+        # llm-d-inference-sim sends 0 at the start of a prompt. Hashes of real blocks are practically never 0.
+        parent = None
     block_tokens = _integer(fields.get("block_size"), 1, BLOCK_TOKENS_MAX)
     ids = fields.get("token_ids")
     if not isinstance(ids, list | tuple) or len(ids) > TOKENS_MAX:

@@ -40,6 +40,7 @@ ARRAYS = {
     "vLLM 0.10, SGLang 0.5.9": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU"],
     "vLLM 0.15": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU", None],
     "vLLM 0.18": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU", None, [None, None]],
+    "llm-d-inference-sim 0.10": ["BlockStored", [7, 8], 0, IDS, 2, None, "GPU", None, None],
     "later": ["BlockStored", [7, 8], None, IDS, 2, *[None] * 10, "new field", 5],
 }
 
