@@ -21,7 +21,7 @@ from dualmap_cli.main import main
 from harness.clients import Reply, http1
 from harness.documents import document, receipt
 from harness.replicas import Replicas
-from harness.request_shapes import CHAT, COMPLETIONS, RESPONSES, SHAPES
+from harness.request_shapes import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SHAPES, WEATHER
 from harness.stack import Router
 from harness.vllm import BLOCK_TOKENS, MODEL, PYTHON, Vllm, make_model
 from harness.waiting import until
@@ -99,7 +99,8 @@ class Lab:
         """Return the pool of the first engines, with their KV events or with the routers' own records only."""
         known: dict[str, Any] = {"type": "vLLM", **engine}
         if events:
-            known |= {"tokenizer": {"source": "Files", "path": str(self.model)}, "kvEvents": {"enabled": True}}
+            files = {"source": "Files", "path": str(self.model)}
+            known = {"tokenizer": files, "kvEvents": {"enabled": True}, **known}
         listed = [each.member for each in self.engines[:members]]
         pool = document(POOL, listed, version=version, engine=known)
         for each in pool["status"]["ring"]["members"]:
@@ -176,21 +177,32 @@ def chat(*messages: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": listed, "max_tokens": 8, "temperature": 0, **fields}
 
 
-async def ask(replicas: Replicas, body: dict[str, Any]) -> Seen:
+async def ask(replicas: Replicas, body: dict[str, Any], path: str = CHAT) -> Seen:
     """Send a request through Envoy; return the prediction and the engine's report."""
     data = json.dumps(body).encode()
-    reply = await http1(replicas.envoy.url + CHAT, body=data, headers={"content-type": "application/json"})
+    reply = await http1(replicas.envoy.url + path, body=data, headers={"content-type": "application/json"})
     assert reply.status == 200, reply
     answer, items = json.loads(reply.body), receipt(reply)
-    usage = answer["usage"]
+    prompt, cached = prompt_and_cached(answer["usage"])
     return Seen(
         member=items["chosen"],
         source=items["source"],
         predicted=int(items["matched"]),
-        cached=usage["prompt_tokens_details"]["cached_tokens"],
-        prompt=usage["prompt_tokens"],
-        text=answer["choices"][0]["message"]["content"],
+        cached=cached,
+        prompt=prompt,
+        text=answer["choices"][0]["message"]["content"] if path == CHAT else "",
     )
+
+
+def prompt_and_cached(usage: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of a prompt and the cached ones of them, from the usage of any API."""
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    if "input_tokens_details" in usage:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+    # Anthropic's input tokens are those behind the cached ones.
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached
 
 
 async def all_of(replicas: Replicas, bodies: Iterable[dict[str, Any]], *, clients: int = CLIENTS) -> list[Seen]:
@@ -309,6 +321,25 @@ async def test_salted_prompts_share_nothing(lab: Lab, tmp_path: Path) -> None:
             assert second.right
 
 
+async def test_every_api_is_predicted_with_a_renderer(lab: Lab, tmp_path: Path) -> None:
+    renderer = {"source": "Renderer", "url": lab.engines[0].url}
+    long = text("rendered", 200)
+    bodies = [
+        (CHAT, chat(long, tools=[WEATHER], max_tokens=1)),
+        (COMPLETIONS, {"prompt": long, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": list(range(100, 400)), "max_tokens": 1}),
+        (MESSAGES, {"system": long, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        (RESPONSES, {"instructions": long + " respond", "input": "hi", "max_output_tokens": 1}),
+    ]
+    async with lab.routed(tmp_path, events=True, tokenizer=renderer) as replicas:
+        for path, body in bodies:
+            first, second = [await ask(replicas, {**body, "model": MODEL}, path) for _ in range(2)]
+            assert (first.source, second.source) == ("events", "events"), path
+            assert first.right, (path, first)
+            assert second.right, (path, second)
+            assert second.cached >= 5 * BLOCK_TOKENS, (path, second)
+
+
 async def test_reset_cache_is_stale_for_one_request_at_most(lab: Lab, tmp_path: Path) -> None:
     async with lab.routed(tmp_path, events=True) as replicas:
         prompts = [chat(text(f"reset {number}", 150), max_tokens=1) for number in range(30)]
@@ -365,11 +396,11 @@ async def test_draining_engine_finishes_its_streams(lab: Lab, tmp_path: Path) ->
 async def test_request_has_the_engines_token_ids(lab: Lab, tmp_path: Path, name: str) -> None:
     path, shape = SHAPES[name]
     engine = lab.engines[0]
+    body = {"model": MODEL, **shape, "max_output_tokens" if path == RESPONSES else "max_tokens": 1}
     request = tmp_path / "request.json"
-    request.write_text(json.dumps({"model": MODEL, **shape}))
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    usage = (await engine.post(path, {"model": MODEL, **shape, limit: 1}))["usage"]
-    expected = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    request.write_text(json.dumps(body))
+    usage = (await engine.post(path, body))["usage"]
+    expected, _ = prompt_and_cached(usage)
     renderer = {"source": "Renderer", "url": engine.url}
     files = {"source": "Files", "path": str(lab.model)}
     by_files = path in (CHAT, COMPLETIONS) and name != "token ids"

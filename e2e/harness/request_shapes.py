@@ -69,8 +69,9 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "long text": _user("def read(path):\n    return open(path).read()\n" * 90),
     "tools": _chat(QUESTION, tools=[WEATHER]),
     "several tools": _chat(QUESTION, tools=[CLOCK, WEATHER]),
-    "strict tool": _chat(QUESTION, tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]),
-    "no tools": _chat(QUESTION, tools=[]),
+    "tool with another key": _chat(
+        QUESTION, tools=[{**WEATHER, "function": {**WEATHER["function"], "returns": "text"}, "kind": "read"}]
+    ),
     "tool call": _chat(
         QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
