@@ -200,9 +200,9 @@ def prompt_and_cached(usage: dict[str, Any]) -> tuple[int, int]:
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
     if "input_tokens_details" in usage:
         return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
-    # Anthropic's input tokens are those behind the cached ones.
+    # Anthropic's input tokens are those behind the blocks that were cached or are cached now.
     cached = usage["cache_read_input_tokens"]
-    return usage["input_tokens"] + cached, cached
+    return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached
 
 
 async def all_of(replicas: Replicas, bodies: Iterable[dict[str, Any]], *, clients: int = CLIENTS) -> list[Seen]:

@@ -69,6 +69,12 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "long text": _user("def read(path):\n    return open(path).read()\n" * 90),
     "tools": _chat(QUESTION, tools=[WEATHER]),
     "several tools": _chat(QUESTION, tools=[CLOCK, WEATHER]),
+    "strict tool": _chat(
+        QUESTION, tools=[{**WEATHER, "function": {"strict": False, **WEATHER["function"]}}], tool_choice="none"
+    ),
+    "tool with empty keys": _chat(
+        QUESTION, tools=[{**WEATHER, "function": {"name": "now", "strict": None, "description": None}}]
+    ),
     "tool with another key": _chat(
         QUESTION, tools=[{**WEATHER, "function": {**WEATHER["function"], "returns": "text"}, "kind": "read"}]
     ),
