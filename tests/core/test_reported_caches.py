@@ -178,10 +178,13 @@ def test_profile_bounds_the_blocks_of_a_member():
     assert (events.state, events.blocks) == (SourceState.PARTIAL, 0)
 
 
-def test_estimated_prompt_scales_the_reported_tokens():
+def test_receipt_counts_token_ids_and_not_text():
     of = router(members=1)
     of.on_kv_events("m-0", 0, [Batch(events=(stored(32),))], LIVE)
-    chain = chain_blocks(b"x" * 4 * 2050, root=7, block_tokens=128)
-    decision = of.on_request(0.0, Request(id="r", chain=chain, arrived_s=0.0, tokens=tokens())).answer
-    assert isinstance(decision, Decision)
-    assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (2050, 1024)
+    for text_bytes in (1, 3 * 1025, 4 * 2050):
+        chain = chain_blocks(b"x" * text_bytes, root=7, block_tokens=128)
+        request = Request(id=f"r-{text_bytes}", chain=chain, arrived_s=0.0, tokens=tokens())
+        decision = of.on_request(0.0, request).answer
+        assert isinstance(decision, Decision)
+        assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (1025, 512), text_bytes
+        of.on_aborted(0.0, request.id)

@@ -64,8 +64,11 @@ class Caches:
         cache.reports = MemberReports()
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        """Return a request with the tokens of its prompt: as many as its ids, or as the engines' counts let expect."""
         chain, block_tokens = request.chain, self._usage.block_tokens
+        if request.tokens is not None and not chain.exact:
+            counted = min(request.tokens.count, self._pool.engine.max_model_len)
+            return replace(request, chain=chain.counted(counted))
         if chain.block_tokens == block_tokens or chain.exact:
             return request
         return replace(request, chain=chain.recounted(block_tokens))
