@@ -14,6 +14,8 @@
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
+  truth                      what routers know about engines' caches, in virtual time (10 minutes; --quick: 1)
+
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
 
   paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
@@ -55,6 +57,11 @@ def main(names: list[str]) -> None:
         from bench.profile import main as profile
 
         profile(names[1:], prog_name="python -m bench profile")
+    if names[:1] == ["truth"]:
+        # Imported here because a benchmark of engines' knowledge needs nothing that the others need.
+        from bench.truth.command import truth
+
+        truth(names[1:], prog_name="python -m bench truth")
     if names[:1] == ["autoscaling"]:
         # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
@@ -69,7 +76,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "truth", "autoscaling"])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
