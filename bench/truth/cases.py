@@ -17,8 +17,8 @@ from dualmap_sim.cluster import ClusterConfig, Replica, ReplicationConfig
 from dualmap_sim.events import Bypass, Event, Fail, PoolChange, Recover
 from dualmap_sim.presets import EngineConfig
 
-BLOCK_TOKENS: Final = 16
-"""The engines' block, vLLM's default. The router's block is the trace's."""
+BLOCK_TOKENS: Final = 64
+"""The engines' block. The router's block is the trace's: 512 tokens (conversation) or 128 (default)."""
 RATES: Final[Mapping[str, float]] = MappingProxyType({"conversation": 2.0, "default": 5.0})
 """Requests per second that the routers receive. With ample caches, round robin is not overloaded at these rates."""
 ROUTERS: Final = 4

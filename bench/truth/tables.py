@@ -12,7 +12,7 @@ Cells = Mapping[tuple[Case, Knowledge], Sequence[Figures]]
 """The figures of a workload's samples, by case and knowledge."""
 
 _HEAD: Final = (
-    "| knowledge | hit rate % | stale % | excess % | off % | off by 16 % | TTFT p50 s | p90 s | mean s | "
+    "| knowledge | hit rate % | stale % | excess % | off % | off fine % | TTFT p50 s | p90 s | mean s | "
     "to round robin % | within SLO % | failed |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
