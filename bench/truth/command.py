@@ -13,7 +13,7 @@ from bench.truth.measures import Figures, measure
 from bench.truth.tables import Cells, tables
 from bench.virtual import ENGINES, REQUESTS, run_all, workloads
 
-_SAMPLES: Final = 2
+_SAMPLES: Final = 3
 _QUICK_REQUESTS: Final = 400
 
 

@@ -275,12 +275,7 @@ class Cluster:
     def _advance(self, instance: Instance) -> None:
         now, report_s = self._timeline.now_s, self._timeline.now_s + self._config.feedback_delay_s
         events = instance.engine.advance(now)
-        if self._has_kv_events:
-            for batch in instance.engine.take_event_batches():
-                if self._subscriptions is not None:
-                    self._subscriptions.publish(instance.member, batch)
-                if self._config.on_kv_events is not None:
-                    self._config.on_kv_events(instance.member, batch)
+        self._publish_kv_events(instance)
         for event in events:
             record = self._records[event.request_id]
             if isinstance(event, FirstToken):
@@ -295,6 +290,14 @@ class Cluster:
                     self._open -= 1
                 else:
                     self._timeline.at(report_s, self._hear_end, record)
+
+    def _publish_kv_events(self, instance: Instance) -> None:
+        if self._has_kv_events:
+            for batch in instance.engine.take_event_batches():
+                if self._subscriptions is not None:
+                    self._subscriptions.publish(instance.member, batch)
+                if self._config.on_kv_events is not None:
+                    self._config.on_kv_events(instance.member, batch)
 
     def _is_lost(self, kind: bytes, request_id: str) -> bool:
         loss = self._config.report_loss
@@ -357,7 +360,9 @@ class Cluster:
         elif isinstance(event, Forget):
             self._instances.of(event.member).engine.cache.clear()
         elif isinstance(event, Bypass):
-            self._instances.of(event.member).engine.cache.insert(event.blocks)
+            instance = self._instances.of(event.member)
+            instance.engine.cache_prompt(self._timeline.now_s, event.blocks)
+            self._publish_kv_events(instance)
         else:
             self._instances.change_speed(event.member, event.engine)
 

@@ -14,7 +14,7 @@ from dualmap.requests import Completion, Effects, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
 from dualmap_sim.cluster import Cluster, ClusterConfig
-from dualmap_sim.events import Fail, Forget, Recover
+from dualmap_sim.events import Bypass, Fail, Forget, Recover
 from engines import ROUND
 
 BLOCK = SEVEN_B.block_tokens
@@ -75,6 +75,18 @@ def test_forgotten_cache_is_reported_with_the_next_step() -> None:
     )
 
     assert [(batch.at_s, len(batch.events)) for batch in heard] == [(1.5, 1), (6.5, 2)]
+
+
+def test_prompt_of_another_source_is_reported_at_once() -> None:
+    heard: list[EventBatch] = []
+    bypassed = config(
+        small_pool(1),
+        engine=ROUND,
+        events=(Bypass(at_s=3.0, member="m-0", blocks=(1, 2, 3)), Forget(at_s=3.5, member="m-0")),
+    )
+    Cluster(replace(bypassed, on_kv_events=lambda _member, batch: heard.append(batch))).run(one_block_prompts(0.0, 5.0))
+
+    assert [(batch.number, batch.at_s, len(batch.events)) for batch in heard] == [(0, 1.5, 1), (1, 3.0, 1), (2, 6.5, 2)]
 
 
 def with_events(plain: ClusterConfig) -> ClusterConfig:
