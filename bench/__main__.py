@@ -14,7 +14,7 @@
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
-  truth                      what routers know about engines' caches, in virtual time (10 minutes; --quick: 1)
+  truth                      what routers know about engines' caches, in virtual time (2 to 8 minutes; --quick: 1)
 
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
 

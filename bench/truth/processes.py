@@ -42,6 +42,7 @@ _REQUEST_S: Final = 120.0
 _TAIL_BYTES: Final = 4096
 _RECEIPT: Final = "x-dualmap-decision"
 _MATCHED: Final = re.compile(r"\bmatched=(\d+)")
+_TOKENIZE: Final = re.compile(r"^dualmap_tokenize_seconds_(sum|count)\{[^}]*\} (\S+)$", re.MULTILINE)
 _SOURCE: Final = re.compile(r"\bsource=\"events\"")
 
 
@@ -54,6 +55,14 @@ class Answered:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     by_events: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The requests of a run, and the router's mean time to get a prompt's token ids, which is part of the TTFT."""
+
+    answers: Sequence[Answered]
+    tokenize_s: float
 
 
 class _Engines(Lab):
@@ -100,7 +109,7 @@ class _Engines(Lab):
 def measure_processes(*, quick: bool, json_file: Path | None) -> None:
     """Run every kind of knowledge, and print a table."""
     engines, requests = (QUICK_ENGINES, QUICK_REQUESTS) if quick else (ENGINES, REQUESTS)
-    found: dict[Knowledge, Sequence[Answered]] = {}
+    found: dict[Knowledge, Measured] = {}
     try:
         with tempfile.TemporaryDirectory(prefix="dualmap-bench-") as temporary:
             plan = _plan(engines, requests, Path(temporary))
@@ -110,10 +119,10 @@ def measure_processes(*, quick: bool, json_file: Path | None) -> None:
     except (BenchError, ChildError) as error:
         click.echo(f"bench truth: {error}", err=True)
         sys.exit(1)
-    rows = {knowledge: _figures(answers, plan.engine.block_tokens) for knowledge, answers in found.items()}
+    rows = {knowledge: _figures(measured, plan.engine.block_tokens) for knowledge, measured in found.items()}
     click.echo(_table(rows))
     if json_file is not None:
-        samples = {str(knowledge): [asdict(each) for each in answers] for knowledge, answers in found.items()}
+        samples = {str(knowledge): [asdict(each) for each in measured.answers] for knowledge, measured in found.items()}
         json_file.write_text(json.dumps(samples, indent=1))
 
 
@@ -131,14 +140,24 @@ def _plan(engines: int, requests: int, folder: Path) -> Plan:
     )
 
 
-async def _run(plan: Plan, knowledge: Knowledge, folder: Path) -> Sequence[Answered]:
+async def _run(plan: Plan, knowledge: Knowledge, folder: Path) -> Measured:
     async with Children(folder / "logs") as children:
         lab = _Engines(children, folder, plan, knowledge)
         await lab.start()
         stack = await lab.routers("router", 1, members=plan.engines)
         if knowledge is Knowledge.EVENTS:
             await _followed(stack.addresses[0]["metrics"])
-        return await children.guard(_replay(plan, f"http://{HOST}:{stack.port}"))
+        answers = await children.guard(_replay(plan, f"http://{HOST}:{stack.port}"))
+        return Measured(answers=answers, tokenize_s=await _tokenize_s(stack.addresses[0]["metrics"]))
+
+
+async def _tokenize_s(metrics: str) -> float:
+    """Return the router's mean time to get a prompt's token ids, 0 without token ids."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{metrics}/metrics") as response:
+        totals = {"sum": 0.0, "count": 0.0}
+        for name, value in _TOKENIZE.findall(await response.text()):
+            totals[name] += float(value)
+    return totals["sum"] / totals["count"] if totals["count"] else 0.0
 
 
 async def _followed(metrics: str) -> None:
@@ -197,8 +216,8 @@ async def _ask(
     )
 
 
-def _figures(answers: Sequence[Answered], block_tokens: int) -> Mapping[str, float]:
-    counted = answers[int(WARMUP * len(answers)) :]
+def _figures(measured: Measured, block_tokens: int) -> Mapping[str, float]:
+    counted = measured.answers[int(WARMUP * len(measured.answers)) :]
     served = [each for each in counted if each.ttft_s is not None]
     expected = [each for each in served if each.predicted_tokens]
     predicted = sum(each.predicted_tokens for each in served)
@@ -214,6 +233,7 @@ def _figures(answers: Sequence[Answered], block_tokens: int) -> Mapping[str, flo
         "mean s": fmean(ttft_s) if ttft_s else nan,
         "within SLO %": 100 * _share(sum(each <= SLO_TTFT_S for each in ttft_s), len(counted)),
         "by events %": 100 * _share(sum(each.by_events for each in served), len(served)),
+        "token ids ms": 1000 * measured.tokenize_s,
     }
 
 
