@@ -18,6 +18,8 @@
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
+  truth                      what routers know about engines' caches, in virtual time (2 to 8 minutes; --quick: 1)
+
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
 
   paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
@@ -69,6 +71,11 @@ def main(names: list[str]) -> None:
         from bench.tokens import main as tokens
 
         tokens(names[1:], prog_name="python -m bench tokens")
+    if names[:1] == ["truth"]:
+        # Imported here because a benchmark of engines' knowledge needs nothing that the others need.
+        from bench.truth.command import truth
+
+        truth(names[1:], prog_name="python -m bench truth")
     if names[:1] == ["autoscaling"]:
         # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
@@ -83,7 +90,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "autoscaling")
+        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "truth", "autoscaling")
         names_known = ", ".join([*CORE, *VIRTUAL, *others])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -8,9 +8,11 @@ ids (``dualmap.engines.token_chain``). The rules:
   unknown block is ignored.
 - Only blocks in the engine's own GPU memory count, and only blocks of groups in which every block of a prompt stays
   (full attention). Blocks of a sliding window have no positions.
-- A report of blocks that were stored before looks like a store from the start of a prompt. Such an event adds the
-  unknown blocks and counts no copies. If the blocks were copies after all, the router forgets a block too early and
-  loses a hit. A counted report would leave blocks that the engine does not have, and requests would go there.
+- A report of blocks that were stored before looks like a store from the start of a prompt, all of whose blocks are
+  known. Such an event counts no copies. A counted report would leave blocks that the engine does not have, and requests
+  would go there. If the blocks were copies after all, the router forgets a block too early, and with it the prompts
+  that begin with it. A store from the start of a prompt with an unknown block is no report, so its known blocks are
+  copies: two requests with a common beginning were computed at the same time.
 - A store whose parent is unknown waits within a bound (``dualmap.engines.parked_stores``). Its blocks are never placed
   at the start of a prompt.
 - Blocks below ``INDEX_TOKENS_MIN`` tokens (SGLang's pages of one token), and vLLM's partial blocks, are gathered into
@@ -283,13 +285,14 @@ class Residency:
         awaited = self._awaited
         ended: list[int] = []
         stored = 0
+        reported = not event.new and all(table.find(block) >= 0 for block in event.hashes)
         for number, block in enumerate(event.hashes):
             slot = table.seek(block)
             if slot >= 0:
                 link, tail = table.place(slot)
                 if link >> KEY_SHIFT in awaited:
                     self._arrived.append(link >> KEY_SHIFT)
-                if not event.new:
+                if reported:
                     counts.reported += 1
                 elif counts_copies:
                     counts.copied += 1

@@ -103,9 +103,20 @@ def test_removal_of_an_unknown_block_is_ignored() -> None:
 
 def test_report_from_the_start_counts_no_copies() -> None:
     member = Member()
-    member.send(store(100, 101), store(100, 101, 102, new=False))
-    # The report adds the block that was unknown.
+    member.send(store(100, 101, 102), store(100, 101, new=False))
     assert (member.blocks(), member.counts.reported, member.counts.copied) == (3, 2, 0)
+    member.send(remove(102), remove(101), remove(100))
+    assert member.residency.blocks == 0
+
+
+def test_store_from_the_start_with_an_unknown_block_counts_copies() -> None:
+    # Two requests with a common beginning were computed at the same time. A report has no unknown block.
+    member = Member()
+    member.send(store(100, new=False), store(100, 101, new=False))
+    assert (member.counts.reported, member.counts.copied) == (0, 1)
+    # The engine removes one copy of the beginning. What follows stays in its cache behind the other copy.
+    member.send(remove(100), store(102, parent=101))
+    assert (member.blocks(), member.residency.parked) == (3, 0)
     member.send(remove(102), remove(101), remove(100))
     assert member.residency.blocks == 0
 
