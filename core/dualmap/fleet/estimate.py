@@ -20,10 +20,10 @@ _MOST_ATTENTION = 1.0e-4
 SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
-_LOG_FORGET = log(_FORGET)
 # Without a new sample for this long, samples become old: their weight then falls to 1/e in each _FADE_S.
 _FRESH_S = 5.0
 _FADE_S = 6.0
+_LEAST_KEPT = 1e-12
 # The time between two computations of a speed without new samples.
 _FADE_STEP_S = 2.0
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens, or of samples like the others if these are
@@ -86,42 +86,52 @@ class PrefillModel:
         self.speed = self._prior
 
     def fade(self, now: float, slowness: float) -> None:
-        """Reduce the weight of the samples by their age; ``slowness`` is the pool's common one."""
-        if now > self._fades_s:
-            self._forget((self._fades_s - now) / _FADE_S)
-            self._fades_s = now
-        self._slowness = slowness
+        """Reduce the weight of old samples. With no weight left, the speed is ``slowness`` times slower than the prior.
+
+        ``slowness`` is the pool's common one.
+        """
+        self._age(now, slowness)
         self.speed = self._solve()
 
-    def observe(self, now: float, *, new_tokens: int, cached_tokens: int, service_s: float) -> _Term | None:
-        """Learn from one prefill that ended ``now`` and took ``service_s`` seconds at the member.
+    def observe(
+        self, now: float, slowness: float, *, new_tokens: int, cached_tokens: int, service_s: float
+    ) -> _Term | None:
+        """Learn from one prefill that ended ``now`` and took ``service_s`` seconds; ``slowness`` is the pool's.
 
         Return the value that ``retract`` needs; None if nothing was learnt.
         """
         if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
+        self._age(now, slowness)
+        self._keep(_FORGET)
+        self._fades_s = now + _FRESH_S
         attention = _attention(new_tokens, cached_tokens)
         expected_s = self.speed.linear_s * new_tokens + self.speed.quadratic_s * attention
         target_s = min(max(service_s, expected_s / SAMPLE_CLIP), expected_s * SAMPLE_CLIP)
         scale = min(1.0, _HEAVIEST_TOKENS / new_tokens)
-        self._forget(_LOG_FORGET)
-        self._fades_s = now + _FRESH_S
         term = _Term(scale * new_tokens, scale * attention, scale * target_s, self._log_kept)
         self._add(term, 1.0)
         return term
 
     def retract(self, term: _Term, slowness: float) -> None:
-        """Take back what was learnt from a prefill; ``slowness`` is the pool's common one."""
+        """Take back what was learnt from a prefill; ``slowness`` is the pool's."""
         self._slowness = slowness
         self._add(term, -exp(self._log_kept - term.log_kept))
 
-    def _forget(self, log_kept: float) -> None:
-        """Multiply the weight of all samples by ``exp(log_kept)``."""
-        kept = exp(log_kept)
-        self._log_kept += log_kept
-        self._samples *= kept
-        self._nn, self._nq, self._qq = self._nn * kept, self._nq * kept, self._qq * kept
-        self._nt, self._qt = self._nt * kept, self._qt * kept
+    def _age(self, now: float, slowness: float) -> None:
+        self._slowness = slowness
+        if now > self._fades_s:
+            self._keep(exp((self._fades_s - now) / _FADE_S))
+            self._fades_s = now
+
+    def _keep(self, part: float) -> None:
+        """Reduce the weight of all samples to ``part`` of it."""
+        # After a long time, nothing is left of the samples.
+        part = max(part, _LEAST_KEPT)
+        self._log_kept += log(part)
+        self._samples *= part
+        self._nn, self._nq, self._qq = self._nn * part, self._nq * part, self._qq * part
+        self._nt, self._qt = self._nt * part, self._qt * part
 
     def _add(self, term: _Term, weight: float) -> None:
         n, q, target_s, _ = term
@@ -237,18 +247,19 @@ class LearntSpeed:
         if accepted is None:
             return None
         service_s = prior_s * accepted
-        self.fades_s = -inf
-        self.fade(now)
         if not solo and self._solo_model is self._model:
             self._solo_model = copy(self._model)
-        term = self._model.observe(now, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+        term = self._model.observe(
+            now, self._agreement.slowness, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+        )
         solo_term = term if solo else None
         self._solo_samples *= _FORGET
         if solo:
             self._solo_samples += 1.0
             if self._solo_model is not self._model:
+                # Undisturbed prefills may be rare, so this speed does not fade.
                 solo_term = self._solo_model.observe(
-                    now, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+                    -inf, 1.0, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
                 )
         self.current = self._model.speed
         return None if term is None else Lesson(self, client, slowness, term, solo_term)
