@@ -31,6 +31,7 @@ QUICK_REQUESTS = 1000
 WARMUP = 500
 PROCESSES = 2
 
+Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 
@@ -59,13 +60,13 @@ def workloads() -> tuple[str, ...]:
 
 def run(case: Case) -> tuple[Record, ...]:
     """Run a case; return a record of every request, including the warm-up requests."""
-    trace = _trace(case.workload, case.sample, case.requests)
+    trace = trace_of(case.workload, case.sample, case.requests)
     replayed = _arrivals(case.workload, case.sample, case.requests, case.rate, case.sessions)
     gc.collect()
     routing = replace(case.routing, prefix=replace(case.routing.prefix, block_tokens=trace.block_tokens))
     return Cluster(
         ClusterConfig(
-            pool=_pool(routing),
+            pool=pool_of(routing),
             engine=ENGINE,
             replicas=case.replicas,
             exchange=case.exchange,
@@ -79,7 +80,7 @@ def measure(case: Case) -> Summary:
     return summarise(run(case)[WARMUP:], slo_ttft_s=SLO_TTFT_S)
 
 
-def run_all(of: Callable[[Case], Result], cases: Sequence[Case]) -> list[Result]:
+def run_all(of: Callable[[Input], Result], cases: Sequence[Input]) -> list[Result]:
     """Apply a measurement to every case, in two processes, with the progress on stderr."""
     results = []
     # Garbage collection is off, because a run's objects stay in use until its end.
@@ -106,7 +107,8 @@ def _spread(values: list[float], *, digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def _pool(routing: Routing) -> Pool:
+def pool_of(routing: Routing) -> Pool:
+    """Return a pool of ENGINES members."""
     return Pool(
         namespace="bench",
         name="qwen",
@@ -122,7 +124,8 @@ def _pool(routing: Routing) -> Pool:
 
 
 @cache
-def _trace(workload: str, sample: int, requests: int) -> Trace:
+def trace_of(workload: str, sample: int, requests: int) -> Trace:
+    """Return a sample of a workload, with prompts that fit into the engines."""
     if workload == "default":
         trace = default_workload(requests, seed=sample)
     else:
@@ -132,7 +135,7 @@ def _trace(workload: str, sample: int, requests: int) -> Trace:
 
 @cache
 def _arrivals(workload: str, sample: int, requests: int, rate: float, sessions: bool) -> tuple[Arrival, ...]:
-    trace = _trace(workload, sample, requests).at_rate(rate)
+    trace = trace_of(workload, sample, requests).at_rate(rate)
     if not sessions:
         trace = trace.without_sessions()
     return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)

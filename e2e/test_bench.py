@@ -74,3 +74,21 @@ async def test_hostile_bench_table_has_a_row_for_each_attack() -> None:
     assert bench.returncode == 0, progress.decode()[-4000:]
     rows = [line.split("|")[1].strip() for line in printed.decode().splitlines() if line.startswith("|")]
     assert rows[2:] == ["none", "8,000,000 numbers", "941,000 numbers"]
+
+
+@pytest.mark.slow
+async def test_truth_bench_with_processes_has_a_row_for_each_kind(tmp_path: Path) -> None:
+    samples = tmp_path / "samples.json"
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench", "truth", "--processes", "--quick", "--json", str(samples)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    printed, progress = await bench.communicate()
+    assert bench.returncode == 0, progress.decode()[-4000:]
+    rows = [line.split("|")[1].strip() for line in printed.decode().splitlines() if line.startswith("|")]
+    assert rows[2:] == ["round robin", "records and usage", "KV events"]
+    answered = json.loads(samples.read_text())
+    assert all(each["ttft_s"] is not None for kind in answered.values() for each in kind)
+    assert {kind for kind, each in answered.items() if any(one["by_events"] for one in each)} == {"KV events"}

@@ -29,10 +29,10 @@ ENGINES = 8
 ENGINES_MAX = 100
 NAMESPACE = "bench"
 START_S = 60.0
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
 _LUA = "envoy.filters.http.lua"
-_ANY_PORT = Address(host=_HOST, port=0)
-_NO_ROUTER = Address(host=_HOST, port=9)
+_ANY_PORT = Address(host=HOST, port=0)
+_NO_ROUTER = Address(host=HOST, port=9)
 
 
 class BenchError(Exception):
@@ -110,11 +110,11 @@ class Lab:
 
     async def start(self) -> None:
         """Start the engines and the load generator."""
-        upstream = await self._children.start("upstream", _module("bench.gateway.upstream", str(ENGINES_MAX)))
-        load = await self._children.start("load", _module("bench.gateway.load"))
+        upstream = await self._children.start("upstream", module("bench.gateway.upstream", str(ENGINES_MAX)))
+        load = await self._children.start("load", module("bench.gateway.load"))
         self._engines = tuple((await upstream.ready(within_s=START_S)).values())
         control = (await load.ready(within_s=START_S))["control"]
-        self.load = Load(*await asyncio.open_connection(_HOST, int(control.rpartition(":")[2])))
+        self.load = Load(*await asyncio.open_connection(HOST, int(control.rpartition(":")[2])))
 
     async def envoy_alone(self, name: str) -> Stack:
         """Start an Envoy without a picker."""
@@ -128,7 +128,7 @@ class Lab:
     async def trivial(self, name: str) -> Stack:
         """Start the trivial picker and an Envoy that uses it."""
         destination, cluster = self._engines[0], cluster_name(NAMESPACE, MODEL)
-        child = await self._children.start("trivial", _module("bench.gateway.trivial", destination, cluster))
+        child = await self._children.start("trivial", module("bench.gateway.trivial", destination, cluster))
         ports = await child.ready(within_s=START_S)
         settings = self._settings(self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True)
         document = _without(to_yaml(bootstrap(settings)), _LUA)
@@ -254,7 +254,7 @@ def router_command(pool: Path, replica: str, redis: str | None, program: Sequenc
     hash_key = pool.with_name("hash-key")
     hash_key.write_text("the hash key of the benchmarks")
     return (
-        *_module(*program, "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
+        *module(*program, "router", "--pool", str(pool), "--host", HOST, "--replica-id", replica),
         *("--hash-key-file", str(hash_key), *ports, *shared),
     )
 
@@ -271,7 +271,7 @@ def _without(config: str, *filters: str) -> dict[str, Any]:
     return document
 
 
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
+def module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *arguments)
 
 

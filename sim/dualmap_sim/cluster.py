@@ -17,14 +17,17 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.token_chain import TOKEN_BYTES, token_root
 from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.block_pool import EventBatch
+from dualmap_sim.block_pool import EventBatch, stand_in_tokens
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
 from dualmap_sim.instances import Instance, Instances
+from dualmap_sim.kv_subscriptions import KvSubscriptions
 from dualmap_sim.observer import ClusterObserver
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import LoadSample, Record
@@ -61,10 +64,15 @@ class ClusterConfig:
     """Seconds between two samples of the load; None takes no samples."""
     gives_up: Callable[[Record], bool] | None = None
     """A function that the run calls at each first token, rejection and failure. If it returns True, the run ends."""
+    reports_cached_tokens: bool = True
+    """Whether engines report the cached tokens of a request at its end. Each record has them anyway."""
+    kv_events_delay_s: float = 0.001
+    """Delay until the routers receive KV events, if the pool enables these."""
     on_kv_events: Callable[[str, EventBatch], None] | None = None
-    """A function that receives a member's id and the KV events of a step of its engine.
+    """A function that receives a member's id and the KV events of a step of its engine, as they occur.
 
-    With this function, the engines have physical blocks (``block_pool.py``). A recovered engine begins at number 0.
+    With this function, or if the pool enables KV events, the engines have physical blocks (``block_pool.py``). A
+    recovered engine begins at number 0.
     """
     lasts_s: float = 0.0
     """The minimum duration of a run, even without requests."""
@@ -80,10 +88,15 @@ class Cluster:
         self.samples: list[LoadSample] = []
         self.gave_up = False
         """Whether ``gives_up`` ended the run."""
-        self._instances = Instances(
-            config.pool, engine=config.engine, engines=config.engines, kv_events=config.on_kv_events is not None
-        )
         self._timeline = Timeline()
+        self._subscriptions: KvSubscriptions | None = None
+        if config.pool.engine.kv_events.enabled:
+            self._subscriptions = KvSubscriptions(self.routers, self._timeline, delay_s=config.kv_events_delay_s)
+        self._has_kv_events = self._subscriptions is not None or config.on_kv_events is not None
+        self._instances = Instances(
+            config.pool, engine=config.engine, engines=config.engines, kv_events=self._has_kv_events
+        )
+        self._token_root = token_root(model=config.pool.model.name)
         self._records: dict[str, Record] = {}
         # Number of requests that are not over, including the next arrival, plus one until the run's minimum duration
         # has passed.
@@ -148,11 +161,21 @@ class Cluster:
         assert request_id not in self._records, f"two requests are called {request_id}"
         self._records[request_id] = Record(arrival=arrival, router=router)
         request = Request(
-            id=request_id, chain=arrival.chain, arrived_s=now, session=arrival.session, client=arrival.client
+            id=request_id,
+            chain=arrival.chain,
+            arrived_s=now,
+            session=arrival.session,
+            client=arrival.client,
+            tokens=None if self._subscriptions is None else self._tokens(arrival.work),
         )
         effects = self.routers[router].on_request(now, request)
         self._decided(effects.answer)
         self._after(router, effects.outcomes)
+
+    def _tokens(self, work: EngineRequest) -> PromptTokens:
+        """Return the token ids of a prompt, which are those of the events of its blocks."""
+        packed = stand_in_tokens(work.blocks, block_tokens=self._config.engine.block_tokens)
+        return PromptTokens(packed[: work.prompt_tokens * TOKEN_BYTES], root=self._token_root)
 
     def _router_of(self, now: float, request_id: str) -> int:
         if len(self.routers) == 1:
@@ -252,9 +275,7 @@ class Cluster:
     def _advance(self, instance: Instance) -> None:
         now, report_s = self._timeline.now_s, self._timeline.now_s + self._config.feedback_delay_s
         events = instance.engine.advance(now)
-        if self._config.on_kv_events is not None:
-            for batch in instance.engine.take_event_batches():
-                self._config.on_kv_events(instance.member, batch)
+        self._publish_kv_events(instance)
         for event in events:
             record = self._records[event.request_id]
             if isinstance(event, FirstToken):
@@ -269,6 +290,14 @@ class Cluster:
                     self._open -= 1
                 else:
                     self._timeline.at(report_s, self._hear_end, record)
+
+    def _publish_kv_events(self, instance: Instance) -> None:
+        if self._has_kv_events:
+            for batch in instance.engine.take_event_batches():
+                if self._subscriptions is not None:
+                    self._subscriptions.publish(instance.member, batch)
+                if self._config.on_kv_events is not None:
+                    self._config.on_kv_events(instance.member, batch)
 
     def _is_lost(self, kind: bytes, request_id: str) -> bool:
         loss = self._config.report_loss
@@ -297,7 +326,9 @@ class Cluster:
         self._open -= 1
         work = record.arrival.work
         usage = Usage(
-            prompt_tokens=work.prompt_tokens, completion_tokens=work.output_tokens, cached_tokens=record.cached_tokens
+            prompt_tokens=work.prompt_tokens,
+            completion_tokens=work.output_tokens,
+            cached_tokens=record.cached_tokens if self._config.reports_cached_tokens else None,
         )
         completion, outcomes = self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
         if completion is not None:
@@ -329,7 +360,9 @@ class Cluster:
         elif isinstance(event, Forget):
             self._instances.of(event.member).engine.cache.clear()
         elif isinstance(event, Bypass):
-            self._instances.of(event.member).engine.cache.insert(event.blocks)
+            instance = self._instances.of(event.member)
+            instance.engine.cache_prompt(self._timeline.now_s, event.blocks)
+            self._publish_kv_events(instance)
         else:
             self._instances.change_speed(event.member, event.engine)
 

@@ -16,6 +16,7 @@ With a ``BlockPool`` as its cache, the engine has physical blocks and reports KV
 Blocks of answers are then cached as well.
 """
 
+from collections.abc import Sequence
 from math import inf
 
 from dualmap_sim.answer_blocks import AnswerBlocks
@@ -203,6 +204,12 @@ class Engine:
         """Return the KV events of the steps that ended since the last call. Only a ``BlockPool`` has events."""
         batches, self._batches = self._batches, []
         return batches
+
+    def cache_prompt(self, now: float, blocks: Sequence[int]) -> None:
+        """Cache a prompt that another source has sent, without the time of its prefill. Its KV events are due now."""
+        self._run_until(now)
+        self.cache.insert(blocks)
+        self._end_step(now)
 
     def reset_cache(self) -> bool:
         """Empty the cache, and return whether it was emptied. A ``BlockPool`` refuses while requests are in flight.

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -412,6 +413,13 @@ class TestEngines:
         buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(60_000))
         assert len(buckets) > 2_000_000
         assert await asked(engines, buckets + VLLM + buckets[: 1 << 20].rpartition(b"\n")[0] + b"\n") == 5
+
+    @pytest.mark.parametrize("label", [b"a", b'a="', b'a="b",', rb"\""])
+    async def test_engine_metrics_with_huge_labels_take_little_time(self, engines: EngineClient, label: bytes) -> None:
+        page = VLLM + b"vllm:cache_config_info{" + label * (2_000_000 // len(label)) + b"} 1\n"
+        begun_s = time.process_time()
+        assert await asked(engines, page) == 5
+        assert time.process_time() - begun_s < 1.0
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
     async def test_invalid_engine_response_is_none(self, engines: EngineClient, talk: Talk) -> None:

@@ -216,6 +216,7 @@ def test_frame_of_a_body_is_decoded_to_the_same_body():
         chat(model="unknown"),
         b"no JSON",
         b'{"model": "m", "prompt": [1, 2, 3]}',
+        chat(n=3),
         chat(tools=[{"type": "function"}], input_ids=[1]),
     ],
 )

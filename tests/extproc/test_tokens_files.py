@@ -160,6 +160,15 @@ def test_tools_have_the_engines_order_outside_of_parameters() -> None:
     assert prepared_tools([]) is None
 
 
+def test_tool_fields_that_the_engine_drops_are_not_rendered() -> None:
+    function = {"defer_loading": True, "returns": "text", "strict": False, "name": "f", "description": None}
+    (kept,) = prepared_tools([{"kind": "read", "function": function}]) or ()
+    expected = {"name": "f", "description": None, "parameters": None, "strict": False, "defer_loading": True}
+    assert json.dumps(kept) == json.dumps({"type": "function", "function": expected})
+    (empty,) = prepared_tools([{"function": {"name": "f", "strict": None, "defer_loading": None}}]) or ()
+    assert empty == {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+
+
 def test_template_receives_settings_and_special_tokens() -> None:
     template = "{{ eos_token }}{{ reasoning_effort }}{{ thinking }}{{ add_generation_prompt }}{{ {'é': '<'} | tojson }}"
     body = {

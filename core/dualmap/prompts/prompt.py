@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 from dualmap.errors import BadRequest
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.cached_counts import is_comparable
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
 # The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
@@ -23,6 +24,8 @@ from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, 
 MAX_PIECES: Final = 100_000
 # The longest LoRA adapter and cache salt in characters: every request with one hashes it.
 MAX_NAME: Final = 4096
+# The most answers that the router expects of one request. A larger number cannot hide more work of other sources.
+SEQUENCES_MAX: Final = 1024
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # The fields with a LoRA adapter in SGLang and TensorRT-LLM. vLLM has no such field: the adapter is the model name.
@@ -32,6 +35,8 @@ _LORA_FIELDS: Final = ("lora_path", "lora_request")
 _ID_FIELDS: Final = ("input_ids", "prompt_token_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds")
 # The fields with a session id, in order of precedence: vLLM's field, then OpenAI's fields.
 _SESSION_FIELDS: Final = ("session_id", "prompt_cache_key", "user")
+# The fields that may contain several prompts: of completions, and of embeddings.
+_BATCH_FIELDS: Final = ("prompt", "input")
 
 _Reader: TypeAlias = Callable[[str, object], Iterator[str]]
 """A function that yields the text pieces of one field from its name and value."""
@@ -201,6 +206,8 @@ class Prompt:
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
+    ``sequences`` is the number of answers: the field ``n`` for each prompt of the body.
+    ``comparable`` is false if the engine may report other cached tokens than it caches.
     ``names_ids`` is true for a body that names token ids or embeddings beside its text: it depends on the engine what
     the prompt then is. ``has_tools`` is true for a request with tools. ``rendered`` is the text that the engine
     tokenizes, as a reading process rendered it; None if it is not known.
@@ -214,6 +221,8 @@ class Prompt:
     session: str = ""
     exact: bool = False
     token_ids: bytes | None = None
+    sequences: int = 1
+    comparable: bool = True
     names_ids: bool = False
     has_tools: bool = False
     rendered: Rendered | None = None
@@ -251,6 +260,8 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
+            sequences=_sequences(body),
+            comparable=is_comparable(body),
             names_ids=bool(named),
             has_tools=bool(body.get("tools")),
         )
@@ -280,6 +291,15 @@ def _session(body: Mapping[str, object]) -> str:
         if isinstance(value, str) and value:
             return value
     return ""
+
+
+def _sequences(body: Mapping[str, object]) -> int:
+    answers, prompts = body.get("n"), 1
+    for name in _BATCH_FIELDS:
+        value = body.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            prompts = len(value)
+    return min(prompts * (answers if type(answers) is int and answers > 1 else 1), SEQUENCES_MAX)
 
 
 def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool, bytes | None]:

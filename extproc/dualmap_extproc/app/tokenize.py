@@ -27,7 +27,7 @@ from dualmap.errors import PoolError
     metavar="FILE",
     help="File with the JSON body of the request. The value - stands for standard input.",
 )
-@click.option("--engine", metavar="URL", help="Engine such as http://10.0.0.1:8000, whose /tokenize gives its own ids.")
+@click.option("--engine", metavar="URL", help="Engine such as http://10.0.0.1:8000, whose own ids are compared.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of text.")
 def tokenize(pool_file: Path, request_file: BinaryIO, engine: str | None, as_json: bool) -> None:
     """Print the token count of a request, the time it took, and how much came from the cache of prefixes.

@@ -200,6 +200,7 @@ def encode_result(result: Prompt | Refused) -> bytes:
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
     facts = {"streamed": result.streamed, "exact": result.exact, "names_ids": result.names_ids}
+    counts = {"sequences": result.sequences, "comparable": result.comparable}
     # The ids of a prompt of ids are its text.
     ids = {"has_tools": result.has_tools, "ids": result.token_ids is not None}
     text, special = ("", None) if result.rendered is None else result.rendered
@@ -209,7 +210,7 @@ def encode_result(result: Prompt | Refused) -> bytes:
         # Half a character in the arguments of a tool call. No tokenizer accepts it.
         rendered, special = b"", None
     tokenized = {"special": special, "text_bytes": len(result.text)}
-    header = json.dumps({**named, **facts, **ids, **tokenized}).encode()
+    header = json.dumps({**named, **facts, **counts, **ids, **tokenized}).encode()
     return _PREFIX.pack(len(header), len(result.text) + len(rendered)) + header + result.text + rendered
 
 

@@ -94,9 +94,11 @@ class ServedPools:
             for name in pool.served_names:
                 models.setdefault(name, self._routers[pool.id])
         # The names of specifications come first, so that no engine can take them.
-        for router in self:
-            for name in router.pool.served_names:
-                models.setdefault(name, router)
+        for pool in self._given:
+            router = self._routers[pool.id]
+            for name in router.pool.model.names:
+                if name not in pool.foreign_names:
+                    models.setdefault(name, router)
         self._models = models
         self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
 

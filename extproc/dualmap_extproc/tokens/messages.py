@@ -19,7 +19,7 @@ _TEXT_FIELDS: Final = {
     "thinking": "thinking",
 }
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-# The fields of a tool's function that vLLM renders first, with null for a missing one.
+# The fields of a tool's function that vLLM always renders, with null for a missing one. It drops unknown fields.
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 
 
@@ -145,7 +145,9 @@ def _tool(tool: object) -> Json:
 
 def _function(function: Mapping[str, object], deferred: object) -> Json:
     ordered: Json = {name: function.get(name) for name in _FUNCTION_FIELDS}
+    if function.get("strict") is not None:
+        ordered["strict"] = function["strict"]
     own = function.get("defer_loading")
     if own is not None or deferred is not None:
         ordered["defer_loading"] = deferred if own is None else own
-    return ordered | {name: value for name, value in function.items() if name not in (*ordered, "defer_loading")}
+    return ordered
