@@ -120,6 +120,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "_TICK_S", 0.01)
     monkeypatch.setattr(profiles, "_JOIN_JITTER_S", 0.0)
     monkeypatch.setattr(profiles, "_FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(profiles, "_LAST_RETRY_S", 0.2)
     monkeypatch.setattr(client, "TIMEOUT_S", 0.3)
 
 
@@ -224,9 +225,20 @@ class TestProfiles:
 
     async def test_silent_engine_is_asked_less_often(self) -> None:
         engine = vllm(metrics=None, version=None)
-        async with serving(engine) as member, asking(pool_of(member, interval_s=0.4)) as (_, _reports):
+        async with serving(engine) as member, asking(pool_of(member)) as (_, _reports):
             await asyncio.sleep(1.5)
-        assert 3 <= engine.asked.count("/metrics") <= 6
+        # An engine that answers is asked 17 times.
+        assert 5 <= engine.asked.count("/metrics") <= 10
+
+    async def test_engine_that_was_silent_for_long_is_soon_known_again(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=3600.0)) as (_, reports):
+            await reports.next()
+            del engine.answers["/metrics"]
+            asked = engine.asked.count("/metrics")
+            await until(lambda: engine.asked.count("/metrics") >= asked + 6)
+            engine.answers["/metrics"] = METRICS % 200.0
+            await until(lambda: reports.of["m-0"][-1].started_s == 200.0)
 
     async def test_engine_of_another_type_is_named(self) -> None:
         async with serving(vllm()) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
