@@ -151,6 +151,7 @@ class TestProfiles:
                 running=2,
                 asleep=False,
                 started_s=100.0,
+                ranks=1,
             )
 
     async def test_sglang_engine_is_described(self) -> None:
@@ -482,9 +483,9 @@ class TestClient:
 
     @pytest.mark.parametrize("address", [HOST, "::1"])
     async def test_error_of_a_refused_connection_names_no_address(self, address: str) -> None:
-        async with self.client() as each:
+        async with self.connection(Member(id="m", address=address, port=9)) as each:
             with pytest.raises(AnswerError) as error:
-                await each.page(Member(id="m", address=address, port=9), "/metrics")
+                await each.page("/metrics", Kind.LOAD)
         assert str(error.value).startswith("/metrics: no connection (")
         assert address not in str(error.value)
 
