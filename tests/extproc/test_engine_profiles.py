@@ -120,6 +120,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "_TICK_S", 0.01)
     monkeypatch.setattr(profiles, "_JOIN_JITTER_S", 0.0)
     monkeypatch.setattr(profiles, "_FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(profiles, "_LAST_RETRY_S", 0.2)
     monkeypatch.setattr(client, "TIMEOUT_S", 0.3)
 
 
@@ -150,6 +151,7 @@ class TestProfiles:
                 running=2,
                 asleep=False,
                 started_s=100.0,
+                ranks=1,
             )
 
     async def test_sglang_engine_is_described(self) -> None:
@@ -224,9 +226,20 @@ class TestProfiles:
 
     async def test_silent_engine_is_asked_less_often(self) -> None:
         engine = vllm(metrics=None, version=None)
-        async with serving(engine) as member, asking(pool_of(member, interval_s=0.4)) as (_, _reports):
+        async with serving(engine) as member, asking(pool_of(member)) as (_, _reports):
             await asyncio.sleep(1.5)
-        assert 3 <= engine.asked.count("/metrics") <= 6
+        # An engine that answers is asked 17 times.
+        assert 5 <= engine.asked.count("/metrics") <= 10
+
+    async def test_engine_that_was_silent_for_long_is_soon_known_again(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=3600.0)) as (_, reports):
+            await reports.next()
+            del engine.answers["/metrics"]
+            asked = engine.asked.count("/metrics")
+            await until(lambda: engine.asked.count("/metrics") >= asked + 6)
+            engine.answers["/metrics"] = METRICS % 200.0
+            await until(lambda: reports.of["m-0"][-1].started_s == 200.0)
 
     async def test_engine_of_another_type_is_named(self) -> None:
         async with serving(vllm()) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
@@ -470,9 +483,9 @@ class TestClient:
 
     @pytest.mark.parametrize("address", [HOST, "::1"])
     async def test_error_of_a_refused_connection_names_no_address(self, address: str) -> None:
-        async with self.client() as each:
+        async with self.connection(Member(id="m", address=address, port=9)) as each:
             with pytest.raises(AnswerError) as error:
-                await each.page(Member(id="m", address=address, port=9), "/metrics")
+                await each.page("/metrics", Kind.LOAD)
         assert str(error.value).startswith("/metrics: no connection (")
         assert address not in str(error.value)
 

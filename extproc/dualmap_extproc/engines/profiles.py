@@ -3,7 +3,7 @@
 Each member has two tasks. One reads the engine's metrics page at least once a second, because it contains the load, and
 reports the load at once. The other requests the other pages when the member joins, when the engine's process has
 another start time, and every ``spec.engine.discovery.interval``. A page that is not answered keeps its last values
-while the engine's process is the same. An engine that does not answer is asked less often, up to once per interval.
+while the engine's process is the same. An engine that does not answer is asked every two seconds.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ ASLEEP_KEPT_S: Final = 60.0
 _JOIN_JITTER_S: Final = 0.5
 _TICK_S: Final = 0.1
 _FIRST_RETRY_S: Final = 1.0
+_LAST_RETRY_S: Final = 2.0
+"""The longest pause before the next request to a silent engine: a restarted engine must soon show its start time."""
 
 Report = Callable[[str, str, EngineProfile], None]
 """Receives a profile: the pool (``namespace/name``), the member's id, and the profile."""
@@ -150,7 +152,7 @@ class _AskedEngine:
                     await asyncio.sleep(self._until_tick_s(random.uniform(*LOAD_PERIOD_S)))
                 else:
                     await asyncio.sleep(retry_s * random.uniform(0.9, 1.0))
-                    retry_s = min(2 * retry_s, self._interval_s)
+                    retry_s = min(2 * retry_s, _LAST_RETRY_S)
         finally:
             connection.close()
 
