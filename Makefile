@@ -36,7 +36,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(PROJECT)
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e controlplane wheel-test fuzz bench constraints proto manifests image clean
+# vLLM has its own Python 3.11, because its packages conflict with the project's. It takes 5 GB.
+.vllm/.installed: bench/engine/vllm-requirements.txt | $(VENV)/.uv
+	@echo "installing vLLM into .vllm (5 GB)"
+	@$(UV) venv --quiet --clear --python 3.11 .vllm
+	@$(UV) pip install --python .vllm/bin/python --no-deps --require-hashes --compile-bytecode --requirement $<
+	@touch $@
+
+.PHONY: help demo test lint unit e2e vllm controlplane wheel-test fuzz bench constraints proto manifests image clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +61,9 @@ unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k h
 
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
 	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
+
+vllm: $(VENV)/.dev .vllm/.installed ## tests against three real vLLM engines on the CPU, 5 GB (ARGS=e2e/test_real_vllm.py)
+	@DUALMAP_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(BIN)/pytest -s $(or $(ARGS),e2e/test_vllm_truth.py)
 
 controlplane: $(VENV)/.dev # Builds the control plane's programs and the chart's images for e2e.
 	@e2e/debian.sh
@@ -89,4 +99,4 @@ image: ## build the container image with docker, podman or buildah (IMAGE=regist
 	$$engine build --tag $(IMAGE) $(ARGS) .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out
+	rm -rf $(VENV) .vllm build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out

@@ -10,7 +10,11 @@
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
+  tokens                     tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)
+
   profile                    the cost of asking engines for their profile and load (a minute)
+
+  kv_events                  the cost of following engines' KV events (two minutes)
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
@@ -57,6 +61,16 @@ def main(names: list[str]) -> None:
         from bench.profile import main as profile
 
         profile(names[1:], prog_name="python -m bench profile")
+    if names[:1] == ["kv_events"]:
+        # Imported here because ZeroMQ is not needed elsewhere.
+        from bench.kv_events import main as kv_events
+
+        kv_events(names[1:], prog_name="python -m bench kv_events")
+    if names[:1] == ["tokens"]:
+        # Imported here for the same reason.
+        from bench.tokens import main as tokens
+
+        tokens(names[1:], prog_name="python -m bench tokens")
     if names[:1] == ["truth"]:
         # Imported here because a benchmark of engines' knowledge needs nothing that the others need.
         from bench.truth.command import truth
@@ -76,7 +90,8 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "hostile", "tracing", "profile", "truth", "autoscaling"])
+        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "truth", "autoscaling")
+        names_known = ", ".join([*CORE, *VIRTUAL, *others])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")

@@ -11,13 +11,14 @@ import time
 from dataclasses import replace
 from statistics import quantiles
 
+import aiohttp
 import click
 from bench.decisions import pool_of
 
 from dualmap.engines.profile import EngineProfile, read_metrics
 from dualmap.pools.pool import Member
 from dualmap.router import PoolRouter
-from dualmap_extproc.engines.client import EngineClient
+from dualmap_extproc.engines.client import TIMEOUT_S, EngineClient, Kind
 from dualmap_extproc.engines.profiles import EngineProfiles
 
 SCRAPES = 50
@@ -34,6 +35,7 @@ _LOAD = (
     'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="discard_all"} 0.0\n'
 )
 _CACHE = ",".join(f'setting_{n}="None"' for n in range(36)) + ',block_size="16",num_gpu_blocks="28000"'
+_DOCUMENT = b'{"version": "0.32.0", "data": [{"id": "m", "max_model_len": 131072}]}'
 _BUCKET = 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="%d.0",model_name="m"} 0.0\n'
 
 
@@ -48,27 +50,25 @@ def page() -> bytes:
 
 
 class _Engine(asyncio.Protocol):
-    """Answers each request on a connection with the page."""
+    """Answers each request on a connection with the metrics page, or with a short document for other paths."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+    def __init__(self, page: bytes, document: bytes) -> None:
+        self._page, self._document = page, document
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for _ in range(data.count(b"\r\n\r\n")):
-            self._transport.write(self._answer)
+        self._transport.write(self._page if data.startswith(b"GET /metrics ") else self._document)
 
 
 def serve(ports: "multiprocessing.Queue[int]") -> None:
-    """Serve the page on a free loopback port until terminated."""
+    """Serve the answers on a free loopback port until terminated."""
 
     async def run() -> None:
-        content = page()
-        answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-        server = await asyncio.get_running_loop().create_server(lambda: _Engine(answer), "127.0.0.1", 0)
+        answers = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(each) + each for each in (page(), _DOCUMENT)]
+        server = await asyncio.get_running_loop().create_server(lambda: _Engine(*answers), "127.0.0.1", 0)
         ports.put(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
@@ -77,21 +77,41 @@ def serve(ports: "multiprocessing.Queue[int]") -> None:
 
 async def scrape_ms(port: int) -> tuple[float, float]:
     """Return the CPU milliseconds of one scrape, and those of reading its page."""
-    client, member, content = EngineClient(), Member(id="m-0", address="127.0.0.1", port=port), page()
+    member, content = Member(id="m-0", address="127.0.0.1", port=port), page()
+    connection = EngineClient().connect(member)
     router = PoolRouter(replace(pool_of(1, "dualmap"), members=(member,)))
     whole, reading = [], []
     for at in range(ROUNDS):
         begun_s = time.process_time()
         for n in range(SCRAPES):
-            profile = read_metrics("vLLM", await client.page(member, "/metrics"))
+            profile = read_metrics("vLLM", await connection.page("/metrics", Kind.LOAD))
             router.on_profile(at * SCRAPES + n, "m-0", EngineProfile(engine="vLLM").also(profile))
         whole.append((time.process_time() - begun_s) / SCRAPES * 1000)
         begun_s = time.process_time()
         for _ in range(SCRAPES):
             read_metrics("vLLM", content)
         reading.append((time.process_time() - begun_s) / SCRAPES * 1000)
-    await client.close()
+    connection.close()
     return quantiles(whole, n=10)[0], quantiles(reading, n=10)[0]
+
+
+async def requests_ms(port: int) -> tuple[float, float]:
+    """Return the CPU milliseconds of one request for the page by the router's client, and by aiohttp's."""
+    connection = EngineClient().connect(Member(id="m-0", address="127.0.0.1", port=port))
+    own, general = [], []
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", auto_decompress=False) as session:
+        for _ in range(ROUNDS):
+            begun_s = time.process_time()
+            for _ in range(SCRAPES):
+                await connection.page("/metrics", Kind.LOAD)
+            own.append((time.process_time() - begun_s) / SCRAPES * 1000)
+            begun_s = time.process_time()
+            for _ in range(SCRAPES):
+                async with asyncio.timeout(TIMEOUT_S), session.get("/metrics") as response:
+                    await response.read()
+            general.append((time.process_time() - begun_s) / SCRAPES * 1000)
+    connection.close()
+    return quantiles(own, n=10)[0], quantiles(general, n=10)[0]
 
 
 async def cores(port: int, members: int) -> tuple[float, float]:
@@ -129,7 +149,9 @@ def _command() -> None:
     try:
         port = ports.get()
         whole, reading = asyncio.run(scrape_ms(port))
-        print(f"one scrape of a page of {BYTES} bytes: {whole:.3f} ms CPU, of it {reading:.3f} ms to read the page\n")
+        own, general = asyncio.run(requests_ms(port))
+        print(f"one scrape of a page of {BYTES} bytes: {whole:.3f} ms CPU, of it {reading:.3f} ms to read the page")
+        print(f"one request for the page: {own:.3f} ms CPU; with aiohttp's client: {general:.3f} ms\n")
         print("| members | profiles/s | cores |")
         print("|---|---|---|")
         for members in MEMBERS:

@@ -12,7 +12,9 @@ import pytest
 import pytest_asyncio
 
 import builders
-from dualmap.pools.pool import MemberState, Model, Pool, Slo
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.source import SourceState, SourceStatus
+from dualmap.pools.pool import Engine, KvEvents, MemberState, Model, Pool, Slo, Tokenizer, TokenSource
 from harness.browser import Browser, missing
 from harness.fleet import Fleet
 from harness.processes import Child, dualmap_argv
@@ -95,7 +97,9 @@ async def _fleet() -> AsyncIterator[Fleet]:
     joining = replace(many.members[40], state=MemberState.JOINING, weight=40)
     draining = replace(many.members[99], state=MemberState.DRAINING)
     members = (*many.members[:40], joining, *many.members[41:99], draining)
-    few = Pool(namespace="llm", name="other", model=Model(name="o"), members=builders.members(2))
+    tokenizer = Tokenizer(source=TokenSource.RENDERER, url="http://renderer:8000")
+    engine = Engine(tokenizer=tokenizer, kv_events=KvEvents(enabled=True))
+    few = Pool(namespace="llm", name="other", model=Model(name="o"), engine=engine, members=builders.members(2))
     fleet = Fleet([replace(many, model=Model(name=HOSTILE), slo=Slo(ttft_s=2.0), members=members), few])
     fleet.speeds[many.members[3].endpoint] = 500.0
     async with fleet.served():
@@ -212,6 +216,30 @@ async def test_dashboard_pool_link_selects_pool_even_after_reload(browser: Brows
     assert await browser.run("return document.querySelector('[aria-current]').textContent.includes('llm/other')")
     await browser.open(await browser.run("return location.href"))
     await browser.until("document.querySelectorAll('tbody tr').length === 2")
+
+
+@needs_browser
+async def test_dashboard_shows_engines_and_their_kv_events(browser: Browser, fleet: Fleet) -> None:
+    heads = f"return {SEEN}.filter((text, index) => !document.querySelectorAll('thead th')[index].hidden)"
+    assert "KV events" not in await browser.run(heads, "thead th")
+    live, lost = SourceStatus(state=SourceState.LIVE), SourceStatus(state=SourceState.FAILED, reason=HOSTILE)
+    for member, status in (("m-0", live), ("m-1", lost)):
+        fleet.picker.on_kv_events("llm/other", member, 0, (), status)
+        fleet.picker.on_profile(0.0, "llm/other", member, EngineProfile(version="0.33.0", reason=status.reason))
+
+    await browser.open(f"{fleet.url}#pool=llm/other")
+    await browser.until("document.querySelectorAll('tbody tr').length === 2")
+    await browser.until("document.querySelectorAll('td[data-problem]').length === 2")
+
+    heads = await browser.run(heads, "thead th")
+    cells = await browser.run(f"return {SEEN}", "tbody td")
+    rows = [dict(zip(heads[1:], cells[start:], strict=False)) for start in (0, len(heads) - 1)]
+    assert [row["KV events"] for row in rows] == ["Live", "Failed"]
+    assert [row["Engine"] for row in rows] == ["0.33.0", "0.33.0"]
+    tooltips = "return [...document.querySelectorAll('td[data-problem]')].map((each) => each.title)"
+    assert await browser.run(tooltips) == [HOSTILE, HOSTILE]
+    assert "The KV events of m-1 are incomplete" in await browser.text("main")
+    assert await browser.run("return document.title") != "owned"
 
 
 @needs_browser

@@ -73,6 +73,25 @@ def test_demo_answers_every_request_under_each_policy(tmp_path):
 
 
 @pytest.mark.slow
+def test_demo_with_kv_events_compares_predictions(tmp_path):
+    arguments = ("--requests", "20", "--speed", "10", "--policies", "dualmap", "--kv-events")
+    done = subprocess.run(
+        command(tmp_path, *arguments), capture_output=True, text=True, timeout=DONE_WITHIN_S, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "demo.json").read_text())
+    without, followed = document["runs"]
+    assert (without["policy"], followed["policy"]) == ("dualmap", "dualmap+events")
+    assert (without["predictions"]["events"], without["predictions"]["from_events"]) == (None, 0.0)
+    assert followed["errors"] == {}
+    assert followed["predictions"]["events"]["states"] == {"Live": 2}
+    assert followed["predictions"]["events"]["stored"] > 0
+    assert followed["predictions"]["from_events"] > 0
+    assert "  events of the engines: 2 Live; " in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_demo_leaves_no_process_running(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:

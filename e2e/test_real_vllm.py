@@ -1,7 +1,6 @@
 """Compares the engine model with a new recording of a real vLLM, shorter than the recordings in tests/sim/fixtures.
 
-The test runs only if DUALMAP_VLLM_PYTHON is set, because it needs 5.6 GB of packages and ten minutes on one core.
-docs/engine-model.md describes the installation.
+`make vllm ARGS=e2e/test_real_vllm.py` installs vLLM and runs the test, which takes ten minutes on one core.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ The error is 2 % if the engine has its own core.
 """
 
 pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason="set DUALMAP_VLLM_PYTHON to the Python of a vLLM environment (docs/engine-model.md)"
+    PYTHON is None, reason="`make vllm ARGS=e2e/test_real_vllm.py` runs the test with a real vLLM"
 )
 
 

@@ -16,6 +16,7 @@ _MEASURED = "dualmap_measured_cached_tokens_total"
 _CHECKED = "dualmap_checked_cached_tokens_total"
 _MET = 'slo="met"'
 _FAILED = 'outcome="failed"'
+_INCOMPLETE = 'result="incomplete"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,22 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             about="Hot prefixes that use a longer key. A longer key spreads a prefix's requests over more pairs.",
             unit="short",
             queries={"{{pool}}": f"max by (pool) ({_of('dualmap_split_prefixes')})"},
+        ),
+        Panel(
+            title="States of KV events",
+            about="Endpoints of pools with KV events, by state, as a sum over all routers. A router knows what "
+            "an endpoint in the state Live caches.",
+            unit="short",
+            queries={"{{pool}} {{state}}": f"sum by (pool, state) ({_of('dualmap_kv_event_state')})"},
+        ),
+        Panel(
+            title="Gaps in KV events",
+            about="Gaps in the numbers of engines' messages, and replays after which messages are still missing.",
+            unit="short",
+            queries={
+                "{{pool}} gaps": f"sum by (pool) ({_rate('dualmap_kv_event_gaps_total')})",
+                "{{pool}} incomplete replays": f"sum by (pool) ({_rate('dualmap_kv_resyncs_total', _INCOMPLETE)})",
+            },
         ),
     ),
     "Load": (

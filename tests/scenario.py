@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dualmap.objects.pods import IN_RING_GATE
 from dualmap.pools.pool import Engine, MemberState
@@ -98,7 +99,7 @@ def router(
     version: int = 5,
     busy: Mapping[str, int] | None = None,
     state: str = "Draining",
-    **more: bool,
+    **more: Any,
 ) -> RouterReport:
     """Return a router's report about the pool.
 

@@ -76,7 +76,7 @@ async def serving(python: Path, options: Sequence[str], *, say: Callable[[str], 
 async def _run(python: Path, script: Path, folder: Path, *, log: Path) -> None:
     with log.open("wb") as output:
         made = await asyncio.create_subprocess_exec(
-            str(python), str(script), str(folder), env=_environment(), stdout=output, stderr=output
+            str(python), str(script), str(folder), "slow", env=_environment(), stdout=output, stderr=output
         )
         if await made.wait():
             raise ServeError(f"{python} failed to create the model:\n{_end_of(log)}")

@@ -98,7 +98,7 @@ class Chooser:
         """Let the session rule or the policy choose a member; return the request with the chosen member."""
         choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
-        chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
+        chosen, receipt = choice.candidate, self._receipt(request, key, situation, choice)
         return QueuedRequest(
             request=request,
             key=key,
@@ -145,7 +145,7 @@ class Chooser:
             return None
         return session_choice(situation, situation.host, hot_ratio=rule.hot_ratio)
 
-    def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
+    def _receipt(self, request: Request, key: Key, situation: Situation, choice: Choice) -> Receipt:
         chosen, considered, waited_s = choice.candidate, situation.pair, situation.waited_s
         pair = tuple([each.id for each in considered])
         if chosen.id not in pair:
@@ -162,6 +162,7 @@ class Chooser:
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
             source=source_of(chosen),
+            adapter=self._fleet.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple(
                 [

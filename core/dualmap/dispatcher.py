@@ -10,6 +10,7 @@ from functools import cache
 
 from dualmap.chooser import Chooser
 from dualmap.fleet.fleet import Fleet
+from dualmap.keys.rings import DualRing
 from dualmap.policies.situation import Candidate, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.rebalance import REBALANCED, relieve
@@ -144,15 +145,24 @@ class Dispatcher:
 
         ``key`` is the key of an earlier placement, so that hotness counts the request only once.
         """
-        ring = self._fleet.ring(request.subset)
+        ring, preferred = self._fleet.rings(request)
         if not ring.members:
             self._place_nowhere(now, request, outcomes)
             return
         key = key or self._chooser.key(now, request)
+        placed = self._choose(now, request, key, ring if preferred is None else preferred, outcomes)
+        if preferred is not None and placed.predicted_ttft_s > self._pool.slo.ttft_s:
+            placed = min(
+                (placed, self._choose(now, request, key, ring, outcomes)), key=lambda each: each.predicted_ttft_s
+            )
+        self._admit(now, placed, outcomes)
+
+    def _choose(self, now: float, request: Request, key: Key, ring: DualRing, outcomes: list[Outcome]) -> QueuedRequest:
+        """Choose a member of a ring for a request; first relieve the queues of an overloaded pair."""
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation, outcomes):
             situation = self._chooser.situation(now, request, key, ring)
-        self._admit(now, self._chooser.choose(now, request, key, situation), outcomes)
+        return self._chooser.choose(now, request, key, situation)
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue
@@ -292,7 +302,12 @@ class Dispatcher:
             matched_tokens=to.matched_tokens,
             compute_s=to.compute_s,
             predicted_ttft_s=predicted_ttft_s,
-            receipt=queued.receipt.moved(to, REBALANCED, predicted_ttft_s=predicted_ttft_s),
+            receipt=queued.receipt.moved(
+                to,
+                REBALANCED,
+                predicted_ttft_s=predicted_ttft_s,
+                adapter=self._fleet.adapter_state(queued.request.adapter, to.id),
+            ),
             moved=True,
         )
         self._admit(now, moved, outcomes)

@@ -35,6 +35,8 @@ class Receipt(NamedTuple):
     """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because".
 
     ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the router's own ``records``.
+    ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``, ``absent`` or ``unknown``. It
+    is empty for the base model.
     """
 
     pool: str
@@ -50,24 +52,27 @@ class Receipt(NamedTuple):
     predicted_ttft_s: float
     candidates: tuple[CandidateReceipt, ...]
     source: str = "records"
+    adapter: str = ""
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
         """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
 
         With ``ReceiptFields.CHOSEN``, the chosen member is the only value that depends on other clients' requests.
         Hotness determines the key's length and therefore the pair, and the rule shows which members cache the prompt.
+        Engines may load adapters for requests.
         """
         chosen = _sf_string(self.chosen)
         if fields is ReceiptFields.CHOSEN:
             return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
         pair = " ".join(_sf_string(member) for member in self.pair)
+        adapter = f", adapter={_sf_string(self.adapter)}" if self.adapter else ""
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
-            f"source={_sf_string(self.source)}"
+            f"source={_sf_string(self.source)}{adapter}"
         )
 
-    def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float) -> "Receipt":
+    def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float, adapter: str = "") -> "Receipt":
         """Return the receipt of the same request after a move to another member's queue."""
         return self._replace(
             rule=rule.name,
@@ -77,6 +82,7 @@ class Receipt(NamedTuple):
             matched_tokens=to.matched_tokens,
             source=source_of(to),
             predicted_ttft_s=predicted_ttft_s,
+            adapter=adapter,
         )
 
     def as_json(self) -> dict[str, object]:
@@ -84,8 +90,11 @@ class Receipt(NamedTuple):
 
         The hash is a string of 16 hex digits, because many JSON parsers lose precision above 2^53.
         """
+        fields = self._asdict()
+        if not self.adapter:
+            del fields["adapter"]
         return {
-            **self._asdict(),
+            **fields,
             "key": {**self.key._asdict(), "hash": f"{self.key.hash:016x}"},
             "pair": list(self.pair),
             "candidates": [each._asdict() for each in self.candidates],

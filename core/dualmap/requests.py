@@ -25,9 +25,12 @@ class Request:
     endpoints are allowed; if it is empty, no endpoint is allowed. ``streamed`` is true if the response is streamed, so
     that the router observes the first token. ``session`` is the session's key (dualmap.keys.sessions), None if the
     client sent no session.
-    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``tokens`` are the
+    ``client`` identifies the client among those of the pool; 0 if clients are not distinguished. ``client_is_salt`` is
+    true if no header names the client, only the body's salt or nothing. ``comparable`` is false if the engine may
+    report other cached tokens for this request than it caches (``dualmap.prompts.cached_counts``). ``tokens`` are the
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
-    by them.
+    by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
+    ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model.
     """
 
     id: str
@@ -37,7 +40,11 @@ class Request:
     streamed: bool = True
     session: int | None = None
     client: int = 0
+    client_is_salt: bool = False
+    comparable: bool = True
     tokens: PromptTokens | None = None
+    sequences: int = 1
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,22 +129,26 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The end of a request. ``measured_cached_tokens`` is None if the engine reported no usage."""
+    """The end of a request. ``measured_cached_tokens`` is None if the engine reported no usage.
+
+    ``comparable`` is false if the measured tokens do not say what the engine caches (``Request``).
+    """
 
     request_id: str
     member: str
     predicted_cached_tokens: int
     measured_cached_tokens: int | None
+    comparable: bool = True
 
     @property
     def predicted_hit(self) -> bool:
-        """Whether the router expected at least one cached block, and the engine reported its cached tokens."""
-        return self.measured_cached_tokens is not None and self.predicted_cached_tokens > 0
+        """Whether the router expected at least one cached block, and the engine reported comparable cached tokens."""
+        return self.comparable and self.measured_cached_tokens is not None and self.predicted_cached_tokens > 0
 
     @property
     def stale_hit(self) -> bool:
-        """Whether the router expected at least one cached block, and the engine reported none."""
-        return self.measured_cached_tokens == 0 and self.predicted_cached_tokens > 0
+        """Whether a hit was predicted, and the engine reported no cached tokens."""
+        return self.predicted_hit and self.measured_cached_tokens == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

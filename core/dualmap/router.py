@@ -141,8 +141,8 @@ class PoolRouter:
         An unknown member's profile is ignored.
         """
         change = self._fleet.on_profile(now, member, profile)
-        if not any(change):
-            return Effects(False)
+        if not change.facts and not change.ring:
+            return Effects(False, self._dispatcher.release(now, member) if change.load else ())
         outcomes: tuple[Outcome, ...] = ()
         completed = self._fleet.completed() if change.facts else self._pool
         changed = completed != self._pool

@@ -17,6 +17,7 @@ from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import Reply, http1
 from harness.envoy import Envoy
 from harness.stack import Router, write_pool
+from harness.upstream import ENGINE_HEADER
 from harness.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -92,8 +93,9 @@ class Deployment:
         async def asked() -> bool:
             nonlocal in_a_row
             reply = await http1(self.envoy.url + CHAT, body=b"{}")
-            # Only the router rejects a body without a model.
-            in_a_row = in_a_row + 1 if reply.status == 400 else 0
+            # Without the router, an engine rejects the body; engines sign their answers.
+            asked_router = reply.status == 400 and ENGINE_HEADER not in reply.headers
+            in_a_row = in_a_row + 1 if asked_router else 0
             return in_a_row >= 4 * self._workers
 
         await until(asked, "Envoy uses the router", timeout_s=REST_TIMEOUT_S)

@@ -7,7 +7,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,8 +25,16 @@ class Child:
     Leaving the context stops the process, with SIGKILL if necessary.
     """
 
-    def __init__(self, name: str, argv: Sequence[str | Path], *, directory: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        *,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self._environment = environment
         self.argv = [str(part) for part in argv]
         self.log = directory / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -43,7 +51,7 @@ class Child:
         """Start the process; a restarted child appends to the same log."""
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self.argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+                *self.argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
             )
 
     async def wait_for_line(self, pattern: str, *, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,15 +126,26 @@ class Router(Child):
 
 
 class Engine(Child):
-    """A ``dualmap engine-sim`` on a free or a given port; a restart uses the same port."""
+    """A ``dualmap engine-sim`` on a free or a given port; a restart uses the same ports.
+
+    With ``kv_events``, the engine publishes KV events on free ports.
+    """
 
     def __init__(
-        self, *, directory: Path, name: str, host: str = "127.0.0.1", port: int = 0, arguments: Sequence[str] = ()
+        self,
+        *,
+        directory: Path,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        arguments: Sequence[str] = (),
+        kv_events: bool = False,
     ) -> None:
         self._arguments = ("--model", "qwen-model", *arguments)
         super().__init__(name, (), directory=directory)
         self.host = host
         self.port = port
+        self._kv_ports = ("0", "0") if kv_events else None
 
     @property
     def endpoint(self) -> str:
@@ -145,9 +157,15 @@ class Engine(Child):
         return PoolMember(id=self.name, address=self.host, port=self.port)
 
     async def start(self) -> None:
-        """Start the engine and wait for its ready line, which has the port."""
+        """Start the engine and wait for its ready line, which has the ports."""
         before = len(self.output())
         self.argv = dualmap_argv("engine-sim", "--host", self.host, "--port", str(self.port), *self._arguments)
+        if self._kv_ports is not None:
+            live, replay = self._kv_ports
+            self.argv += ["--kv-events", "--kv-events-port", live, "--kv-events-replay-port", replay]
         await super().start()
-        line = await self.wait_for_line(r"ready.*?http=\S+:(\d+)", after=before)
+        line = await self.wait_for_line(r"ready.*?http=\S+:(\d+)(.*)\n", after=before)
         self.port = int(line[1])
+        if self._kv_ports is not None:
+            live, replay = re.findall(r"kv_\w+=\S+:(\d+)", line[2])
+            self._kv_ports = (live, replay)

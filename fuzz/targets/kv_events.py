@@ -21,7 +21,8 @@ from dualmap.engines.source import (
     read_frames,
 )
 from dualmap.engines.token_chain import chain_tokens, pack_tokens, token_root
-from dualmap_extproc.engines.event_messages import SLICE_EVENTS, slices
+from dualmap_extproc.engines.event_messages import SLICE_BLOCKS, SLICE_EVENTS, slices
+from dualmap_extproc.engines.zmtp import FRAMES_MAX, ProtocolError, ZmtpConnection
 from fuzz import trees
 from fuzz.choices import Choices
 
@@ -39,6 +40,9 @@ _FOREIGN: Final = chain_tokens(
     pack_tokens([0] * 65), root=token_root(model="m", cache_salt="the salt of another tenant"), block_tokens=16
 )
 _CAPACITY: Final = 12
+# A peer's handshake.
+_OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x06\x05READY"
+_MESSAGE_BYTES: Final = 200
 _STEPS_MAX: Final = 100
 # A text in a message can have bytes that are not UTF-8, and a map can have a key that no dictionary accepts.
 _UNPACK_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, OverflowError, ValueError)
@@ -47,10 +51,14 @@ _UNPACK_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError
 def check(data: bytes) -> None:
     """Check that any events leave a consistent state within its bounds, and never match another tenant's salt.
 
-    The input is used twice: as a packed message, and as choices that build messages, replays and lost messages.
+    The input is used as bytes of a connection, as a packed message, and as choices that build messages, replays and
+    lost messages.
     """
+    _check_connection(data)
     for part in slices(data):
         assert part.reason if isinstance(part, Unreadable) else len(part.events) <= SLICE_EVENTS
+        if isinstance(part, Batch):
+            assert sum(len(event.hashes) for event in part.events if not isinstance(event, Cleared)) <= SLICE_BLOCKS
     batch = _read(data)
     residency = Residency(held := HeldBlocks(), model="m")
     for rank in (0, 1):
@@ -69,6 +77,28 @@ def mutate(data: bytes, random: Random) -> bytes | None:
         return msgspec.msgpack.encode(trees.mutate(message, random, _WORDS))
     except (TypeError, OverflowError, RecursionError):
         return None
+
+
+def _check_connection(data: bytes) -> None:
+    """Check that any bytes give messages within the bounds or an error, whatever the parts in which they arrive."""
+    for opening in (b"", _OPENING):
+        found = []
+        for size in (1 + len(data) // 7, 1 + len(data)):
+            connection = ZmtpConnection(b"SUB", (b"\x01",), message_bytes=_MESSAGE_BYTES)
+            connection.receive(opening)
+            messages: list[Sequence[bytes]] = []
+            try:
+                for start in range(0, len(data), size):
+                    connection.receive(data[start : start + size])
+                    while (frames := connection.next_message()) is not None:
+                        assert len(frames) <= FRAMES_MAX
+                        assert sum(map(len, frames)) <= _MESSAGE_BYTES
+                        messages += [frames] if frames else []
+            except ProtocolError as error:
+                assert str(error)  # noqa: PT017 - the target is no test
+            assert connection.waiting_bytes <= max(_MESSAGE_BYTES, len(_OPENING)) + len(data)
+            found.append(messages)
+        assert found[0] == found[1]
 
 
 def _read(payload: bytes) -> Batch:
@@ -92,6 +122,7 @@ def _read(payload: bytes) -> Batch:
 
 def _check_blocks(residency: Residency, held: HeldBlocks) -> None:
     assert len(held) <= residency.blocks <= BLOCKS_MAX
+    assert held.stored == residency.blocks
     assert len(residency._groups) <= GROUPS_MAX
     assert residency.matched_tokens(_FOREIGN) == 0
 

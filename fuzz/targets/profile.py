@@ -16,6 +16,7 @@ from dualmap.engines.profile import (
     read_server_info,
     read_version,
 )
+from dualmap.engines.profiles import DISCOVERED_LENGTH_MAX, POOL_ADAPTERS_MAX
 from dualmap.pools.pool import Member, Model, Pool
 from dualmap.router import PoolRouter
 from fuzz.choices import Choices
@@ -65,8 +66,9 @@ def check(data: bytes) -> None:
         joined = joined.also(profile)
         for each in (profile, joined):
             _check_profile(each)
-            router.on_profile(float(now), "m-0", each)
-        assert router.pool.engine.max_model_len > 0
+            router.on_profile(100.0 * now, "m-0", each)
+        assert 0 < router.pool.engine.max_model_len <= DISCOVERED_LENGTH_MAX
+        assert len(router.pool.model.adapters) <= POOL_ADAPTERS_MAX
         assert router.pool.model.names[0] == "m"
         assert len(set(router.pool.model.names)) == len(router.pool.model.names)
 

@@ -25,6 +25,7 @@ class ConditionType(StrEnum):
     PROGRESSING = "Progressing"
     DRAINING = "Draining"
     SCALING_LIMITED = "ScalingLimited"
+    TOKENS_AGREE = "TokensAgree"
     DEGRADED = "Degraded"
 
 

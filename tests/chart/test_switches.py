@@ -65,6 +65,45 @@ def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, st
                     yield port["port"], peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
 
 
+def test_network_policies_never_limit_what_routers_reach() -> None:
+    """The routers connect to engines at ports that only the engines know."""
+    for case in CASES.values():
+        policies = [each for each in render(case, apis=APIS) if each["kind"] == "NetworkPolicy"]
+        assert all(each["spec"]["policyTypes"] == ["Ingress"] for each in policies)
+
+
+def test_example_of_kv_events_admits_the_charts_pods_only() -> None:
+    file = ROOT / "manifests" / "examples" / "kv-events.yaml"
+    pool, _, policy = yaml.safe_load_all(file.read_text())
+    events = pool["spec"]["engine"]["kvEvents"]
+    components = {name.removeprefix("dualmap-"): labels for name, labels, _ in pods(render(apis=APIS))}
+    admitted: dict[int, set[str]] = {}
+    for rule in policy["spec"]["ingress"]:
+        (peer,) = rule["from"]
+        assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": NAMESPACE}
+        labels = peer["podSelector"]["matchLabels"].items()
+        (kinds,) = [each["values"] for each in peer["podSelector"].get("matchExpressions", ())] or [[]]
+        names = {name for name, has in components.items() if labels <= has.items()}
+        named = {name for name in names if not kinds or components[name]["app.kubernetes.io/component"] in kinds}
+        for port in rule["ports"]:
+            admitted[port["port"]] = named
+    assert admitted == {
+        8000: {"gateway", "router", "operator"},
+        events["port"]: {"router"},
+        events["replayPort"]: {"router"},
+    }
+    (listens,) = [each for each in engine_arguments(pool) if each.startswith("--kv-events-config=")]
+    config = json.loads(listens.partition("=")[2])
+    assert config["endpoint"] == f"tcp://*:{events['port']}"
+    assert config["replay_endpoint"] == f"tcp://*:{events['replayPort']}"
+
+
+def engine_arguments(pool: Any) -> list[str]:
+    """Return the arguments of a pool's engine."""
+    (engine,) = pool["spec"]["workload"]["template"]["spec"]["containers"]
+    return list(engine["args"])
+
+
 def test_network_policy_allows_only_required_peers() -> None:
     objects = render()
     assert set(reached(objects, "router")) == {

@@ -63,11 +63,24 @@ def test_demo_pool_is_valid_at_every_speed(speed):
     assert {member.id: member.endpoint for member in pool.members} == addresses
 
 
-@pytest.mark.parametrize("kv_events", [False, True])
-def test_demo_pool_enables_kv_events_as_asked(kv_events):
-    (pool,) = read_pools(pool_document(plan(kv_events=kv_events), "dualmap", {"engine-0": "127.0.0.1:4001"}))
+@pytest.mark.parametrize("renderer", [None, "127.0.0.1:4000"])
+def test_demo_pool_enables_kv_events_as_asked(renderer):
+    (pool,) = read_pools(pool_document(plan(), "dualmap", {"engine-0": "127.0.0.1:4001"}, renderer=renderer))
 
-    assert pool.engine.kv_events.enabled is kv_events
+    assert pool.engine.kv_events.enabled is (renderer is not None)
+    assert pool.engine.tokenizer.url == (f"http://{renderer}" if renderer else "")
+
+
+def test_demo_with_kv_events_runs_the_last_policy_again():
+    policies = ("round_robin", "dualmap")
+
+    assert [run.name for run in plan(policies=policies).runs] == ["round_robin", "dualmap"]
+    runs = plan(policies=policies, kv_events=True).runs
+    assert [(run.name, run.kv_events) for run in runs] == [
+        ("round_robin", False),
+        ("dualmap", False),
+        ("dualmap+events", True),
+    ]
 
 
 @pytest.mark.parametrize(

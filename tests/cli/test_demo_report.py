@@ -3,13 +3,15 @@
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dualmap_cli.demo.chart import draw
 from dualmap_cli.demo.plan import make_plan
-from dualmap_cli.demo.printing import announcement, as_document, lag_note, notes, preamble, table
+from dualmap_cli.demo.predictions import EventCounts, Prediction, read_event_counts, read_prediction
+from dualmap_cli.demo.printing import announcement, as_document, lag_note, notes, preamble, predictions, table
 from dualmap_cli.demo.replay import Outcome
 from dualmap_cli.demo.report import PolicyRun, coefficient_of_variation, percentile, report
 from dualmap_cli.demo.sampling import LoadSample
@@ -156,6 +158,62 @@ def test_report_table_is_aligned_and_preamble_contains_the_load(plan):
     assert len({len(line) for line in lines}) == 1
     assert [line.split()[0] for line in lines[2:]] == ["round_robin", "dualmap"]
     assert f"{plan.load.without_reuse:.0%} of their capacity" in preamble(plan)
+
+
+RECEIPT = 'chosen="m-1", rule="pair", matched=%d, prompt=%d, key=2, source="%s"'
+
+
+def test_prediction_is_the_share_of_the_receipts_prompt():
+    assert read_prediction(RECEIPT % (50, 100, "events")) == Prediction(cached_share=0.5, from_events=True)
+    assert read_prediction(RECEIPT % (0, 0, "records")) == Prediction(cached_share=0.0, from_events=False)
+    assert read_prediction("") is None
+    assert read_prediction('chosen="m-1"') is None
+
+
+def test_event_counts_are_sums_over_the_routers():
+    page = """dualmap_kv_event_state{endpoint="engine-0",pool="demo/qwen",state="Live"} 1.0
+dualmap_kv_event_state{endpoint="engine-0",pool="demo/qwen",state="Failed"} 0.0
+dualmap_kv_event_state{endpoint="engine-1",pool="demo/qwen",state="Partial"} 1.0
+dualmap_kv_events_total{kind="stored",pool="demo/qwen"} 12.0
+dualmap_kv_events_total{kind="removed",pool="demo/qwen"} 5.0
+dualmap_kv_event_gaps_total{pool="demo/qwen"} 2.0
+"""
+    assert read_event_counts([page, page]) == EventCounts(
+        states={"Live": 2, "Partial": 2}, stored=24, removed=10, gaps=4
+    )
+    assert read_event_counts([]) == EventCounts()
+
+
+def test_report_compares_predicted_with_measured_cached_tokens(plan):
+    shares = (0.25, 0.0, 0.9, 1.0)
+    events = EventCounts(states={"Live": 2}, stored=7)
+    outcomes = [
+        replace(
+            outcome(),
+            prompt_tokens=1000,
+            cached_tokens=0 if number == 3 else 250,
+            prediction=Prediction(cached_share=share, from_events=number > 0),
+        )
+        for number, share in enumerate(shares)
+    ]
+    measured = replace(run(*outcomes), events=events)
+
+    assert report(measured, plan).predictions is None
+    (figures,) = reports = [report(measured, replace(plan, kv_events=True))]
+    assert figures.predictions is not None
+    assert (figures.predictions.as_predicted, figures.predictions.from_events) == (0.25, 0.75)
+    assert (figures.predictions.predicted_hits, figures.predictions.stale_hits) == (3, 1)
+    assert "1 of 3 predicted hits found nothing" in predictions(reports)
+    assert "events of the engines: 2 Live; 7 blocks stored, 0 removed, 0 gaps" in predictions(reports)
+    document = json.loads(json.dumps(as_document(plan, reports)))
+    assert document["runs"][0]["predictions"]["events"] == {"states": {"Live": 2}, "stored": 7, "removed": 0, "gaps": 0}
+
+
+def test_results_without_kv_events_have_no_predictions(plan):
+    reports = [report(run(outcome()), plan)]
+
+    assert predictions(reports) == ""
+    assert "predictions" not in as_document(plan, reports)["runs"][0]
 
 
 def png_size(path: Path) -> tuple[int, int]:

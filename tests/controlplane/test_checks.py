@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 
-from dualmap_operator.decide.spec import SelectorWorkload
+from dualmap.pools.pool import KvEvents
+from dualmap_operator.decide.spec import SelectorWorkload, read_spec
 from dualmap_operator.decide.workload.checks import template_warnings
 from pod_templates import GOOD_CONTAINER, engine_with, odd_templates, pool_of, template_of
 
@@ -144,6 +147,60 @@ class TestPromptTokensDetails:
         warning = only(warned(engine_with(args=["--shutdown-timeout=20", *args])))
 
         assert warning.startswith(f"{ENGINE}.args: --enable-prompt-tokens-details is missing")
+
+
+CONFIG = '{"enable_kv_cache_events": true, "endpoint": "%s", "replay_endpoint": "tcp://*:5558"}'
+
+
+class TestKvEvents:
+    def warned(self, *args: str, kv_events: bool = True, engine: str = "vLLM") -> tuple[str, ...]:
+        usual = ("--shutdown-timeout=20", "--enable-prompt-tokens-details")
+        pool = pool_of(template_of(engine_with(args=[*usual, *args])), engine=engine)
+        events = replace(pool.engine, kv_events=KvEvents(enabled=kv_events))
+        return template_warnings(replace(pool, engine=events))
+
+    def test_missing_config_gives_a_warning_if_the_pool_has_kv_events(self) -> None:
+        warning = only(self.warned())
+
+        assert warning.startswith(f"{ENGINE}.args: --kv-events-config is missing, so vLLM publishes no KV events, but ")
+        assert '; give --kv-events-config={"enable_kv_cache_events":true,' in warning
+        assert self.warned(kv_events=False) == ()
+        assert self.warned(engine="SGLang") == ()
+
+    @pytest.mark.parametrize("config", ["{}", '{"enable_kv_cache_events": false}', '{"enable_kv_cache_events": "yes"}'])
+    def test_config_that_does_not_enable_events_gives_a_warning(self, config: str) -> None:
+        assert "does not enable KV events" in only(self.warned(f"--kv-events-config={config}"))
+
+    @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5557", "tcp://collector:5557", "\u00e9" * 500])
+    def test_endpoint_that_is_not_listened_on_gives_a_warning(self, endpoint: str) -> None:
+        warning = only(self.warned("--kv-events-config", CONFIG % endpoint))
+
+        assert "to which vLLM connects instead of listening" in warning
+        assert warning.isascii()
+        assert len(warning) < 700
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--kv-events-config", CONFIG % "tcp://*:5557"],
+            ["--kv_events_config=" + CONFIG % "tcp://[::]:5557"],
+            ['--kv-events-config={"enable_kv_cache_events": true}'],
+            ["--kv-events-config=$(CONFIG)"],
+            ["--kv-events-config"],
+            ["--kv-events-config=" + "[" * 100_000],
+            ["--kv-events-config=[1]"],
+            ['--kv-events-config={"enable_kv_cache_events": true, "endpoint": 5}'],
+            ["--kv-events-config.enable_kv_cache_events", "true"],
+            ["--config", "/etc/vllm.yaml"],
+        ],
+    )
+    def test_valid_or_unreadable_config_has_no_warning(self, args: list[str]) -> None:
+        assert self.warned(*args) == ()
+
+    def test_example_of_kv_events_has_no_warnings(self) -> None:
+        file = Path(__file__).parents[2] / "manifests" / "examples" / "kv-events.yaml"
+        (pool, *_) = yaml.safe_load_all(file.read_text())
+        assert template_warnings(read_spec(pool)) == ()
 
 
 class TestReadiness:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dualmap.pools.claims import LostClaim
-from dualmap.pools.pool import MemberState
-from dualmap_operator.decide.observed import Condition, Observed
+from dualmap.pools.pool import Engine, MemberState, Tokenizer, TokenSource
+from dualmap_operator.decide.observed import Condition, Observed, RouterReport, TokenizerReport
 from dualmap_operator.decide.plan import plan, plan_refused
 from dualmap_operator.decide.plan_values import Plan
 from dualmap_operator.decide.pod_reading import read_pod, read_time
@@ -267,3 +267,35 @@ def test_thousand_member_changes_create_a_single_event() -> None:
     made = plan(template_spec(1000), seen(pods, size=1000, version=0), NOW_S)
     (event,) = (each for each in made.events if each.reason is EventReason.MEMBER_ACTIVE)
     assert "and 990 more" in event.message
+
+
+FILES = replace(template_spec(), engine=Engine(tokenizer=Tokenizer(source=TokenSource.FILES, path="/tokenizers/qwen")))
+
+
+def tokens_agree(*reports: RouterReport) -> Condition:
+    return condition(plan(FILES, seen(PODS, ACTIVE, routers=reports), NOW_S), "TokensAgree")
+
+
+def test_pool_with_a_tokenizer_has_tokens_agree() -> None:
+    assert (tokens_agree(router()).status, tokens_agree(router()).reason) == (True, "CountsEqual")
+    assert (tokens_agree().status, tokens_agree().reason) == (None, "NoRouters")
+
+
+def test_differing_counts_make_tokens_agree_false() -> None:
+    first = router("a", tokenizer=TokenizerReport(differing=("'m' (chat)",)))
+    second = router("b", tokenizer=TokenizerReport(differing=("'m' (chat)", "'m' (chat with tools)")))
+    found = tokens_agree(first, second)
+    assert (found.status, found.reason) == (False, "CountsDiffer")
+    assert found.message.endswith(": 'm' (chat with tools), 'm' (chat).")
+
+
+def test_unusable_tokenizer_makes_tokens_agree_false() -> None:
+    unusable = TokenizerReport(problem="/tokenizers/qwen/tokenizer.json: No such file", differing=("'m' (chat)",))
+    found = tokens_agree(router("b", tokenizer=unusable), router("a", tokenizer=unusable))
+    assert (found.status, found.reason) == (False, "SourceUnusable")
+    assert found.message.endswith("/tokenizers/qwen/tokenizer.json: No such file (a, b).")
+
+
+def test_router_that_takes_no_requests_is_not_heard_about_tokens() -> None:
+    unusable = TokenizerReport(problem="x")
+    assert tokens_agree(router(), router("b", ready=False, tokenizer=unusable)).status is True

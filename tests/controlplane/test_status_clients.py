@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from dualmap_extproc.request.observations import Arrival, FanOut, Routed
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_operator.decide.observed import EndpointReport, RouterReport
+from dualmap_operator.decide.observed import EndpointReport, RouterReport, TokenizerReport
 from dualmap_operator.observe.status_clients import EngineClient, RouterAddress, RouterClient
 from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
@@ -253,6 +254,32 @@ class TestRouters:
             ((known, counted),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert (known.ring_version, counted) == (7, None)
 
+    @pytest.mark.parametrize(
+        ("tokenizer", "expected"),
+        [
+            (
+                {
+                    "reason": "x",
+                    "distrusted": [
+                        {"model": "m", "api": "chat", "tools": True},
+                        {"model": "m", "api": "chat", "tools": 0},
+                    ],
+                },
+                TokenizerReport(problem="x", differing=("'m' (chat with tools)", "'m' (chat)")),
+            ),
+            (None, TokenizerReport()),
+            ([], TokenizerReport()),
+            ({"reason": 7, "distrusted": "no"}, TokenizerReport()),
+            ({"reason": "x" * 1000, "distrusted": [7]}, TokenizerReport(problem="x" * 300)),
+            ({"distrusted": [{}] * 40}, TokenizerReport(differing=("'' ()",) * 32)),
+        ],
+    )
+    async def test_router_reports_its_token_ids(
+        self, routers: RouterClient, tokenizer: object, expected: TokenizerReport
+    ) -> None:
+        async with listening(saying(json.dumps({**POOL, "tokenizer": tokenizer}).encode())) as peer:
+            assert (await report(routers, peer.port)).tokenizer == expected
+
     async def test_router_report_with_thousand_endpoints_is_parsed(self, routers: RouterClient) -> None:
         many = [{**POOL["endpoints"][0], "id": f"qwen-{n}"} for n in range(1000)]
         async with listening(saying(json.dumps({**POOL, "endpoints": many}).encode())) as peer:
@@ -386,6 +413,13 @@ class TestEngines:
         buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(60_000))
         assert len(buckets) > 2_000_000
         assert await asked(engines, buckets + VLLM + buckets[: 1 << 20].rpartition(b"\n")[0] + b"\n") == 5
+
+    @pytest.mark.parametrize("label", [b"a", b'a="', b'a="b",', rb"\""])
+    async def test_engine_metrics_with_huge_labels_take_little_time(self, engines: EngineClient, label: bytes) -> None:
+        page = VLLM + b"vllm:cache_config_info{" + label * (2_000_000 // len(label)) + b"} 1\n"
+        begun_s = time.process_time()
+        assert await asked(engines, page) == 5
+        assert time.process_time() - begun_s < 1.0
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
     async def test_invalid_engine_response_is_none(self, engines: EngineClient, talk: Talk) -> None:

@@ -27,6 +27,14 @@ def test_blocks_cover_the_complete_prompt(text: bytes, block_tokens: int) -> Non
     assert chain.tokens_of(0) == 0
 
 
+@given(st.integers(0, 5000), st.sampled_from([1, 16, 128, 512]), st.integers(0, 5000))
+def test_chain_counted_keeps_blocks_and_keys(length: int, block_tokens: int, tokens: int) -> None:
+    chain = chain_blocks(b"x" * length, root=ROOT, block_tokens=block_tokens)
+    counted = chain.counted(tokens)
+    assert (counted.hashes, counted.cacheable, counted.tokens) == (chain.hashes, chain.cacheable, tokens)
+    assert counted.tokens_of(len(chain.hashes)) <= tokens
+
+
 @given(st.text(), st.text(), st.text(), st.text(), st.text(), st.text())
 def test_chain_root_differs_by_model_lora_and_salt(a: str, b: str, c: str, d: str, e: str, f: str) -> None:
     one, other = chain_root(model=a, lora=b, cache_salt=c), chain_root(model=d, lora=e, cache_salt=f)

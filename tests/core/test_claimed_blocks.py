@@ -59,6 +59,21 @@ def test_cleared_claims_match_nothing():
     assert made.leading_blocks(1.0, chain(1)) == 0
 
 
+def test_claim_ends_with_the_report_of_its_last_block():
+    made = Claims()
+    for request in ("a", "b"):
+        made.add(0.0, request, chain(1, 2, 3), expected_s=0.0)
+    made.add(0.0, "longer", chain(1, 2, 3, 4), expected_s=0.0)
+    assert all(key in made.awaited for key in (3, 4))
+    assert 2 not in made.awaited
+    made.on_reported(3)
+    made.on_reported(2)
+    assert 3 not in made.awaited
+    made.withdraw("longer")
+    assert made.leading_blocks(1.0, chain(1, 2, 3, 4)) == 0
+    assert 4 not in made.awaited
+
+
 def test_claimed_blocks_are_bounded_and_the_oldest_end(monkeypatch):
     monkeypatch.setattr(claims, "CLAIMED_BLOCKS_MAX", 4)
     made = Claims()

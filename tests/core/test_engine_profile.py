@@ -1,6 +1,8 @@
 """Tests of the readers of engines' answers: valid answers, other engines' answers, and junk."""
 
 import json
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from dualmap.engines.profile import (
     ADAPTERS_MAX,
     DIALECTS,
+    EVENT_SOURCES_MAX,
+    MODELS_MAX,
     NO_PROFILE,
     EngineProfile,
     EventSource,
@@ -19,6 +23,7 @@ from dualmap.engines.profile import (
     read_server_info,
     read_version,
 )
+from dualmap.engines.samples import SAMPLES_MAX
 from shared_data import shared_file
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -52,6 +57,7 @@ class TestMetrics:
             cache_tokens=63 * 32,
             waiting=3,
             running=2,
+            ranks=1,
             asleep=False,
             started_s=1795149865.6,
         )
@@ -78,10 +84,26 @@ class TestMetrics:
         )
         profile = read_metrics("vLLM", page)
         assert (profile.running, profile.waiting, profile.kv_tokens, profile.block_tokens) == (6, 3, 480, 16)
+        assert profile.ranks == 3
 
     def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))
         assert (profile.kv_tokens, profile.cache_tokens) == (2016, 0)
+
+    @pytest.mark.parametrize(
+        ("engine", "page", "name"),
+        [
+            ("vLLM", VLLM, b"vllm:kv_cache_usage_perc"),
+            ("SGLang", SGLANG, b"sglang:token_usage"),
+            ("TensorRTLLM", TENSORRT, b"trtllm_kv_cache_utilization"),
+        ],
+    )
+    def test_use_of_memory_is_the_mean_of_the_ranks(self, engine: str, page: bytes, name: bytes) -> None:
+        assert read_metrics(engine, page).kv_usage is None
+        ranks = name + b'{engine="0"} 0.5\n' + name + b'{engine="1"} 1\n'
+        assert read_metrics(engine, page + ranks).kv_usage == 0.75
+        for junk in (b"NaN", b"-0.1", b"1.1", b"many"):
+            assert read_metrics(engine, page + ranks + name + b" " + junk + b"\n").kv_usage is None
 
     def test_hybrid_model_has_fewer_tokens_than_its_blocks(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'size_tokens="2048"', b'size_tokens="512"'))
@@ -124,6 +146,55 @@ class TestMetrics:
         assert profile.reason.startswith("/metrics ")
         assert profile == EngineProfile(reason=profile.reason)
 
+    def test_tensorrt_ranks_share_the_block_and_add_their_memory(self) -> None:
+        page = b"".join(
+            b'trtllm_num_requests_running{rank="%d"} 1\ntrtllm_num_requests_waiting{rank="%d"} 0\n'
+            b'trtllm_kv_cache_tokens_per_block{rank="%d"} 32\ntrtllm_kv_cache_max_blocks{rank="%d"} 11\n'
+            % (rank, rank, rank, rank)
+            for rank in range(4)
+        )
+        profile = read_metrics("TensorRTLLM", page)
+        assert (profile.running, profile.block_tokens, profile.kv_tokens, profile.cache_tokens) == (4, 32, 1280, 1280)
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [b'{r="0"} 32\ntrtllm_kv_cache_tokens_per_block{r="1"} 64\n', b" NaN\n", b" 0\n", b" -1\n", b" 1e300\n"],
+    )
+    def test_tensorrt_block_that_is_not_one_number_is_unknown(self, sizes: bytes) -> None:
+        page = TENSORRT.replace(b" 32\n", sizes)
+        profile = read_metrics("TensorRTLLM", page)
+        assert (profile.block_tokens, profile.kv_tokens, profile.running) == (None, None, 4)
+
+    def test_text_inside_a_label_is_no_label(self) -> None:
+        labels = rb'x="a,block_size=\"7\"",my_block_size="9",block_size="16",num_gpu_blocks="11"'
+        profile = read_metrics("vLLM", LOAD_ONLY + b"vllm:cache_config_info{%b} 1\n" % labels)
+        assert (profile.block_tokens, profile.kv_tokens) == (16, 160)
+
+    def test_samples_of_a_metric_are_bounded(self) -> None:
+        page = LOAD_ONLY + b'vllm:num_requests_running{engine="1"} 1\n' * (2 * SAMPLES_MAX)
+        assert read_metrics("vLLM", page).running == SAMPLES_MAX - 1
+
+    @pytest.mark.parametrize(
+        "part",
+        [
+            pytest.param(b"vllm:num_requests_running 0\n", id="samples"),
+            pytest.param(b"vllm:num_requests_running_now 0\n", id="similar names"),
+            pytest.param(b'vllm:cache_config_info{block_size="16",num_gpu_blocks="2"} 1\n', id="memories"),
+            pytest.param(b'vllm:cache_config_info{a="' + rb"\"" * 1000 + b'"} 1\n', id="escapes"),
+            pytest.param(b"vllm:cache_config_info{" + b'a="b",' * 1000 + b"} 1\n", id="labels"),
+            pytest.param(b"\n", id="empty lines"),
+        ],
+    )
+    def test_hostile_page_takes_little_time(self, part: bytes) -> None:
+        page = LOAD_ONLY + part * (2**20 // len(part))
+        assert seconds(page) < 0.05
+
+    @pytest.mark.parametrize("unit", [b"a", b'a="b",', b'a="', b'"', rb"\"", b"block_size=", b',block_size="', b"} "])
+    def test_hostile_labels_take_linear_time(self, unit: bytes) -> None:
+        """Text of 64 KB took seconds if each position began a search for a label's end."""
+        page = LOAD_ONLY + b"vllm:cache_config_info{" + unit * (2**20 // len(unit)) + b"} 1\n"
+        assert seconds(page) < 0.05
+
     def test_absurd_load_is_bounded(self) -> None:
         page = b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e300\n"
         profile = read_metrics("vLLM", page)
@@ -135,6 +206,16 @@ class TestMetrics:
         for each in (page, name + page + b"\n", name + b" 1\n" + DIALECTS[engine].waiting.encode() + page + b"\n"):
             profile = read_metrics(engine, each)
             assert (profile.running is None) == bool(profile.reason)
+
+
+def seconds(page: bytes) -> float:
+    """Return the shortest CPU time of several readings of a page."""
+    times_s = []
+    for _ in range(3):
+        begun_s = time.process_time()
+        read_metrics("vLLM", page)
+        times_s.append(time.process_time() - begun_s)
+    return min(times_s)
 
 
 def model(name: object, parent: object = None, **more: object) -> dict[str, object]:
@@ -153,11 +234,15 @@ class TestDocuments:
 
     def test_models_give_length_and_adapters(self) -> None:
         document = {"data": [model("m", max_model_len=1024), model("sql", "m"), model("math", "m", max_model_len=None)]}
-        assert read_models(document) == EngineProfile(max_model_len=1024, adapters=("sql", "math"))
+        assert read_models(document) == EngineProfile(
+            max_model_len=1024, models=("m", "sql", "math"), adapters=("sql", "math")
+        )
 
     def test_recorded_models_are_read(self) -> None:
         document = json.loads(shared_file("fixtures/vllm/v1_models.json").read_text())
-        assert read_models(document) == EngineProfile(max_model_len=1024)
+        profile = read_models(document)
+        assert profile == EngineProfile(max_model_len=1024, models=profile.models)
+        assert len(profile.models) == len(document["data"])
 
     @pytest.mark.parametrize("document", [None, [], {}, {"data": {}}, {"data": "m"}])
     def test_invalid_models_give_a_reason(self, document: object) -> None:
@@ -169,7 +254,12 @@ class TestDocuments:
          model("a", 1), model("a", max_model_len=-1), model("a", max_model_len=True), model("a", max_model_len=1e9)],
     )  # fmt: skip
     def test_odd_models_are_ignored(self, odd: object) -> None:
-        assert read_models({"data": [odd]}) == NO_PROFILE
+        assert replace(read_models({"data": [odd]}), models=()) == NO_PROFILE
+
+    def test_models_of_a_long_list_are_not_known(self) -> None:
+        names = [f"m{n}" for n in range(MODELS_MAX)]
+        assert read_models({"data": [model(each) for each in names]}).models == tuple(names)
+        assert read_models({"data": [model(each) for each in (*names, "more")]}).models == ()
 
     def test_adapters_are_bounded(self) -> None:
         profile = read_models({"data": [model(f"a{n}", "m") for n in range(ADAPTERS_MAX + 1)]})
@@ -177,6 +267,12 @@ class TestDocuments:
             ADAPTERS_MAX,
             f"/v1/models has {ADAPTERS_MAX + 1} adapters, of which {ADAPTERS_MAX} are served",
         )
+
+    def test_models_and_event_sources_beyond_the_limit_are_not_read(self) -> None:
+        many = [model("m")] * MODELS_MAX
+        assert read_models({"data": [*many, model("sql", "m", max_model_len=9)]}) == NO_PROFILE
+        off = {str(n): {"enable_kv_cache_events": False} for n in range(EVENT_SOURCES_MAX)}
+        assert read_event_sources({**off, "999": {"enable_kv_cache_events": True}}) == NO_PROFILE
 
     def test_event_sources_are_read_by_rank(self) -> None:
         source = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::]:5657"}
@@ -242,9 +338,16 @@ class TestProfile:
         )
         assert first.also(NO_PROFILE) == first
 
-    def test_silent_engine_keeps_all_but_the_moment(self) -> None:
-        profile = EngineProfile(version="1", kv_tokens=9, waiting=1, running=2, asleep=True)
-        assert profile.failed("silent") == EngineProfile(version="1", kv_tokens=9, reason="silent")
+    @pytest.mark.parametrize("asleep", [True, False])
+    def test_silent_engine_keeps_all_but_its_load(self, asleep: bool) -> None:
+        profile = EngineProfile(version="1", kv_tokens=9, waiting=1, running=2, asleep=asleep, at_s=1.0)
+        failed = profile.failed("silent")
+        assert failed == EngineProfile(version="1", kv_tokens=9, asleep=asleep, reason="silent")
+        assert failed.at_s is None
+
+    def test_profile_has_the_time_of_the_load_that_it_contains(self) -> None:
+        load = EngineProfile(waiting=1, running=2, at_s=5.0)
+        assert EngineProfile(version="1").also(load).also(EngineProfile(version="2")).at_s == 5.0
 
     def test_problem_is_the_reason_or_that_the_engine_sleeps(self) -> None:
         assert EngineProfile(asleep=True).problem == "the engine is asleep"

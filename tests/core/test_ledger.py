@@ -8,7 +8,7 @@ from dualmap.fleet.kv import SILENT_DECODE_S
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S, Ledger
 from dualmap.fleet.prefills import SILENT_PREFILL_S
 from dualmap.fleet.prefix_index import PrefixIndex
-from dualmap.fleet.usage import Prediction, Witnesses, predict
+from dualmap.fleet.usage import MemberReports, Origin, Prediction, predict
 from dualmap.prompts.blocks import BlockChain
 
 SPEED = 1000.0
@@ -34,8 +34,15 @@ def entry(
 
 
 def prediction(now: float, prompt: BlockChain, matched: int) -> Prediction:
-    index = PrefixIndex(0)
-    return predict(now, prompt, index=index, witnesses=Witnesses(), client=0, matched_tokens=matched)
+    return predict(
+        now,
+        prompt,
+        member="m",
+        index=PrefixIndex(0),
+        reports=MemberReports(),
+        origin=Origin(client=0, comparable=True),
+        matched_tokens=matched,
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):

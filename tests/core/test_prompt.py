@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.errors import BadRequest
-from dualmap.prompts.prompt import MAX_PIECES, read_prompt
+from dualmap.prompts.prompt import MAX_PIECES, SEQUENCES_MAX, read_prompt
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -197,3 +197,24 @@ def test_any_json_object_with_a_model_is_read(body: dict[str, Any]) -> None:
 
 def test_prompt_with_lone_unicode_surrogates_is_read() -> None:
     assert text(prompt="\ud800") == "\ud800".encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize(
+    ("body", "sequences"),
+    [
+        ({"messages": [user("Hi")]}, 1),
+        ({"messages": [user("Hi")], "n": 64}, 64),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 6),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"input": ["a", "b"]}, 2),
+        ({"input": [user("Hi"), user("Ho")]}, 1),
+        ({"prompt": "a", "n": 10**9}, SEQUENCES_MAX),
+        ({"prompt": "a", "n": -1}, 1),
+        ({"prompt": "a", "n": True}, 1),
+        ({"prompt": "a", "n": 2.5}, 1),
+        ({"prompt": "a", "n": "3"}, 1),
+    ],
+)
+def test_request_has_a_sequence_for_each_answer_to_each_prompt(body: dict[str, Any], sequences: int) -> None:
+    assert read_prompt({"model": "m", **body}).sequences == sequences

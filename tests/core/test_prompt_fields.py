@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "documents": ([TEXTS[0]], [TEXTS[1]]),
     "chat_template_kwargs": ({"enable_thinking": True}, {"enable_thinking": False}),
     "input_ids": ([1, 2, 3], [1, 2, 4]),
+    "prompt_token_ids": ([1, 2, 3], [1, 2, 4]),
     "kv_transfer_params": ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1, 3]}),
     "reasoning": ({"effort": "low"}, {"effort": "high"}),
     "output_config": ({"effort": "low"}, {"effort": "high"}),
@@ -79,6 +80,7 @@ def test_field_outside_the_prompt_changes_no_key_or_token_count(api: Api, field:
         (Api.CHAT, "documents", [{"text": LONG}]),
         (Api.CHAT, "input_ids", list(range(10_000))),
         (Api.CHAT, "kv_transfer_params", {"prompt_token_ids": list(range(10_000))}),
+        *((api, "prompt_token_ids", list(range(10_000))) for api in (Api.CHAT, Api.RESPONSES, Api.MESSAGES)),
         (Api.COMPLETIONS, "prompt_embeds", LONG),
         (Api.RESPONSES, "previous_response_id", LONG),
         (Api.RESPONSES, "previous_input_messages", [{"role": "user", "content": LONG}]),
@@ -121,6 +123,46 @@ def test_chat_body_token_ids_do_not_replace_the_messages(field: str) -> None:
 )
 def test_token_ids_are_the_prompt_if_the_api_accepts_them(api: Api, field: str) -> None:
     assert read_prompt({"model": "m", field: [1, 2, 3]}, api).text == b"\1\0\0\0\2\0\0\0\3\0\0\0"
+
+
+IDS_BESIDE = (
+    {"input_ids": [1, 2]},
+    {"prompt_token_ids": [1, 2]},
+    {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+    {"prompt_embeds": "AAAA"},
+)
+
+
+@pytest.mark.parametrize("named", IDS_BESIDE)
+@pytest.mark.parametrize("api", BODIES)
+def test_ids_beside_a_prompt_are_reported(api: Api, named: dict[str, Any]) -> None:
+    assert read_prompt({"model": "m", **BODIES[api], **named}, api).names_ids
+    assert not read_prompt({"model": "m", **BODIES[api]}, api).names_ids
+
+
+@pytest.mark.parametrize("named", IDS_BESIDE)
+def test_ids_beside_a_prompt_of_ids_change_its_key_and_are_not_used(named: dict[str, Any]) -> None:
+    body = {"model": "m", "prompt": [1, 2, 3]}
+    plain, beside = (read_prompt(each, Api.COMPLETIONS) for each in (body, {**body, **named}))
+    assert plain.token_ids == plain.text
+    assert (beside.token_ids, beside.exact) == (None, True)
+    assert beside.text != plain.text
+    assert beside.text.endswith(plain.text)
+    assert len(beside.text) <= len(plain.text) + 32
+
+
+def test_ids_that_the_engine_truncates_are_not_used() -> None:
+    body = {"model": "m", "prompt": [1, 2, 3], "truncate_prompt_tokens": 1}
+    assert read_prompt(body, Api.COMPLETIONS).token_ids is None
+
+
+def test_ids_of_an_unknown_api_are_the_prompt() -> None:
+    assert read_prompt({"model": "m", "token_ids": [1, 2]}).token_ids == b"\1\0\0\0\2\0\0\0"
+
+
+@pytest.mark.parametrize(("tools", "has_tools"), [(TOOL, True), ([], False), (None, False)])
+def test_request_with_tools_is_reported(tools: object, has_tools: bool) -> None:
+    assert read_prompt({"model": "m", "messages": [USER], "tools": tools}, Api.CHAT).has_tools is has_tools
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import builders
-from dualmap.engines.events import Batch, Cleared, Stored
+from dualmap.engines.events import Batch, Cleared, Removed, Stored
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.source import Clear, SourceState, SourceStatus
@@ -92,6 +92,24 @@ def test_claim_of_an_aborted_request_ends():
     assert decide(of, "d", known=tokens()).receipt.matched_tokens == 16
 
 
+def test_claim_ends_when_the_engine_reports_the_prompt():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1),))], LIVE)
+    decide(of, "a", known=tokens())
+    hashes = stored(64).hashes
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64), Removed(hashes=hashes[2:])))], LIVE)
+    # The claim would count the removed blocks.
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 32
+
+
+def test_prompt_that_is_held_needs_no_claim():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    decide(of, "a", known=tokens())
+    of.on_kv_events("m-0", 0, [Batch(events=(Removed(hashes=stored(64).hashes[3:]),))], LIVE)
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 48
+
+
 def test_claim_ends_when_the_engine_restarts():
     of = router(members=1)
     of.on_profile(0.0, "m-0", EngineProfile(started_s=1.0))
@@ -160,10 +178,13 @@ def test_profile_bounds_the_blocks_of_a_member():
     assert (events.state, events.blocks) == (SourceState.PARTIAL, 0)
 
 
-def test_estimated_prompt_scales_the_reported_tokens():
+def test_receipt_counts_token_ids_and_not_text():
     of = router(members=1)
     of.on_kv_events("m-0", 0, [Batch(events=(stored(32),))], LIVE)
-    chain = chain_blocks(b"x" * 4 * 2050, root=7, block_tokens=128)
-    decision = of.on_request(0.0, Request(id="r", chain=chain, arrived_s=0.0, tokens=tokens())).answer
-    assert isinstance(decision, Decision)
-    assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (2050, 1024)
+    for text_bytes in (1, 3 * 1025, 4 * 2050):
+        chain = chain_blocks(b"x" * text_bytes, root=7, block_tokens=128)
+        request = Request(id=f"r-{text_bytes}", chain=chain, arrived_s=0.0, tokens=tokens())
+        decision = of.on_request(0.0, request).answer
+        assert isinstance(decision, Decision)
+        assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (1025, 512), text_bytes
+        of.on_aborted(0.0, request.id)

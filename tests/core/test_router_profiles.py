@@ -6,7 +6,8 @@ import pytest
 
 from builders import members, pool, request, text_of
 from core.routers import decide
-from dualmap.engines.profile import EngineProfile
+from dualmap.engines.profile import ADAPTERS_MAX, EngineProfile
+from dualmap.engines.profiles import ADAPTER_KEPT_S, DISCOVERED_LENGTH_MAX, POOL_ADAPTERS_MAX
 from dualmap.pools.pool import Discovery, Engine, Pool, Queue, Routing
 from dualmap.requests import Decision, EndpointStatus, Queued, Request
 from dualmap.router import PoolRouter
@@ -69,15 +70,15 @@ class TestMemory:
         assert status(router).indexed_blocks == 10
         assert router.pool.engine.cache_tokens == 128 * 10
 
-    def test_new_member_index_has_the_default_capacity(self) -> None:
-        router = PoolRouter(pool(1))
+    def test_new_member_index_has_the_specified_capacity(self) -> None:
+        """An index has its own engine's capacity, or the specification's, and not that of another engine."""
+        of = pool(1, engine=Engine(cache_tokens=128 * 6))
+        router = PoolRouter(of)
         router.on_profile(0.0, "m-0", EngineProfile(cache_tokens=128 * 4))
-        router.on_pool(1.0, replace(pool(2), ring_version=2))
-        text = text_of(128 * 20, "a")
+        router.on_pool(1.0, replace(of, members=members(2), ring_version=2))
         for n in range(20):
-            decide(router, f"r{n}", text, 1.0)
-        assert {status(router, each).indexed_blocks for each in ("m-0", "m-1")} <= {0, 4, 20}
-        assert status(router).indexed_blocks <= 4
+            decide(router, f"r{n}", text_of(128 * 20, f"{n}"), 1.0)
+        assert [status(router, each).indexed_blocks for each in ("m-0", "m-1")] == [4, 6]
 
 
 class TestLength:
@@ -87,6 +88,18 @@ class TestLength:
         assert router.on_profile(0.0, "m-1", EngineProfile(max_model_len=2048)).answer
         assert router.pool.engine.max_model_len == 2048
         assert not router.on_profile(0.0, "m-0", EngineProfile(max_model_len=512)).answer
+
+    def test_discovered_length_is_bounded(self) -> None:
+        router = PoolRouter(pool(2))
+        router.on_profile(0.0, "m-0", EngineProfile(max_model_len=1024))
+        router.on_profile(0.0, "m-1", EngineProfile(max_model_len=10**8))
+        assert router.pool.engine.max_model_len == DISCOVERED_LENGTH_MAX
+
+    def test_specified_length_has_no_bound_of_discovery(self) -> None:
+        engine = Engine(max_model_len=10**7, discovery=Discovery(max_model_len=False))
+        router = PoolRouter(pool(1, engine=engine))
+        router.on_profile(0.0, "m-0", EngineProfile(max_model_len=512))
+        assert router.pool.engine.max_model_len == 10**7
 
     def test_specified_length_overrules_engines(self) -> None:
         engine = Engine(max_model_len=9000, discovery=Discovery(max_model_len=False))
@@ -117,9 +130,73 @@ class TestAdapters:
         assert router.pool.model.adapters == ("z", "a")
 
     def test_adapter_of_another_namespace_is_not_served(self) -> None:
-        router = PoolRouter(replace(pool(1), foreign_names=("sql",)))
+        router = PoolRouter(replace(pool(1), foreign_names=frozenset({"sql"})))
         router.on_profile(0.0, "m-0", EngineProfile(adapters=("sql", "math")))
         assert router.pool.served_names == ("m", "math")
+
+
+class TestLostAdapters:
+    def router(self) -> PoolRouter:
+        router = PoolRouter(pool(2))
+        router.on_profile(0.0, "m-0", EngineProfile(adapters=("sql",)))
+        router.on_profile(0.0, "m-1", IDLE)
+        return router
+
+    def test_adapter_of_a_restarting_engine_stays_for_a_while(self) -> None:
+        router = self.router()
+        router.on_profile(10.0, "m-0", EngineProfile(reason="no answer"))
+        assert router.pool.model.adapters == ("sql",)
+        assert not router.on_profile(9.0 + ADAPTER_KEPT_S, "m-1", IDLE).answer
+        assert router.pool.model.adapters == ("sql",)
+        assert router.on_profile(10.0 + ADAPTER_KEPT_S, "m-1", IDLE).answer
+        assert router.pool.model.adapters == ()
+
+    def test_adapter_that_returns_stays(self) -> None:
+        router = self.router()
+        router.on_profile(10.0, "m-0", IDLE)
+        router.on_profile(200.0, "m-1", EngineProfile(adapters=("sql",)))
+        assert not router.on_profile(1000.0, "m-0", IDLE).answer
+        assert router.pool.model.adapters == ("sql",)
+
+    def test_adapter_of_another_incarnation_stays_for_a_while(self) -> None:
+        router = self.router()
+        again = replace(members(1)[0], incarnation="other")
+        router.on_pool(10.0, replace(pool(2), members=(again, members(2)[1]), ring_version=2))
+        assert router.pool.model.adapters == ("sql",)
+        assert not router.on_profile(11.0, "m-1", IDLE).answer
+        assert router.on_profile(11.0 + ADAPTER_KEPT_S, "m-1", IDLE).answer
+        assert router.pool.model.adapters == ()
+
+    def test_pool_scaled_to_zero_keeps_its_adapters(self) -> None:
+        """A request for an adapter must reach the queue, so that an instance starts for it."""
+        router = self.router()
+        router.on_pool(10.0, replace(pool(2), members=(), ring_version=2))
+        router.on_pool(9000.0, replace(pool(2), ring_version=3))
+        router.on_profile(9001.0, "m-0", IDLE)
+        assert router.pool.model.adapters == ("sql",)
+
+    def test_discovery_that_is_switched_off_forgets_lost_adapters(self) -> None:
+        router = self.router()
+        router.on_profile(10.0, "m-0", IDLE)
+        router.on_pool(11.0, replace(pool(2), engine=Engine(discovery=Discovery(enabled=False))))
+        assert router.pool.model.adapters == ()
+
+    def test_adapters_of_a_pool_are_bounded_and_earlier_ones_stay(self) -> None:
+        router = PoolRouter(pool(8))
+        router.on_profile(0.0, "m-0", EngineProfile(adapters=("z",)))
+        for n in range(1, 8):
+            names = tuple(f"a-{n}-{k}" for k in range(ADAPTERS_MAX))
+            router.on_profile(0.0, f"m-{n}", EngineProfile(adapters=names))
+        assert len(router.pool.model.adapters) == POOL_ADAPTERS_MAX
+        assert router.pool.model.adapter_of("z") == "z"
+
+    def test_engine_that_changes_its_adapters_displaces_only_lost_ones(self) -> None:
+        router = self.router()
+        for at in range(10):
+            names = tuple(f"a-{at}-{k}" for k in range(ADAPTERS_MAX))
+            router.on_profile(float(at), "m-1", EngineProfile(adapters=names))
+            assert len(router.pool.model.adapters) <= POOL_ADAPTERS_MAX
+        assert {"sql", "a-9-0", "a-9-255"} <= set(router.pool.model.adapters)
 
 
 class TestForeignWork:
@@ -134,6 +211,16 @@ class TestForeignWork:
         assert chosen(router, now=1.0) == {"m-1"}
         router.on_profile(2.0, "m-0", IDLE)
         assert chosen(router, now=2.0) == {"m-0", "m-1"}
+
+    def test_one_observation_in_two_profiles_counts_once(self) -> None:
+        router = self.router()
+        first = EngineProfile(waiting=2, running=6, at_s=1.0)
+        router.on_profile(1.0, "m-0", first)
+        router.on_profile(1.1, "m-0", replace(first, version="0.32.0"))
+        assert chosen(router, now=1.1) == {"m-0", "m-1"}
+        assert status(router).engine.version == "0.32.0"
+        router.on_profile(2.0, "m-0", replace(first, at_s=2.0))
+        assert chosen(router, now=2.0) == {"m-1"}
 
     def test_requests_of_this_router_are_no_foreign_work(self) -> None:
         router = self.router(1)
@@ -163,17 +250,19 @@ class TestForeignWork:
         router = self.router()
         for now in (0.0, 1.0):
             router.on_profile(now, "m-0", EngineProfile(waiting=0, running=9))
-        router.on_profile(1.5, "m-0", EngineProfile(reason="no answer"))
-        assert chosen(router, now=1.5) == {"m-0", "m-1"}
+        for now in (1.5, 5.0, 11.0):
+            router.on_profile(now, "m-0", EngineProfile(reason="no answer"))
+        router.on_deadline(11.0)
+        assert chosen(router, now=11.0) == {"m-0", "m-1"}
 
     def test_foreign_work_expires_without_reports(self) -> None:
         router = self.router()
         for now in (0.0, 1.0):
             router.on_profile(now, "m-0", EngineProfile(waiting=0, running=9))
         deadline = router.next_deadline()
-        assert deadline == 4.0
+        assert deadline == 11.0
         router.on_deadline(deadline)
-        assert chosen(router, now=4.0) == {"m-0", "m-1"}
+        assert chosen(router, now=11.0) == {"m-0", "m-1"}
 
     def test_foreign_work_delays_requests_but_cannot_close_a_member(self) -> None:
         router = PoolRouter(queueing())

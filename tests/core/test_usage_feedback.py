@@ -1,7 +1,10 @@
 """What engines' token counts correct: the tokens of a block, and index entries that an engine no longer caches."""
 
 from dataclasses import replace
+from gc import collect
 from itertools import count
+from random import Random
+from weakref import ref
 
 import pytest
 from hypothesis import given
@@ -24,18 +27,20 @@ OLD = tuple(f"old {number}" for number in range(8))
 class Site:
     """A router with one member, whose engine reports what each test says. All prompts have 1024 tokens of 4 bytes."""
 
-    def __init__(self, *, tokens: float = 1.0, client: int = 0, old: tuple[str, ...] = OLD) -> None:
-        self.router = PoolRouter(pool(1))
+    def __init__(
+        self, *, tokens: float = 1.0, client: int = 0, old: tuple[str, ...] = OLD, engine: Engine | None = None
+    ) -> None:
+        self.router = PoolRouter(pool(1, engine=engine))
         self.now = 0.0
         self.tokens = tokens
         self._ids = count()
         for text in old:
             self.serve(text, cached=0, client=client)
 
-    def send(self, text: str, *, client: int = 0, tokens: int = TOKENS) -> tuple[str, Receipt]:
+    def send(self, text: str, *, client: int = 0, tokens: int = TOKENS, **fields: bool) -> tuple[str, Receipt]:
         name = str(next(self._ids))
         self.now += 1.0
-        asked = request(name, text_of(tokens, text), now=self.now, client=client)
+        asked = replace(request(name, text_of(tokens, text), now=self.now, client=client), **fields)
         decision = self.router.on_request(self.now, asked).answer
         assert isinstance(decision, Decision)
         return name, decision.receipt
@@ -49,9 +54,10 @@ class Site:
         prompt: int | None = None,
         tokens: int = TOKENS,
         late: bool = False,
+        **fields: bool,
     ) -> Receipt:
-        """Send a prompt; the engine reports ``cached`` tokens of ``prompt``."""
-        name, receipt = self.send(text, client=client, tokens=tokens)
+        """Send a prompt, a request with ``fields``; the engine reports ``cached`` tokens of ``prompt``."""
+        name, receipt = self.send(text, client=client, tokens=tokens, **fields)
         self.router.on_first_token(self.now, name)
         usage = Usage(prompt_tokens=prompt or round(tokens * self.tokens), cached_tokens=cached)
         self.router.on_finished(self.now, name, None if late else usage)
@@ -114,6 +120,131 @@ def test_index_report_that_found_an_older_block_cancels_missing_blocks() -> None
     site.serve(OLD[2], cached=TOKENS - 16)
     site.serve(OLD[5], cached=0)
     assert site.blocks == 8 * 8
+
+
+def test_index_salts_are_not_different_clients() -> None:
+    site = Site(client=1)
+    for client, number in ((2, 6), (3, 5), (4, 4)):
+        site.serve(OLD[number], cached=0, client=client, client_is_salt=True)
+    assert site.blocks == 8 * 8
+
+
+def test_index_report_that_cannot_be_compared_drops_nothing() -> None:
+    site = Site()
+    for number in (6, 5, 4):
+        site.serve(OLD[number], cached=0, comparable=False)
+    assert site.blocks == 8 * 8
+
+
+@pytest.mark.parametrize(("ranks", "left"), [(None, 3), (1, 3), (2, 8)])
+def test_index_of_several_ranks_is_not_corrected(ranks: int | None, left: int) -> None:
+    site = Site()
+    site.router.on_profile(site.now, "m-0", EngineProfile(ranks=ranks, block_tokens=16))
+    for number in (6, 5):
+        site.serve(OLD[number], cached=0)
+    assert site.blocks == left * 8
+
+
+def test_index_clients_of_short_prompts_are_rivals() -> None:
+    site = Site(client=1)
+    for number in (6, 5, 4):
+        site.now += 120.0
+        site.serve("short", cached=0, client=1, tokens=100)
+        site.serve(OLD[number], cached=0, client=2)
+    assert site.blocks == 8 * 8
+
+
+def test_index_refuted_drop_makes_later_drops_need_more_reports() -> None:
+    site = Site()
+    site.router.on_profile(site.now, "m-0", EngineProfile(block_tokens=16))
+    for number in (6, 5):
+        site.serve(OLD[number], cached=0)
+    assert site.blocks == 3 * 8
+    assert site.serve(OLD[0], cached=TOKENS - 16).matched_tokens == 0
+    for text in ("a", "b", "c", "d"):
+        site.serve(text, cached=0)
+    for text, left in (("a", 8), ("b", 8), ("c", 8), ("d", 4)):
+        site.serve(text, cached=0)
+        assert site.blocks == left * 8
+    site.now += 600.0
+    for text in ("d", "c"):
+        site.serve(text, cached=0)
+    assert site.blocks == 2 * 8, "an old refutation has no effect"
+
+
+def test_index_dropped_prompt_that_is_not_found_refutes_nothing() -> None:
+    site = Site()
+    for number in (6, 5):
+        site.serve(OLD[number], cached=0)
+    site.serve(OLD[0], cached=0)
+    for text in ("a", "b", "a", "b"):
+        site.serve(text, cached=0)
+    assert site.blocks == 2 * 8
+
+
+def test_index_divisor_of_cached_tokens_recovers() -> None:
+    site = Site()
+    site.serve("odd", cached=513)
+    for number in range(32):
+        site.serve(f"even {number}", cached=512)
+    site.serve("even 1", cached=512)
+    site.serve("even 2", cached=512)
+    assert site.matched(OLD[0]) == TOKENS, "half a prompt may be one block of the engine"
+
+
+# Reports that never come, or come for requests that did not end.
+
+
+def test_index_stream_without_usage_teaches_nothing() -> None:
+    site = Site()
+    for text in (*OLD, *OLD):
+        name, _ = site.send(text)
+        site.router.on_first_token(site.now, name)
+        site.router.on_finished(site.now, name, None)
+    assert site.blocks == 8 * 8
+    assert site.send("next")[1].prompt_tokens == TOKENS
+
+
+def test_index_usage_of_an_aborted_request_counts() -> None:
+    site = Site()
+    for text in (OLD[6], OLD[5]):
+        name, _ = site.send(text)
+        site.router.on_first_token(site.now, name)
+        site.router.on_aborted(site.now, name)
+        site.router.on_usage(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0))
+    assert site.blocks == 3 * 8
+
+
+def test_index_usage_without_cached_tokens_drops_nothing() -> None:
+    site = Site()
+    for text in (OLD[6], OLD[5]):
+        name, _ = site.send(text)
+        site.router.on_first_token(site.now, name)
+        site.router.on_aborted(site.now, name)
+        site.router.on_usage(site.now, name, Usage(prompt_tokens=TOKENS))
+    assert site.blocks == 8 * 8
+
+
+def test_predictions_of_ended_requests_keep_no_index() -> None:
+    site = Site()
+    name, _ = site.send(OLD[0])
+    site.router.on_finished(site.now, name, None)
+    index = ref(site.router._fleet._caches.index("m-0").tree)
+    smaller = replace(pool(1), routing=Routing(prefix=Prefix(block_tokens=64)))
+    site.router.on_pool(site.now, replace(smaller, ring_version=2))
+    collect()
+    assert index() is None
+    site.router.on_usage(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0))
+
+
+def test_completion_that_cannot_be_compared_is_no_stale_hit() -> None:
+    site = Site()
+    for comparable in (True, False):
+        name, _ = site.send(OLD[0], comparable=comparable)
+        site.router.on_first_token(site.now, name)
+        completion = site.router.on_finished(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0)).answer
+        assert completion is not None
+        assert (completion.predicted_hit, completion.stale_hit) == (comparable, comparable)
 
 
 @pytest.mark.parametrize("cached", [TOKENS - 1, TOKENS - 16, TOKENS - 128, TOKENS - 180])
@@ -208,13 +339,11 @@ def test_index_profile_of_another_process_ends_what_usage_taught() -> None:
     site.router.on_profile(site.now, "m-0", EngineProfile(started_s=100.0))
     site.serve(OLD[6], cached=0)
     cache = site.router._fleet._caches._caches["m-0"]
-    cache.index._set_share(0.5)
-    witnesses = cache.witnesses
-    assert witnesses._witnesses
+    assert cache.reports._witnesses
     site.router.on_profile(site.now, "m-0", EngineProfile(started_s=200.0))
     assert site.blocks == 0
-    assert (cache.index._share, cache.index._limit) == (1.0, cache.index._capacity)
-    assert cache.witnesses._witnesses == []
+    assert cache.reports._witnesses == []
+    assert cache.reports.tokens_per_block is None
 
 
 def test_tokens_per_block_change_the_blocks_of_a_discovered_cache() -> None:
@@ -268,43 +397,60 @@ def filled(index: PrefixIndex, prompts: range) -> None:
         index.add([1000 * prompt + block for block in range(10)], computed=True)
 
 
-def test_index_limit_falls_by_an_eighth_and_grows_to_the_capacity() -> None:
+def test_index_keeps_its_capacity_after_a_drop() -> None:
     index = PrefixIndex(80)
     filled(index, range(8))
-    index.drop_unused_since(1)
-    filled(index, range(10, 20))
+    assert index.drop_unused_since(1) == [0]
     assert len(index) == 70
-    for _ in range(3):
-        index.grow()
-    filled(index, range(20, 30))
+    filled(index, range(10, 20))
     assert len(index) == 80
 
 
-def test_index_limit_does_not_fall_below_the_blocks_that_are_left() -> None:
+def test_index_smaller_capacity_evicts_two_blocks_for_each_new_block() -> None:
     index = PrefixIndex(80)
     filled(index, range(8))
-    for _ in range(20):
-        filled(index, range(10))
-        index.drop_unused_since(0)
+    index.approach(50)
     assert len(index) == 80
+    filled(index, range(10, 11))
+    assert len(index) == 70
+    index.approach(80)
+    filled(index, range(11, 12))
+    assert len(index) == 80
+    index.approach(50)
+    filled(index, range(20, 40))
+    assert len(index) == 50
 
 
-def test_index_limit_keeps_its_share_of_another_capacity() -> None:
-    index = PrefixIndex(80)
-    filled(index, range(8))
-    index.drop_unused_since(1)
-    index.resize(160)
-    filled(index, range(10, 40))
-    assert len(index) == 140
+def test_index_capacity_follows_what_the_member_computed() -> None:
+    site = Site(engine=Engine(cache_tokens=128 * 96))
+    index = site.router._fleet._caches.index("m-0")
+    assert index._capacity == 96
+    # The last 96 blocks of 128 tokens that the engine computed: half of them are in prompts with twice the tokens.
+    for number in range(3):
+        site.serve(f"dense {number}", cached=0, prompt=2 * TOKENS)
+    assert index._capacity == 96 * (8 + 3) // (8 + 6)
+    for _ in range(100):
+        site.serve("dense 0", cached=2 * TOKENS, prompt=2 * TOKENS)
+    assert index._capacity == 96 * (8 + 3) // (8 + 6), "cached tokens were counted before"
+    for number in range(20):
+        site.serve(f"thin {number}", cached=0)
+    assert index._capacity > 90
 
 
-def test_index_more_cached_tokens_than_predicted_raise_the_limit() -> None:
+def test_index_mix_of_languages_evicts_nothing() -> None:
     site = Site()
-    index = site.router._fleet._instances["m-0"].index
-    index._set_share(0.5)
-    site.serve("block of the engine", cached=16)
-    site.serve("cached by others", cached=TOKENS - 16)
-    assert index._share == 0.5625
+    chance = Random(1)
+    tokens_per_block, changes, blocks = site.router._fleet._caches._usage.block_tokens, 0, site.blocks
+    for number in range(2000):
+        dense = chance.random() < 0.5
+        text = f"{'dense' if dense else 'thin'} {number % 20}"
+        prompt = 2400 if dense else TOKENS
+        site.serve(text, cached=prompt - 16 if site.matched(text) else 0, prompt=prompt)
+        assert site.blocks >= blocks
+        blocks = site.blocks
+        changes += tokens_per_block != site.router._fleet._caches._usage.block_tokens
+        tokens_per_block = site.router._fleet._caches._usage.block_tokens
+    assert changes <= 20
 
 
 # Tokens of a block.
@@ -364,6 +510,18 @@ def test_tokens_one_client_among_several_does_not_decide() -> None:
         if number % 20 == 0:
             site.serve(f"honest {number}", cached=0, client=1)
     assert site.send("whole")[1].prompt_tokens == TOKENS
+
+
+def test_index_correction_stays_on_while_one_client_sends_other_prompts() -> None:
+    site = Site(client=1)
+    site.router.on_profile(site.now, "m-0", EngineProfile(block_tokens=16))
+    for number in range(100):
+        site.serve(f"hostile {number}", cached=0, prompt=2700 if number % 2 else 600, client=2)
+        if number % 10 == 0:
+            site.serve(OLD[number // 20], cached=TOKENS - 16, client=1)
+    for number in (7, 6):
+        site.serve(OLD[number], cached=0, client=number)
+    assert site.matched(OLD[5]) == 0
 
 
 def test_tokens_of_token_ids_are_exact() -> None:

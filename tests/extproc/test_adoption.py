@@ -111,6 +111,18 @@ async def test_pool_update_with_queued_requests_waits_for_envoys(monkeypatch):
     assert adopted.versions() == [7]
 
 
+async def test_pool_update_reaches_engine_discovery_after_the_picker(monkeypatch):
+    """The picker would ignore the profile of a member that it does not know."""
+    monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
+    adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
+    adopted.hold()
+    adopted.adoption.adopt((crowded_pool(members=1),))
+    assert adopted.engines.pools == [(crowded_pool(members=0, hold_when_empty=True),)]
+
+    await asyncio.wait_for(adopted.resumed.get(), 30.0)
+    assert adopted.engines.pools[-1] == (crowded_pool(members=1),)
+
+
 async def test_pool_update_while_waiting_applies_newest_pools_on_time(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.2)
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))

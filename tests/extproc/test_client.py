@@ -6,6 +6,7 @@ import pytest
 
 from dualmap.pools.pool import Fairness, Queue
 from dualmap.requests import Reason
+from dualmap.router import PoolRouter
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.client import NAME_CHARACTERS, client_of
 from dualmap_extproc.request.observations import ClientLimited, Rejected
@@ -91,3 +92,25 @@ def test_full_queue_of_one_client_reports_no_limited_client():
         desk.picker.pick(1.0, chat(text * 4000), None, 1.0, headers={FAIRNESS: "heavy"}, resume=lambda _: None)
     assert len(desk.observer.of(Rejected)) == 1
     assert not desk.observer.of(ClientLimited)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "origin"),
+    [
+        ({FAIRNESS: "a"}, {}, (False, True)),
+        ({FAIRNESS: "a"}, {"cache_salt": "b"}, (False, True)),
+        ({}, {"cache_salt": "b"}, (True, True)),
+        ({FAIRNESS: "a"}, {"prompt_logprobs": 1}, (False, False)),
+    ],
+)
+def test_picker_tells_whose_counts_are_evidence(monkeypatch, headers, fields, origin):
+    requests = []
+    place = PoolRouter.on_request
+
+    def on_request(router, now, request):
+        requests.append(request)
+        return place(router, now, request)
+
+    monkeypatch.setattr(PoolRouter, "on_request", on_request)
+    Desk().picker.pick(0.0, chat("m", **fields), None, 0.0, headers=headers, resume=lambda _: None)
+    assert [(each.client_is_salt, each.comparable) for each in requests] == [origin]

@@ -14,7 +14,8 @@ import pytest
 
 import builders
 from dualmap.engines.profile import EngineProfile
-from dualmap.pools.pool import MemberState, Model, Pool, Ring, RingAlgorithm
+from dualmap.engines.source import SourceState, SourceStatus
+from dualmap.pools.pool import KvEvents, MemberState, Model, Pool, Ring, RingAlgorithm, Tokenizer, TokenSource
 from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
@@ -361,6 +362,20 @@ def test_snapshot_shows_version_or_problem_of_engines() -> None:
     assert columns["engine_problem"][:2] == ["", "the engine is asleep"]
     assert len(columns["engine_problem"][2]) == 120
     assert columns["ring_1"][1] == 0.0
+
+
+def test_snapshot_shows_state_and_problem_of_kv_events() -> None:
+    pool = builders.pool(3)
+    tokenizer = Tokenizer(source=TokenSource.RENDERER, url="http://renderer:8000")
+    router = Router(replace(pool, engine=replace(pool.engine, tokenizer=tokenizer, kv_events=KvEvents(enabled=True))))
+    for member, status in (
+        ("m-0", SourceStatus(state=SourceState.LIVE)),
+        ("m-1", SourceStatus(state=SourceState.FAILED, reason="x" * 500)),
+    ):
+        router.picker.on_kv_events("llm/qwen", member, 0, (), status)
+    columns = router.document()["pool"]["endpoints"]
+    assert columns["events"] == ["Live", "Failed", ""]
+    assert [len(each) for each in columns["events_problem"]] == [0, 120, 0]
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))

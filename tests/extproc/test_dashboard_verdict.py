@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 import builders
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState
-from dualmap.requests import EndpointStatus, FirstToken, PoolSnapshot
+from dualmap.requests import EndpointStatus, EventsStatus, FirstToken, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.errors import no_endpoint
 from dualmap_extproc.telemetry.dashboard.history import PoolHistory
@@ -155,6 +157,37 @@ def test_verdict_shows_joining_and_draining_members_as_information() -> None:
     found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_1=joining, m_2=draining))
     assert found.level is Level.OK
     assert [problem.text for problem in found.problems] == ["m-1 is joining.", "m-2 is draining."]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"engine": EngineProfile(asleep=True)}, "m-1 is asleep."),
+        (
+            {"engine": EngineProfile(reason="/metrics: no connection")},
+            "The router cannot read everything about the engines of m-1 (m-1: /metrics: no connection).",
+        ),
+        (
+            {"events": EventsStatus(state=SourceState.FAILED, reason="the connection was lost")},
+            "The KV events of m-1 are incomplete (m-1: the connection was lost).",
+        ),
+        (
+            {"events": EventsStatus(state=SourceState.PARTIAL, reason="messages 0 to 3 are lost")},
+            "The KV events of m-1 are incomplete (m-1: messages 0 to 3 are lost).",
+        ),
+    ],
+)
+def test_verdict_shows_engine_states_as_information(change: dict[str, object], says: str) -> None:
+    found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_1=change))
+    assert found.level is Level.OK
+    assert [problem.text for problem in found.problems] == [says]
+
+
+def test_verdict_names_one_reason_of_many_engines() -> None:
+    unread = {f"m_{number}": {"engine": EngineProfile(reason="x" * 500)} for number in range(5)}
+    (problem,) = verdict(past(met=100), status(6, **unread)).problems
+    assert problem.text.count("x" * 119) == 1
+    assert "m-0, m-1 and 3 other instances (m-0: xxx" in problem.text
 
 
 def test_verdict_with_many_affected_members_shows_their_number() -> None:

@@ -14,7 +14,8 @@ import builders
 from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Discovery, Engine, Member, Model, Pool
 from dualmap_extproc.engines import client, profiles
-from dualmap_extproc.engines.client import PAGE_MAX_BYTES, AnswerError, EngineClient
+from dualmap_extproc.engines.client import DOCUMENT_MAX_BYTES, PAGE_MAX_BYTES, EngineClient, EngineConnection, Kind
+from dualmap_extproc.engines.http_answer import AnswerError
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.request.picked import Picked
 from dualmap_sim.http_server import EngineHttpServer
@@ -36,6 +37,11 @@ MODELS = {"data": [{"id": "m", "parent": None, "max_model_len": 4096}, {"id": "s
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+async def hang(_request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(30)
+    raise AssertionError
+
+
 @dataclass(slots=True)
 class Scripted:
     """An engine with the test's answers by path: text, JSON values or handlers. Other paths are answered with 404."""
@@ -43,7 +49,7 @@ class Scripted:
     answers: dict[str, str | object]
     asked: list[str] = field(default_factory=list)
     heads: list[Mapping[str, str]] = field(default_factory=list)
-    peers: set[object] = field(default_factory=set)
+    peers: dict[str, set[object]] = field(default_factory=dict)
     at_once: int = 0
     most_at_once: int = 0
 
@@ -51,7 +57,7 @@ class Scripted:
         self.asked.append(request.path)
         self.heads.append(request.headers)
         assert request.transport is not None
-        self.peers.add(request.transport.get_extra_info("peername"))
+        self.peers.setdefault(request.path, set()).add(request.transport.get_extra_info("peername"))
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
         try:
@@ -138,6 +144,7 @@ class TestProfiles:
                 kv_tokens=1600,
                 cache_tokens=1600,
                 max_model_len=4096,
+                models=("m", "sql"),
                 adapters=("sql",),
                 waiting=1,
                 running=2,
@@ -169,7 +176,7 @@ class TestProfiles:
         engine = vllm()
         async with serving(engine) as member, asking(pool_of(member, type="Generic", interval_s=0.1)) as (_, reports):
             profile = await reports.next(count=3)
-        assert profile == EngineProfile(engine="Generic", max_model_len=4096, adapters=("sql",))
+        assert profile == EngineProfile(engine="Generic", max_model_len=4096, models=("m", "sql"), adapters=("sql",))
         assert set(engine.asked) == {"/v1/models"}
 
     async def test_load_is_read_often_and_the_rest_at_intervals(self) -> None:
@@ -178,7 +185,7 @@ class TestProfiles:
             await reports.next(count=11)
         assert engine.asked.count("/metrics") >= 11
         assert 2 <= engine.asked.count("/version") <= 4
-        assert len(engine.peers) == 1
+        assert len(engine.peers["/metrics"]) == 1
 
     async def test_new_start_time_asks_for_everything_at_once(self) -> None:
         engine = vllm()
@@ -207,17 +214,13 @@ class TestProfiles:
         assert (profile.running, profile.kv_tokens) == (None, None)
 
     async def test_engine_that_hangs_later_keeps_its_facts(self) -> None:
-        async def hang(_request: web.Request) -> web.StreamResponse:
-            await asyncio.sleep(30)
-            raise AssertionError
-
         engine = vllm()
         async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
             await reports.next()
             engine.answers["/metrics"] = hang
             profile = await reports.next(count=2)
         assert profile.reason == "/metrics was not answered within 0.3 s"
-        assert (profile.version, profile.kv_tokens, profile.running, profile.asleep) == ("0.32.0", 1600, None, None)
+        assert (profile.version, profile.kv_tokens, profile.running, profile.asleep) == ("0.32.0", 1600, None, False)
 
     async def test_silent_engine_is_asked_less_often(self) -> None:
         engine = vllm(metrics=None, version=None)
@@ -265,10 +268,6 @@ class TestProfiles:
         assert engine.asked.count("/version") == 2
 
     async def test_silent_members_do_not_delay_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def hang(_request: web.Request) -> web.StreamResponse:
-            await asyncio.sleep(30)
-            raise AssertionError
-
         monkeypatch.setattr(client, "SILENT_AT_ONCE", 4)
         dead, alive = Scripted({"/metrics": hang}), vllm()
         async with serving(dead) as silent, serving(alive) as member:
@@ -279,35 +278,129 @@ class TestProfiles:
                 assert len(reports.of["m-0"]) >= 4
         assert dead.most_at_once == 4
 
-    async def test_unexpected_error_is_reported_and_ends_only_its_member(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(*_: object) -> EngineProfile:
+    async def test_unexpected_error_is_reported_and_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: object, **__: object) -> EngineProfile:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(profiles, "read_metrics", broken)
+        async with serving(vllm()) as member, asking(pool_of(member, interval_s=0.5)) as (_, reports):
+            await reports.next()
+            with monkeypatch.context() as broke:
+                broke.setattr(profiles, "read_metrics", broken)
+                await until(lambda: reports.of["m-0"][-1].running is None)
+            failed = reports.of["m-0"][-1]
+            assert failed.reason == "discovery failed: RuntimeError"
+            assert (failed.version, failed.kv_tokens, failed.adapters) == ("0.32.0", 1600, ("sql",))
+            await until(lambda: reports.of["m-0"][-1].running == 2)
+
+    async def test_unexpected_error_of_a_page_leaves_the_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(_: object) -> EngineProfile:
+            raise RuntimeError("broken")
+
+        monkeypatch.setitem(profiles._PAGES, "vLLM", {"/version": broken, "/v1/models": profiles.read_models})
         async with serving(vllm()) as member, asking(pool_of(member)) as (_, reports):
-            assert await reports.next() == EngineProfile(reason="discovery failed: RuntimeError")
+            profile = await reports.next(count=3)
+        assert (profile.running, profile.adapters) == (2, ("sql",))
+        assert profile.reason == "discovery failed: RuntimeError"
+
+    async def test_error_of_the_receiver_ends_no_task(self) -> None:
+        taken: list[EngineProfile] = []
+
+        def take(_pool: str, _member: str, profile: EngineProfile) -> None:
+            taken.append(profile)
+            raise RuntimeError("broken")
+
+        async with serving(vllm()) as member:
+            engines = EngineProfiles(take)
+            engines.set_pools([pool_of(member)])
+            await until(lambda: len(taken) >= 3)
+            await engines.close()
+
+    async def test_slow_page_does_not_delay_the_load(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.1)) as (_, reports):
+            await reports.next()
+            engine.answers["/v1/models"] = hang
+            await until(lambda: engine.asked.count("/v1/models") >= 3)
+            loads = {each.at_s for each in reports.of["m-0"] if each.running == 2}
+        assert None not in loads
+        # The two unanswered pages took 0.3 s each.
+        assert len(loads) >= 6
+
+    async def test_slow_pages_of_a_new_member_do_not_hide_its_load(self) -> None:
+        async with serving(vllm(version=hang)) as member, asking(pool_of(member)) as (_, reports):
+            profile = await reports.next()
+            assert (profile.running, profile.version) == (2, "")
+            await until(lambda: reports.of["m-0"][-1].adapters == ("sql",))
+        assert len({each.at_s for each in reports.of["m-0"]}) >= 2
+
+    async def test_slow_pages_of_many_members_do_not_delay_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "PAGES_AT_ONCE", 2)
+        slow, quick = vllm(version=hang), vllm()
+        async with serving(slow) as member, serving(quick) as other:
+            many = tuple(replace(member, id=f"slow-{n}") for n in range(20))
+            async with asking(pool_of(other, *many, interval_s=60.0)) as (_, reports):
+                await asyncio.sleep(1.0)
+                assert len({each.at_s for each in reports.of["m-0"]}) >= 4
+        assert slow.asked.count("/version") <= 2 * 4
+
+    async def test_load_has_the_time_of_its_answer(self) -> None:
+        clock = asyncio.get_running_loop().time
+        async with serving(vllm()) as member, asking(pool_of(member)) as (_, reports):
+            first = await reports.next()
+            second = await reports.next()
+            assert first.at_s is not None
+            assert second.at_s is not None
+            assert first.at_s < second.at_s <= clock()
+
+    async def test_asleep_engine_that_misses_a_scrape_stays_asleep(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(profiles, "ASLEEP_KEPT_S", 0.5)
+        engine = vllm(metrics=METRICS.replace('"awake"} 1', '"awake"} 0') % 100.0)
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.2)) as (_, reports):
+            await until(lambda: bool(reports.of) and reports.of["m-0"][-1].asleep is True)
+            engine.answers["/metrics"] = None
+            await until(lambda: reports.of["m-0"][-1].running is None)
+            assert reports.of["m-0"][-1].asleep is True
+            await until(lambda: reports.of["m-0"][-1].asleep is None)
+
+    async def test_sglang_without_its_cache_keeps_nothing(self) -> None:
+        metrics = "sglang:num_running_reqs 1\nsglang:num_queue_reqs 0\n"
+        engine = Scripted(
+            {
+                "/metrics": metrics + 'sglang:cache_config_info{page_size="64",num_pages="101"} 1\n',
+                "/server_info": {"max_total_num_tokens": 9000, "disable_radix_cache": True},
+            }
+        )
+        async with serving(engine) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
+            profile = await reports.next(count=2)
+        assert (profile.kv_tokens, profile.cache_tokens, profile.block_tokens) == (9000, 0, 64)
 
 
 class TestClient:
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[EngineClient]:
-        each = EngineClient()
+    async def connection(self, member: Member) -> AsyncIterator[EngineConnection]:
+        connection = EngineClient().connect(member)
         try:
-            yield each
+            yield connection
         finally:
-            await each.close()
+            connection.close()
 
     async def refused(self, engine: Scripted, path: str = "/metrics") -> str:
-        async with serving(engine) as member, self.client() as each:
+        async with serving(engine) as member, self.connection(member) as each:
             with pytest.raises(AnswerError) as refusal:
-                await each.page(member, path)
+                await each.page(path, Kind.LOAD)
         return str(refusal.value)
 
     async def test_page_above_the_limit_is_refused(self) -> None:
         largest = Scripted({"/metrics": "x" * PAGE_MAX_BYTES})
-        async with serving(largest) as member, self.client() as each:
-            assert len(await each.page(member, "/metrics")) == PAGE_MAX_BYTES
+        async with serving(largest) as member, self.connection(member) as each:
+            assert len(await each.page("/metrics", Kind.LOAD)) == PAGE_MAX_BYTES
         assert await self.refused(vllm(metrics="x" * (PAGE_MAX_BYTES + 1))) == "/metrics has more than 1048576 bytes"
+
+    async def test_document_above_its_limit_is_refused(self) -> None:
+        engine = vllm(version="9" * (DOCUMENT_MAX_BYTES + 1))
+        async with serving(engine) as member, self.connection(member) as each:
+            with pytest.raises(AnswerError, match="/version has more than 262144 bytes"):
+                await each.document("/version")
 
     async def test_endless_page_is_refused(self) -> None:
         async def endless(request: web.Request) -> web.StreamResponse:
@@ -349,9 +442,9 @@ class TestClient:
             return response
 
         engine = vllm(version=answer)
-        async with serving(engine) as member, self.client() as each:
+        async with serving(engine) as member, self.connection(member) as each:
             for _ in range(2):
-                assert await each.document(member, "/version") == {}
+                assert await each.document("/version") == {}
         for head in engine.heads:
             assert set(head) == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
             assert head["Accept-Encoding"] == "identity"
@@ -365,21 +458,29 @@ class TestClient:
 
         server = await asyncio.start_server(talk, HOST, 0)
         member = Member(id="m", address=HOST, port=server.sockets[0].getsockname()[1])
-        async with server, self.client() as each:
+        async with server, self.connection(member) as each:
             with pytest.raises(AnswerError, match="/metrics"):
-                await each.page(member, "/metrics")
+                await each.page("/metrics", Kind.LOAD)
 
     @pytest.mark.parametrize("address", ["fe80::1%nowhere", "::1"])
     async def test_unreachable_address_is_refused(self, address: str) -> None:
-        async with self.client() as each:
+        async with self.connection(Member(id="m", address=address, port=9)) as each:
             with pytest.raises(AnswerError, match="/metrics"):
+                await each.page("/metrics", Kind.LOAD)
+
+    @pytest.mark.parametrize("address", [HOST, "::1"])
+    async def test_error_of_a_refused_connection_names_no_address(self, address: str) -> None:
+        async with self.client() as each:
+            with pytest.raises(AnswerError) as error:
                 await each.page(Member(id="m", address=address, port=9), "/metrics")
+        assert str(error.value).startswith("/metrics: no connection (")
+        assert address not in str(error.value)
 
     @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
     async def test_page_that_is_no_json_is_refused(self, text: str) -> None:
-        async with serving(Scripted({"/version": text or " "})) as member, self.client() as each:
+        async with serving(Scripted({"/version": text or " "})) as member, self.connection(member) as each:
             with pytest.raises(AnswerError, match="/version is not JSON"):
-                await each.document(member, "/version")
+                await each.document("/version")
 
 
 class TestPicker:
@@ -398,12 +499,11 @@ class TestPicker:
         theirs = replace(builders.pool(2), name="b", model=Model(name="theirs"))
         desk = Desk(mine, theirs)
         desk.picker.on_profile(1.0, "llm/a", "m-0", EngineProfile(adapters=("theirs",)))
-        assert desk.pick(chat(model="theirs")).cluster == desk.pick(chat(model="theirs")).cluster
-        assert (
-            desk.picker.statuses(["llm/b"])[0].endpoints[0].in_flight
-            + sum(each.in_flight for each in desk.picker.statuses(["llm/b"])[0].endpoints[1:])
-            == 2
-        )
+        for _ in range(2):
+            desk.pick(chat(model="theirs"))
+        (mine_now,), (theirs_now,) = desk.picker.statuses(["llm/a"]), desk.picker.statuses(["llm/b"])
+        assert sum(each.in_flight for each in mine_now.endpoints) == 0
+        assert sum(each.in_flight for each in theirs_now.endpoints) == 2
 
     def test_discovered_length_bounds_prompts(self) -> None:
         desk = Desk(builders.pool(1))
@@ -420,7 +520,8 @@ class TestPicker:
 
 
 class TestSimulatedEngine:
-    async def test_simulated_engine_is_described(self) -> None:
+    async def test_simulated_engine_is_described(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "TIMEOUT_S", 10.0)
         config = replace(PRESETS["7b"], block_tokens=16, cache_tokens=160_016)
         settings = ServerSettings(
             host=HOST, port=0, model="m", config=config, speed=1.0, api_key=None, adapters=("sql",)

@@ -5,8 +5,17 @@ from time import perf_counter
 import msgspec
 import pytest
 
-from dualmap.engines.events import EVENTS_MAX, Batch, Cleared, Removed, Stored, Unreadable
-from dualmap_extproc.engines.event_messages import EVENT_BYTES_MAX, SLICE_BYTES, SLICE_EVENTS, slices
+from dualmap.engines.events import EVENTS_MAX, Batch, Cleared, Removed, Stored, Unreadable, read_batch
+from dualmap.engines.held_blocks import HeldBlocks
+from dualmap.engines.residency import Residency
+from dualmap_extproc.engines.event_messages import (
+    EVENT_BYTES_MAX,
+    FIELD_BYTES_MAX,
+    SLICE_BLOCKS,
+    SLICE_BYTES,
+    SLICE_EVENTS,
+    slices,
+)
 from extproc.event_publishers import BLOCK, CLEARED, removed, stored
 
 
@@ -57,6 +66,43 @@ def test_invalid_message_is_unreadable_with_a_reason(payload):
     assert isinstance(read, Unreadable)
     assert read.reason
     assert len(read.reason) < 300
+
+
+def test_large_events_are_divided_and_hold_the_same_blocks():
+    tokens = list(range(3 * SLICE_BLOCKS * BLOCK))
+    events = [stored(1, tokens), stored(9000, tokens, parent=8000), removed(*range(1, 2 * SLICE_BLOCKS))]
+    batches = [each for each in slices(pack(events)) if isinstance(each, Batch)]
+    assert all(sum(len(event.hashes) for event in batch.events) <= SLICE_BLOCKS for batch in batches)
+    whole = read_batch([1.5, events])
+    divided, undivided = (Residency(HeldBlocks(), model="m") for _ in range(2))
+    assert isinstance(whole, Batch)
+    undivided.apply(0, whole)
+    for batch in batches:
+        divided.apply(0, batch)
+    assert divided.counts == undivided.counts
+    assert divided.blocks == undivided.blocks == SLICE_BLOCKS + 1
+    assert divided.parked == undivided.parked == 3 * SLICE_BLOCKS
+
+
+def test_divided_event_of_a_sparse_group_stays_sparse():
+    event = {**stored(1, [1] * (2 * SLICE_BLOCKS * BLOCK)), "kv_cache_spec_kind": "sliding_window"}
+    events = [event for batch in slices(pack([event])) if isinstance(batch, Batch) for event in batch.events]
+    assert [event.dense for event in events if isinstance(event, Stored)] == [False, False]
+
+
+@pytest.mark.parametrize("as_map", [False, True])
+def test_large_field_that_is_no_list_of_numbers_is_invalid(as_map):
+    fields = {**stored(1, [1] * BLOCK), "extra_keys": [["a"]] * (FIELD_BYTES_MAX // 3)}
+    event = fields if as_map else ["BlockStored", *list(fields.values())[1:]]
+    (batch,) = slices(pack([event]))
+    assert isinstance(batch, Batch)
+    assert (batch.invalid_events, batch.events) == (1, ())
+
+
+def test_large_event_of_numbers_is_read():
+    tokens = [100_000] * (FIELD_BYTES_MAX // 5 // BLOCK * BLOCK + 100 * BLOCK)
+    read = [each for batch in slices(pack([stored(1, tokens)])) if isinstance(batch, Batch) for each in batch.events]
+    assert sum(len(each.hashes) for each in read if isinstance(each, Stored)) == len(tokens) // BLOCK
 
 
 def test_millions_of_events_are_refused_without_reading_them():

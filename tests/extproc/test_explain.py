@@ -63,6 +63,19 @@ def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: 
     assert f"Pair: {receipt['pair'][0]} and {receipt['pair'][1]}" in result.stdout
 
 
+def test_explain_says_that_an_adapter_is_not_known_to_be_loaded(pool_file: str) -> None:
+    Path(pool_file).write_text(POOL.replace("aliases: [qwen]", "adapters: [sql]"))
+    body = json.dumps({"model": "sql", "prompt": "Once upon a time"})
+    receipt = json.loads(
+        CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-", "--json"], input=body).stdout
+    )
+    assert receipt["adapter"] == "unknown"
+    result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body)
+    assert f"Adapter: not known whether {receipt['chosen']} has loaded it.\n" in result.stdout
+    base = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body.replace("sql", "Qwen"))
+    assert "Adapter" not in base.stdout
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [("{", "400"), ("", "400"), ('{"model": "llama"}', "404"), ("[]", "400"), ('{"model": 3}', "model")],

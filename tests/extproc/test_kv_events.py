@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from dualmap.engines.events import Batch
 from dualmap.engines.profile import EngineProfile, read_event_sources
-from dualmap.engines.source import MESSAGE_BYTES_MAX
+from dualmap.engines.source import MESSAGE_BYTES_MAX, Message
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
 from dualmap.prompts.api import Api
 from dualmap.requests import EventsStatus
@@ -173,6 +173,18 @@ async def test_prompt_of_another_salt_or_adapter_matches_nothing():
         assert "matched=0," in (follows.pick().receipt or "")
         assert "matched=0," in (follows.pick(cache_salt="other").receipt or "")
         assert f"matched={20 * BLOCK}," in (follows.pick(cache_salt="tenant").receipt or "")
+
+
+async def test_false_events_change_nothing_at_other_members():
+    async with following(members=2) as follows:
+        honest, liar = follows.publishers
+        await honest.publish(stored(1, PROMPT[: 5 * BLOCK]))
+        await liar.publish(stored(1, PROMPT), stored(500, [9] * BLOCK, parent=5))
+        await follows.has(number=1, state="Live", blocks=21)
+        # The hashes are equal to those of the other member.
+        await liar.publish(removed(*range(1, 21)), CLEARED)
+        await follows.has(number=1, blocks=0)
+        await follows.has(number=0, state="Live", blocks=5)
 
 
 async def test_claim_bridges_the_time_until_the_store():
@@ -377,6 +389,34 @@ async def test_flood_delays_the_loop_by_a_few_milliseconds():
         assert sorted(turns)[len(turns) // 2] < 2 * kv_events.TURN_S
 
 
+async def test_flood_leaves_half_of_the_time_to_other_work():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        events = [stored(64 * number, [number] * (64 * BLOCK)) for number in range(200)]
+        payload = msgspec.msgpack.encode([1.5, events, 0])
+        loop = asyncio.get_running_loop()
+        turns: list[float] = []
+        follows.time_turns(turns)
+        others_s = 0.0
+        busy = True
+
+        def work() -> None:
+            nonlocal others_s
+            began_s = loop.time()
+            while loop.time() < began_s + 0.001:
+                pass
+            others_s += loop.time() - began_s
+            if busy:
+                loop.call_later(0, work)
+
+        work()
+        for _ in range(20):
+            await publisher.send(payload)
+        await follows.has(sequence=19)
+        busy = False
+        assert others_s > 0.8 * sum(turns)
+
+
 async def test_server_of_another_protocol_leaves_a_member_connecting():
     writers: list[asyncio.StreamWriter] = []
 
@@ -419,6 +459,84 @@ async def test_message_above_the_bound_is_a_gap():
         await publisher.subscribed()
         await publisher.publish(removed(20))
         await follows.has(state="Partial", sequence=2, blocks=19)
+
+
+async def test_endless_message_closes_the_connection():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        await publisher.send_frames(*[bytes(1_000_000)] * 6)
+        await follows.has(state="Failed", reason="the connection was closed: a message has more than 4194304 bytes")
+        await publisher.subscribed()
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_waiting_messages_of_all_sources_have_a_common_bound(monkeypatch):
+    monkeypatch.setattr(kv_events, "WAITING_BYTES_MAX", 500_000)
+
+    def hang(publisher: Publisher) -> None:
+        publisher.hangs = True
+
+    async with following(members=2, before=hang) as follows:
+        quiet, loud = follows.publishers
+        await quiet.publish(stored(1, PROMPT))
+        most = 0
+        for _ in range(20):
+            # The messages wait for the replay, which is not answered.
+            await loud.send(bytes(100_000))
+            await asyncio.sleep(0.02)
+            most = max(most, follows.events._waiting_bytes)
+            if follows.status(1).state == "Failed":
+                break
+        assert follows.status(1).reason == "too many of its messages waited"
+        assert 300_000 < most <= 600_000
+        await follows.has(number=0, blocks=20)
+        assert follows.events._waiting_bytes == sum(source.waiting_bytes for source in follows.events._sources.values())
+
+
+async def test_source_begins_again_if_messages_were_not_applied():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        (source,) = follows.events._sources.values()
+        # The position is behind the message before its events are applied.
+        source._act(source.events.on_live(0.0, Message(1, b"")))
+        source.fail("closed", retry_s=0.0)
+        assert source.events.sequence is None
+        await publisher.publish(removed(20))
+        await follows.has(state="Live", blocks=19, sequence=1)
+
+
+async def test_port_without_a_publisher_is_asked_again():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live")
+        await publisher.close()
+        await follows.has(state="Connecting")
+        other = Publisher(publisher._context, publisher.host, ports=(publisher.port, publisher.replay_port))
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)], [removed(20)])
+        await follows.has(state="Live", blocks=19)
+
+
+async def test_silent_server_is_given_up(monkeypatch):
+    monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
+    connections: list[asyncio.StreamWriter] = []
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    async with following() as follows, await asyncio.start_server(accept, "127.0.0.2", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        silent = replace(follows.publishers[0].source, port=port, replay_port=None)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(silent,)))
+        await follows.until(lambda: len(connections) >= 2)
+        assert follows.status().state == "Connecting"
+        for each in connections:
+            each.close()
 
 
 async def test_topic_of_the_pool_is_subscribed():

@@ -1,7 +1,10 @@
 """Tests that the picker finds a request's router by the request ID, and removes the ID when the request ends."""
 
+from dataclasses import replace
+
 import pytest
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.picked import AnswerLater
@@ -73,3 +76,17 @@ def test_picker_removes_the_requests_of_a_removed_pool():
         desk.picker.access_log(14.0, AccessLogEntry(request_id=picked.request_id, status=200))
     assert desk.observer.names() == ["routed", "routed", "finished"]
     assert not desk.picker._owners
+
+
+def test_picker_reserved_adapter_is_not_served_and_changes_no_pool(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(PoolRouter, "on_pool", lambda self, *_: asked.append(self.pool.id))
+    desk = Desk(pool())
+    desk.picker.on_profile(1.0, "llm/qwen", "qwen-0", EngineProfile(models=("m", "sql"), adapters=("sql",)))
+    assert desk.pick(chat(model="sql")).decision is not None
+
+    desk.picker.set_pools(2.0, [replace(pool(), foreign_names=frozenset({"sql", "other"}))])
+    assert desk.refused(chat(model="sql")) == 404
+    desk.picker.set_pools(3.0, [replace(pool(), foreign_names=frozenset({"other"}))])
+    assert desk.pick(chat(model="sql")).decision is not None
+    assert asked == []

@@ -198,6 +198,18 @@ class TestReservations:
             assert [pool.served_names for (pool,) in watched.told] == [("other",)]
             assert watched.source.ages_s().keys() == {POOLS, PODS, "configmaps"}
 
+    async def test_reservation_of_other_names_changes_no_pool(
+        self, api: KubeApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await api.put(reservations(prod="shared\n"))
+        await api.put(pool_body("qwen", model="other"))
+        async with watching(api, reservations_in="dualmap-system") as watched:
+            before = watched.pools["llm/qwen"]
+            await api.put(reservations(prod="shared\nsql\n"))
+            await watched.until(lambda: "sql" in watched.pools["llm/qwen"].foreign_names)
+            assert watched.pools["llm/qwen"] == before
+            assert said(caplog, "Reloaded pool") == []
+
     async def test_deleted_config_map_frees_all_names(self, api: KubeApi) -> None:
         await api.put(reservations(prod="shared\n"))
         await api.put(pool_body("trap", model="shared"))

@@ -1,11 +1,12 @@
 """Reading a large body: which bodies are large, the cheap checks before the parser, and the frames of processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from dualmap.prompts.api import Api
-from dualmap.prompts.prompt import MAX_NAME, Prompt
+from dualmap.prompts.prompt import MAX_NAME, Prompt, Rendered
 from dualmap_extproc.errors import Refused, model_not_found
 from dualmap_extproc.request import reading
 from dualmap_extproc.request.body import read_body
@@ -160,6 +161,45 @@ def test_session_name_that_is_too_long_does_not_come_back():
     assert prompt.session == ""
 
 
+def test_ids_of_a_large_prompt_are_kept_as_far_as_its_text():
+    body = b'{"model": "s", "prompt": [%s]}' % b",".join([b"7"] * 100)
+    prompt = read(body, Api.COMPLETIONS)
+    assert isinstance(prompt, Prompt)
+    assert prompt.token_ids == prompt.text == b"\7\0\0\0" * 10
+    header, _ = lengths((frame := encode_result(prompt))[:PREFIX_BYTES])
+    assert decode_result(frame[PREFIX_BYTES:][:header], frame[PREFIX_BYTES + header :]) == prompt
+
+
+def test_large_body_is_rendered_for_its_pools_tokenizer():
+    asked = []
+
+    def render(folder, body, api):
+        asked.append((folder, body["model"], api))
+        return Rendered("\N{SNOWMAN} text", special=True)
+
+    bounds = {"m": BOUNDS["m"]._replace(tokenizer="/t"), "s": BOUNDS["s"]}
+    bodies = (chat("one"), chat("two", model="s"), chat("three", input_ids=[1]), chat(model="other"))
+    larges = [LargeBody(chunks=(body,), api=Api.CHAT, bounds=bounds) for body in bodies]
+    prompts = [prompt for large in larges if isinstance(prompt := read_large(large, render), Prompt)]
+
+    assert asked == [("/t", "m", Api.CHAT)]
+    assert [each.rendered for each in prompts] == [("\N{SNOWMAN} text", True), None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "decoded"), [("\N{SNOWMAN}", ("\N{SNOWMAN}", False)), ("", ("", False)), ("\ud800", None)]
+)
+def test_frame_of_a_result_contains_the_rendered_text(text, decoded):
+    prompt = read_body(chat(), Api.CHAT)
+    assert isinstance(prompt, Prompt)
+    frame = encode_result(replace(prompt, rendered=Rendered(text, special=False)))
+    header, payload = lengths(frame[:PREFIX_BYTES])
+    rest = frame[PREFIX_BYTES:]
+
+    assert len(rest) == header + payload
+    assert decode_result(rest[:header], rest[header:]) == replace(prompt, rendered=decoded)
+
+
 def test_frame_of_a_body_is_decoded_to_the_same_body():
     large = LargeBody(chunks=(chat(),), api=Api.RESPONSES, bounds=BOUNDS)
     begin, (body,) = encode_body(large), large.chunks
@@ -176,6 +216,8 @@ def test_frame_of_a_body_is_decoded_to_the_same_body():
         chat(model="unknown"),
         b"no JSON",
         b'{"model": "m", "prompt": [1, 2, 3]}',
+        chat(n=3),
+        chat(tools=[{"type": "function"}], input_ids=[1]),
     ],
 )
 def test_frame_of_a_result_is_decoded_to_the_same_result(body):

@@ -1,6 +1,7 @@
 """The processes that read large bodies: results, replacement, limits, and their end."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,21 +13,24 @@ from pathlib import Path
 import pytest
 
 from dualmap.prompts.api import Api
-from dualmap.prompts.prompt import Prompt
+from dualmap.prompts.prompt import Prompt, Rendered
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.reading import processes
+from dualmap_extproc.reading import processes, worker
 from dualmap_extproc.reading.processes import PROCESSES, WAITING_MAX, ReadingProcesses
+from dualmap_extproc.reading.worker import Templates
 from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.reading import Bounds, LargeBody
 from extproc.envoy_messages import chat
+from extproc.tokenizer_files import write_tokenizer
 from waiting import until
 
 BOUNDS = {"m": Bounds(body_bytes=16 * 1024 * 1024, tokens=10**6)}
 
 
-def large(body: bytes) -> LargeBody:
+def large(body: bytes, tokenizer: str = "") -> LargeBody:
     chunks = tuple(body[start : start + 65_536] for start in range(0, len(body), 65_536))
-    return LargeBody(chunks=chunks, api=Api.CHAT, bounds=BOUNDS)
+    bounds = {name: each._replace(tokenizer=tokenizer) for name, each in BOUNDS.items()}
+    return LargeBody(chunks=chunks, api=Api.CHAT, bounds=bounds)
 
 
 @asynccontextmanager
@@ -41,9 +45,9 @@ async def running(**seconds: float) -> AsyncIterator[ReadingProcesses]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def reading(reader: ReadingProcesses, body: bytes) -> Awaitable[Prompt | Refused]:
+def reading(reader: ReadingProcesses, body: bytes, tokenizer: str = "") -> Awaitable[Prompt | Refused]:
     future: asyncio.Future[Prompt | Refused] = asyncio.get_running_loop().create_future()
-    cancel = reader.read(large(body), lambda now, result: future.set_result(result))
+    cancel = reader.read(large(body, tokenizer), lambda now, result: future.set_result(result))
     assert cancel is not None
     return future
 
@@ -257,3 +261,50 @@ def _runs(pid: str) -> bool:
     except FileNotFoundError:
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def rendered(reader: ReadingProcesses, folder: Path, body: bytes) -> Rendered | None:
+    prompt = await reading(reader, body, str(folder))
+    assert isinstance(prompt, Prompt)
+    return prompt.rendered
+
+
+async def test_process_renders_with_the_newest_chat_template(tmp_path: Path) -> None:
+    folder, body = tmp_path / "tokenizer", chat("Hi", model="m")
+    async with running() as reader:
+        assert await rendered(reader, folder, body) is None
+        write_tokenizer(folder, template="{{ messages[0].content }}!")
+        assert await rendered(reader, folder, body) == Rendered("Hi!", special=False)
+        write_tokenizer(folder, template="{{ messages[0].content }}, another version")
+        assert await rendered(reader, folder, body) == Rendered("Hi, another version", special=False)
+        assert await rendered(reader, folder, chat("Hi", model="m", echo=True)) is None
+
+
+async def test_template_that_takes_too_long_leaves_the_process_alive(tmp_path: Path) -> None:
+    loop = "{%- for a in range(9000) %}{%- for b in range(9000) %}{{- b }}{%- endfor %}{%- endfor %}"
+    slow = "{%- if messages | length > 1 %}" + loop + "{%- endif %}{{ messages[0].content }}"
+    folder = write_tokenizer(tmp_path / "tokenizer", template=slow)
+    two = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}] * 2}).encode()
+    async with running() as reader:
+        pids = reader.pids
+        assert await rendered(reader, folder, two) is None
+        assert await rendered(reader, folder, chat("Hi", model="m")) == Rendered("Hi", special=False)
+        assert reader.pids == pids
+
+
+def test_rendered_text_above_the_limit_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(write_tokenizer(tmp_path / "tokenizer", template="{{ messages[0].content }}"))
+    body = json.loads(chat("four", model="m"))
+    render = Templates()
+    monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 4)
+    assert render(folder, body, Api.CHAT) == Rendered("four", special=False)
+    monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 3)
+    assert render(folder, body, Api.CHAT) is None
+
+
+def test_worker_keeps_a_bounded_number_of_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_FOLDERS_MAX", 2)
+    render = Templates()
+    for number in range(4):
+        render(str(write_tokenizer(tmp_path / str(number))), json.loads(chat(model="m")), Api.CHAT)
+    assert [Path(each).name for each in render._read] == ["2", "3"]

@@ -2,11 +2,17 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.engines.token_chain import TokenChain, pack_tokens, token_root
+from dualmap.pools.pool import Engine, KvEvents
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import WINDOW, TokenClass
+from dualmap.prompts.prompt import Prompt
 from dualmap.requests import Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.body import read_body
@@ -31,6 +37,8 @@ from extproc.stream_requests import every_mode
 CLASS = TokenClass(model="m", api=Api.CHAT, has_tools=False)
 TOKENS = Tokens(array("I", range(10)), CLASS)
 POOL = pool().id
+KV_EVENTS = replace(pool(), engine=Engine(kv_events=KvEvents(enabled=True)))
+CHAINED = PromptTokens(pack_tokens(TOKENS.ids), root=token_root(model="m")).chain(2)
 
 
 class Source:
@@ -43,9 +51,9 @@ class Source:
         self.waiting: list[TokensDone] = []
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
-        self.asked.append((pool, model, b"".join(chunks), small))
+        self.asked.append((pool, prompt.model, b"".join(chunks), small))
         if not self.later:
             return self.found
         self.waiting.append(done)
@@ -70,15 +78,20 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 def sent(source: Source) -> tuple[Conversation, list[object]]:
-    talk = Conversation(tokens=source)
+    talk = Conversation(KV_EVENTS, tokens=source)
     return talk, [*talk.send(request_headers(), request_body(chat()))]
+
+
+def chained(request: Request) -> TokenChain | None:
+    """Return the chain of a request's token ids."""
+    return request.tokens and request.tokens.chain(2)
 
 
 def test_tokens_at_once_are_part_of_the_request(requests: list[Request]) -> None:
     source = Source(TOKENS)
     _, answers = sent(source)
     assert destination(answers[-1])
-    assert [each.token_ids for each in requests] == [TOKENS.ids]
+    assert [chained(each) for each in requests] == [CHAINED]
     assert source.asked == [(POOL, "m", chat(), True)]
 
 
@@ -87,7 +100,7 @@ def test_tokens_do_not_change_the_keys(requests: list[Request]) -> None:
     sent(Source(None))
     with_ids, without = requests
     assert with_ids.chain == without.chain
-    assert without.token_ids is None
+    assert without.tokens is None
 
 
 def test_request_waits_for_its_tokens(requests: list[Request]) -> None:
@@ -95,7 +108,7 @@ def test_request_waits_for_its_tokens(requests: list[Request]) -> None:
     talk, answers = sent(source)
     assert (talk.stream.phase, requests, talk.delivered) == (Phase.QUEUED, [], [])
     source.finish()
-    assert [each.token_ids for each in requests] == [TOKENS.ids]
+    assert [chained(each) for each in requests] == [CHAINED]
     assert any(destination(each) for each in talk.delivered)
     assert talk.stream.phase is Phase.ANSWERED
     assert talk.buffered.held_bytes == 0
@@ -117,11 +130,39 @@ def test_answer_of_envoy_ends_the_wait_for_tokens() -> None:
     assert (source.waiting, talk.in_flight) == ([], 0)
 
 
-def test_prompt_of_ids_is_not_tokenized() -> None:
+def test_prompt_of_ids_is_not_tokenized(requests: list[Request]) -> None:
     source = Source(TOKENS)
-    talk = Conversation(tokens=source)
+    talk = Conversation(KV_EVENTS, tokens=source)
     talk.send(request_headers(**{":path": "/v1/completions"}), request_body(b'{"model": "m", "prompt": [1, 2]}'))
     assert source.asked == []
+    assert chained(requests[0]) == PromptTokens(pack_tokens([1, 2]), root=token_root(model="m")).chain(2)
+
+
+def test_ids_in_a_pool_without_events_are_not_hashed(requests: list[Request]) -> None:
+    talk = Conversation(tokens=Source(TOKENS))
+    talk.send(request_headers(), request_body(chat()))
+    assert requests[0].tokens is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": [1, 2]},
+        {"prompt_token_ids": [1, 2]},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+        {"prompt_embeds": "AAAA"},
+    ],
+)
+def test_ids_of_a_client_are_keyed_on_and_not_tokenized(requests: list[Request], fields: dict[str, Any]) -> None:
+    source = Source(TOKENS)
+    talk = Conversation(KV_EVENTS, tokens=source)
+    for body in (chat(), chat(**fields)):
+        talk.again()
+        talk.send(request_headers(), request_body(body))
+    assert [each[2] for each in source.asked] == [chat()]
+    plain, named = requests
+    assert named.tokens is None
+    assert plain.chain.hashes != named.chain.hashes
 
 
 def ended(talk: Conversation, prompt_tokens: int, *, number: int = 1) -> None:
@@ -136,7 +177,7 @@ def ended(talk: Conversation, prompt_tokens: int, *, number: int = 1) -> None:
 
 
 def test_different_counts_are_reported_and_end_the_use_of_ids(requests: list[Request]) -> None:
-    talk = Conversation(tokens=Source(TOKENS))
+    talk = Conversation(KV_EVENTS, tokens=Source(TOKENS))
     ended(talk, 10)
     assert talk.picker.distrusted(POOL) == ()
     ended(talk, 11, number=2)
@@ -144,9 +185,9 @@ def test_different_counts_are_reported_and_end_the_use_of_ids(requests: list[Req
     assert len(talk.observer.of(TokensMismatched)) == 2
     requests.clear()
     ended(talk, 10, number=WINDOW)
-    assert requests[0].token_ids is None
+    assert requests[0].tokens is None
     assert talk.picker.distrusted(POOL) == ()
-    assert requests[-1].token_ids == TOKENS.ids
+    assert chained(requests[-1]) == CHAINED
 
 
 def test_removed_pool_forgets_its_comparisons() -> None:
@@ -180,7 +221,7 @@ class HeldReader:
 
 def test_tokens_follow_the_reading_of_a_large_body(requests: list[Request]) -> None:
     source, reader = Source(TOKENS, later=True), HeldReader()
-    talk = Conversation(tokens=source, reader=reader)
+    talk = Conversation(KV_EVENTS, tokens=source, reader=reader)
     body = chat("long text " * 60_000)
     talk.send(request_headers(), request_body(body))
     assert source.asked == []
@@ -188,7 +229,7 @@ def test_tokens_follow_the_reading_of_a_large_body(requests: list[Request]) -> N
     assert [(each[2], each[3]) for each in source.asked] == [(body, False)]
     assert (talk.stream.phase, talk.buffered.held_bytes, requests) == (Phase.QUEUED, len(body), [])
     source.finish(300.0)
-    assert [each.token_ids for each in requests] == [TOKENS.ids]
+    assert [chained(each) for each in requests] == [CHAINED]
     assert len(talk.observer.of(Decided)) == 1
     assert talk.buffered.held_bytes == 0
 

@@ -18,12 +18,15 @@ BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello
 
 
 class Engine(BaseHTTPRequestHandler):
-    """Answers /tokenize; the test sets the answer on the server."""
+    """Answers /tokenize, or a render endpoint whose path the test sets; the test sets the ids on the server."""
 
     def do_POST(self) -> None:
         received = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, received.keys()) == ("/tokenize", {"model", "messages"})
-        answer = json.dumps({"tokens": self.server.ids}).encode()  # type: ignore[attr-defined]
+        path = getattr(self.server, "path", "/tokenize")
+        assert self.path == path
+        assert path != "/tokenize" or received.keys() == {"model", "messages"}
+        field = "tokens" if path == "/tokenize" else "token_ids"
+        answer = json.dumps({field: self.server.ids}).encode()  # type: ignore[attr-defined]
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -84,6 +87,25 @@ def test_tokenize_compares_with_an_engine(pool_file: Path, engine: ThreadingHTTP
     engine.ids = FilesTokenizer(str(folder)).ids(json.loads(BODY), Api.CHAT).tolist()  # type: ignore[attr-defined]
     equal = run(pool_file, "--engine", url)
     assert (equal.exit_code, equal.stdout.splitlines()[-1]) == (0, "the engine's ids are equal")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages/render", {"system": "be kind", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses/render", {"input": "hi"}),
+        ("/v1/completions/render", {"prompt": [1, 2, 3]}),
+    ],
+)
+def test_engine_renders_what_its_tokenize_cannot(
+    tmp_path: Path, engine: ThreadingHTTPServer, path: str, fields: dict[str, object]
+) -> None:
+    url = f"http://127.0.0.1:{engine.server_address[1]}"
+    engine.ids = [1, 2, 3]  # type: ignore[attr-defined]
+    engine.path = path  # type: ignore[attr-defined]
+    body = json.dumps({"model": "m", **fields})
+    result = run(written(tmp_path, {"source": "Renderer", "url": url}), "--engine", url, body=body)
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "the engine's ids are equal")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dualmap.prompts.api import Api
-from dualmap_extproc.tokens.files import FilesTokenizer, TokenizerError
+from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest, prepared_messages, prepared_tools
+from dualmap_extproc.tokens.rendering import TokenizerError
 from dualmap_extproc.tokens.template import ChatTemplate
 from extproc.tokenizer_files import SPECIAL, TEMPLATE, byte_letters, tokenizer_json, write_tokenizer
 from shared_data import shared_file
@@ -100,6 +101,8 @@ def test_template_cannot_leave_its_sandbox() -> None:
         ({"role": "user"}, ""),
         ({"role": "user", "content": [{"type": "text", "text": None}, "b", ""]}, "b"),
         ({"role": "system", "content": ["x-anthropic-billing-header: 1", "b"]}, "b"),
+        ({"role": "system", "content": "x-anthropic-billing-header: 1\na\nb"}, "a\nb"),
+        ({"role": "user", "content": "x-anthropic-billing-header: 1"}, "x-anthropic-billing-header: 1"),
     ],
 )
 def test_message_parts_are_joined_by_line_feeds(message: Any, content: str) -> None:
@@ -111,6 +114,27 @@ def test_message_keeps_parts_for_templates_that_read_parts() -> None:
     body = {"messages": [{"role": "user", "content": ["a", "b"]}]}
     assert ChatTemplate(template, {}).render(body) == "a;b;"
     assert ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}).render(body) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"reasoning": "a"}, "a"),
+        ({"reasoning_content": "b"}, "b"),
+        ({"reasoning": "a", "reasoning_content": "b"}, "a"),
+        ({"reasoning": None}, None),
+    ],
+)
+def test_reasoning_has_both_names(fields: dict[str, Any], reasoning: str | None) -> None:
+    (prepared,) = prepared_messages([{"role": "assistant", "content": "", **fields}], wrap_parts=False)
+    expected = {} if reasoning is None else {"reasoning": reasoning, "reasoning_content": reasoning}
+    assert prepared == {"role": "assistant", "content": "", **expected}
+
+
+def test_reasoning_of_embeddings_is_unsupported() -> None:
+    message = {"role": "assistant", "content": "", "reasoning": {"type": "prompt_embeds"}}
+    with pytest.raises(UnsupportedRequest, match="reasoning"):
+        prepared_messages([message], wrap_parts=False)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +156,15 @@ def test_tools_have_the_engines_order_outside_of_parameters() -> None:
     expected = {"name": "f", "description": None, "parameters": parameters, "strict": True}
     assert json.dumps(prepared) == json.dumps({"type": "function", "function": expected})
     assert prepared_tools([]) is None
+
+
+def test_tool_fields_that_the_engine_drops_are_not_rendered() -> None:
+    function = {"defer_loading": True, "returns": "text", "strict": False, "name": "f", "description": None}
+    (kept,) = prepared_tools([{"kind": "read", "function": function}]) or ()
+    expected = {"name": "f", "description": None, "parameters": None, "strict": False, "defer_loading": True}
+    assert json.dumps(kept) == json.dumps({"type": "function", "function": expected})
+    (empty,) = prepared_tools([{"function": {"name": "f", "strict": None, "defer_loading": None}}]) or ()
+    assert empty == {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
 
 
 def test_template_receives_settings_and_special_tokens() -> None:
@@ -209,7 +242,7 @@ def test_template_for_tools_is_used_with_tools(folder: Path) -> None:
 
 
 def test_cache_is_off_if_its_ids_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FilesTokenizer, "_agrees_with", lambda *_: False)
+    monkeypatch.setattr(FilesTokenizer, "_cache_is_right", lambda *_: False)
     tokenizer = FilesTokenizer(str(folder))
     assert not tokenizer.cached
     assert text_of(tokenizer.ids({"prompt": "hello"}, Api.COMPLETIONS)) == "hello"

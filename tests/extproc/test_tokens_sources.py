@@ -12,10 +12,13 @@ from aiohttp.test_utils import TestServer
 
 from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
+from dualmap.prompts.prompt import Prompt, Rendered
+from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.observations import Observation, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens
-from dualmap_extproc.tokens import renderer, sources
-from dualmap_extproc.tokens.files import TokenizerError
+from dualmap_extproc.tokens import faults, renderer, sources
+from dualmap_extproc.tokens.faults import RenderedRequests, RendererFaults
+from dualmap_extproc.tokens.rendering import PromptTexts, TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from extproc.envoy_messages import pool
 from extproc.tokenizer_files import write_tokenizer
@@ -50,11 +53,18 @@ class Sources:
         *,
         small: bool = True,
     ) -> Tokens | Pending | None:
-        return self.tokenizers.tokens(self.pool.id, "m", chunks, api, small=small, done=done)
+        prompt = read(b"".join(chunks), api)
+        return self.tokenizers.tokens(self.pool.id, prompt, chunks, api, small=small, done=done)
 
 
 def chat(text: str = "hello", **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def read(body: bytes, api: Api = Api.CHAT) -> Prompt:
+    prompt = read_body(body, api)
+    assert isinstance(prompt, Prompt)
+    return prompt
 
 
 @pytest.fixture
@@ -114,10 +124,43 @@ async def test_class_has_tools(files: Sources) -> None:
     assert found.requests.has_tools
 
 
+async def test_class_has_tools_in_any_chunks_and_spelling(files: Sources) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = chat(tools=[tool])
+    inside = body.index(b"tools") + 2
+    found: list[Tokens | Pending | None] = [files.ask([body[:inside], body[inside:]], lambda _, __: None)]
+    found.append(await files.tokens(body.replace(b"tools", b"to\\u006fls")))
+    found.append(await files.tokens(chat('a text with "tools"')))
+    assert [isinstance(each, Tokens) and each.requests.has_tools for each in found] == [True, True, False]
+
+
 async def test_request_beyond_the_files_has_no_tokens(files: Sources) -> None:
     assert await files.tokens(chat(chat_template="x")) is None
     assert await files.tokens(chat(chat_template="x" * 10_000)) is None
     assert await files.tokens(chat(), small=False) is None
+
+
+async def test_rendered_body_is_tokenized_in_a_thread(files: Sources) -> None:
+    body = chat("hello world " * 10)
+    expected = await files.tokens(body)
+    folder = files.pool.engine.tokenizer.path
+    rendered = PromptTexts(folder).rendered(json.loads(body), Api.CHAT)
+    later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
+    prompt = replace(read(body), rendered=rendered)
+    pending = files.tokenizers.tokens(
+        files.pool.id, prompt, (body,), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
+    )
+    assert isinstance(pending, Pending)
+    assert await later == expected
+
+
+async def test_rendered_text_that_cannot_be_tokenized_has_no_tokens(files: Sources) -> None:
+    later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
+    prompt = replace(read(chat()), rendered=Rendered("\ud800", special=False))
+    files.tokenizers.tokens(
+        files.pool.id, prompt, (b"",), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
+    )
+    assert await later is None
 
 
 async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +228,7 @@ async def test_renderer_receives_the_body_unchanged() -> None:
         {"token_ids": [2**40]},
         [{"token_ids": [1]}, {"token_ids": [2]}],
         {"token_ids": [1], "features": {"mm_hashes": {"image": ["a"]}}},
+        {"token_ids": [1], "content_parts": [{"type": "image_url"}]},
         "text",
         None,
     ],
@@ -222,7 +266,79 @@ async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytes
         return web.Response()
 
     server, served = await rendering(give)
-    assert await served.tokens(chat()) is None
+    for _ in range(faults.FAILURES_MAX):
+        assert await served.tokens(chat()) is None
+    assert "did not answer within" in str(served.tokenizers.status(served.pool.id, ())["reason"])
     released.set()
     await served.tokenizers.close()
     await server.close()
+
+
+class FailingRenderer:
+    """A renderer that answers with a status, and counts the requests."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.asked = 0
+
+    async def answer(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.json_response({"token_ids": [1]}, status=self.status)
+
+
+@pytest.mark.parametrize("status", [302, 403, 404, 500, 503])
+async def test_renderer_that_fails_is_left_alone_for_a_time(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = FailingRenderer(status)
+    server, served = await rendering(failing.answer)
+    for _ in range(faults.FAILURES_MAX + 5):
+        assert await served.tokens(chat()) is None
+    said = served.tokenizers.status(served.pool.id, ())
+    assert failing.asked == faults.FAILURES_MAX
+    assert (said["ready"], said["reason"]) == (
+        False,
+        f"m (chat): {served.pool.engine.tokenizer.url}/v1/chat/completions/render answered with {status}",
+    )
+    monkeypatch.setattr(faults, "RETRY_S", 0.0)
+    failing.status = 200
+    served.tokenizers._faults.failed(0.0, RenderedRequests(served.pool.id, "m", Api.CHAT), "again")
+    assert await served.tokens(chat()) is not None
+    assert served.tokenizers.status(served.pool.id, ())["reason"] == ""
+    await served.tokenizers.close()
+    await server.close()
+
+
+async def test_faulty_requests_do_not_count_against_the_renderer() -> None:
+    failing = FailingRenderer(400)
+    server, served = await rendering(failing.answer)
+    for _ in range(faults.FAILURES_MAX + 5):
+        assert await served.tokens(chat()) is None
+    assert failing.asked == faults.FAILURES_MAX + 5
+    await served.tokenizers.close()
+    await server.close()
+
+
+async def test_renderer_that_is_gone_is_left_alone_and_another_is_asked() -> None:
+    failing = FailingRenderer(200)
+    server, served = await rendering(failing.answer)
+    await server.close()
+    for _ in range(faults.FAILURES_MAX):
+        assert await served.tokens(chat()) is None
+    assert "no valid HTTP answer" in str(served.tokenizers.status(served.pool.id, ())["reason"])
+    other, again = await rendering(failing.answer)
+    served.tokenizers.set_pools([again.pool])
+    assert served.tokenizers.status(served.pool.id, ())["reason"] == ""
+    assert await served.tokens(chat()) is not None
+    for each in (served, again):
+        await each.tokenizers.close()
+    await other.close()
+
+
+async def test_failures_of_one_api_do_not_count_for_another() -> None:
+    now, known = 0.0, RendererFaults()
+    chats = RenderedRequests("p", "m", Api.CHAT)
+    for _ in range(faults.FAILURES_MAX):
+        known.failed(now, chats, "404")
+    assert not known.usable(now, chats)
+    assert known.usable(now, chats._replace(api=Api.RESPONSES))
+    assert known.usable(now, chats._replace(pool="q"))
+    assert [known.usable(now + faults.RETRY_S, chats) for _ in range(2)] == [True, False]

@@ -94,8 +94,12 @@ PLANTED = [
         "Only readers of bodies and writers of answers import orjson",
     ),
     ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Only the Redis store imports redis"),
-    ("extproc/dualmap_extproc/engines/profiles.py", "import zmq", "Only the followers of KV events import ZeroMQ"),
-    ("extproc/dualmap_extproc/engines/kv_events.py", "import msgspec", "Only the followers of KV events import ZeroMQ"),
+    ("extproc/dualmap_extproc/engines/profiles.py", "import zmq", "Only publishers of and subscribers to KV events"),
+    (
+        "extproc/dualmap_extproc/engines/kv_events.py",
+        "import msgspec",
+        "Only publishers of and subscribers to KV events",
+    ),
     ("extproc/dualmap_extproc/request/stream.py", "import opentelemetry", "Only tracing imports OpenTelemetry"),
     ("core/dualmap/replicas/update.py", "import redis", "The core is pure"),
     (
@@ -122,7 +126,7 @@ PLANTED = [
     ("extproc/dualmap_extproc/request/picked.py", "import time", "Request code reads no clock and does no I/O"),
     ("operator/dualmap_operator/observe/mirror.py", "import yaml", "Below its run package the operator"),
     ("sim/dualmap_sim/workloads/pacing.py", "import time", "Simulations reach no server"),
-    ("sim/dualmap_sim/block_pool.py", "import msgspec", "Only publishers of and subscribers to KV events"),
+    ("sim/dualmap_sim/block_pool.py", "import msgspec", "Only publishers of and subscribers"),
     ("sim/dualmap_sim/http_server.py", "import zmq", "Only publishers of and subscribers to KV events"),
 ]
 # Each added line imports only another module of the router, which imports the library.

@@ -92,7 +92,12 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     type=FiniteFloatRange(0.1, 50),
     help="Seconds of simulated time per wall-clock second. A slow machine needs a lower value.",
 )
-@click.option("--kv-events", is_flag=True, help="Let the engines publish KV events, and enable these in the pool.")
+@click.option(
+    "--kv-events",
+    is_flag=True,
+    help="Let the engines publish KV events, and add a run of the last policy that uses them. The results compare the "
+    "predicted with the measured cached tokens.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
     "--out",
@@ -119,6 +124,7 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
     Example:
       dualmap demo
       dualmap demo --policies round_robin,least_loaded,dualmap --engines 4 --out /tmp/demo
+      dualmap demo --kv-events
       dualmap demo --serve
     """
     if serving and as_json:
@@ -212,7 +218,7 @@ async def _serve(plan: Plan) -> None:
     from dualmap_cli.demo.printing import served
     from dualmap_cli.demo.serve import serve
 
-    click.echo(f"{plan.policies[-1]}: starting engines, routers and Envoy", err=True)
+    click.echo(f"{plan.runs[-1].name}: starting engines, routers and Envoy", err=True)
     await serve(plan, lambda stack: click.echo(served(plan, stack.url, stack.dashboard_urls)))
 
 
@@ -220,7 +226,7 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     """Write demo.json and demo.png and print the results."""
     # Imported here because the chart's library takes half a second to load.
     from dualmap_cli.demo.chart import draw
-    from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, table
+    from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, predictions, table
     from dualmap_cli.demo.report import report
 
     reports = [report(run, plan) for run in runs]
@@ -230,6 +236,7 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     if as_json:
         click.echo(document)
     else:
-        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n{LEGEND}\n\n{notes(reports, plan)}")
+        sections = (f"{table(reports)}\n{LEGEND}", predictions(reports), notes(reports, plan))
+        click.echo("\n\n".join(section for section in (preamble(plan), *sections) if section))
     written = f"chart: {plan.out / 'demo.png'}   data: {plan.out / 'demo.json'}   logs: {plan.out / 'logs'}"
     click.echo(written, err=as_json)

@@ -8,10 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import Final, Protocol
 
 from dualmap_cli.demo.children import Children
-from dualmap_cli.demo.plan import MODEL, Plan
+from dualmap_cli.demo.plan import MODEL, Plan, Run
+from dualmap_cli.demo.predictions import EventCounts, read_event_counts
 from dualmap_cli.demo.replay import Outcome, replay
 from dualmap_cli.demo.report import PolicyRun
-from dualmap_cli.demo.sampling import LoadSample, sample_until_cancelled
+from dualmap_cli.demo.sampling import LoadSample, metrics_pages, sample_until_cancelled
 from dualmap_cli.demo.stack import Stack, start_stack
 
 _SAMPLE_EVERY_WALL_S: Final = 0.25
@@ -24,19 +25,19 @@ _REQUEST_DEADLINE_WALL_S_LEAST: Final = 20.0
 class Progress(Protocol):
     """The callbacks for the experiment's progress."""
 
-    def starting(self, policy: str) -> None:
-        """Report that the stack for a policy starts."""
+    def starting(self, run: str) -> None:
+        """Report that the stack of a run starts."""
 
-    def replaying(self, policy: str) -> None:
+    def replaying(self, run: str) -> None:
         """Report that the replay of the requests begins."""
 
     def finished_one(self) -> None:
         """Report that a request has ended."""
 
 
-def logs_folder(plan: Plan, policy: str) -> Path:
-    """Return the folder for the logs of a policy's run."""
-    return plan.out / "logs" / policy
+def logs_folder(plan: Plan, run: Run) -> Path:
+    """Return the folder for the logs of a run."""
+    return plan.out / "logs" / run.name
 
 
 def request_deadline_s(plan: Plan) -> float:
@@ -45,32 +46,38 @@ def request_deadline_s(plan: Plan) -> float:
 
 
 async def run_all(plan: Plan, progress: Progress) -> tuple[PolicyRun, ...]:
-    """Run every policy of the plan. Raises DemoError. All processes end, also after an error."""
-    return tuple([await _run(plan, policy, progress) for policy in plan.policies])
+    """Do every run of the plan. Raises DemoError. All processes end, also after an error."""
+    return tuple([await _run(plan, run, progress) for run in plan.runs])
 
 
-async def _run(plan: Plan, policy: str, progress: Progress) -> PolicyRun:
+async def _run(plan: Plan, run: Run, progress: Progress) -> PolicyRun:
     began_s = time.monotonic()
-    progress.starting(policy)
-    folder = logs_folder(plan, policy)
+    progress.starting(run.name)
+    folder = logs_folder(plan, run)
     with TemporaryDirectory(prefix="dualmap-") as sockets:
-        outcomes, samples = await _replay(plan, policy, progress, folder, Path(sockets))
-    return PolicyRun(policy=policy, outcomes=outcomes, samples=tuple(samples), wall_s=time.monotonic() - began_s)
+        outcomes, samples, events = await _replay(plan, run, progress, folder, Path(sockets))
+    return PolicyRun(
+        policy=run.name,
+        outcomes=outcomes,
+        samples=tuple(samples),
+        wall_s=time.monotonic() - began_s,
+        events=events if run.kv_events else None,
+    )
 
 
 async def _replay(
-    plan: Plan, policy: str, progress: Progress, folder: Path, sockets: Path
-) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
+    plan: Plan, run: Run, progress: Progress, folder: Path, sockets: Path
+) -> tuple[tuple[Outcome, ...], list[LoadSample], EventCounts]:
     async with Children(folder) as children:
-        stack = await start_stack(children, plan, policy, folder, sockets)
-        progress.replaying(policy)
+        stack = await start_stack(children, plan, run, folder, sockets)
+        progress.replaying(run.name)
         return await children.guard(_load(plan, stack, progress.finished_one))
 
 
 async def _load(
     plan: Plan, stack: Stack, finished_one: Callable[[], None]
-) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
-    """Replay the workload while sampling the routers' load gauges."""
+) -> tuple[tuple[Outcome, ...], list[LoadSample], EventCounts]:
+    """Replay the workload while sampling the routers' load gauges; read the routers' KV events at the end."""
     samples: list[LoadSample] = []
     sampler = asyncio.ensure_future(
         sample_until_cancelled(stack.metrics_urls, endpoints=plan.engines, every_s=_SAMPLE_EVERY_WALL_S, into=samples)
@@ -86,4 +93,4 @@ async def _load(
     finally:
         sampler.cancel()
         await asyncio.gather(sampler, return_exceptions=True)
-    return outcomes, samples
+    return outcomes, samples, read_event_counts(await metrics_pages(stack.metrics_urls))

@@ -46,11 +46,24 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One replay of the workload; with ``kv_events``, the routers follow the engines' KV events."""
+
+    policy: str
+    kv_events: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the run in results, and of its folder."""
+        return f"{self.policy}+events" if self.kv_events else self.policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One demo. ``rate`` is requests per model second; ``speed`` is model seconds per wall-clock second.
 
     ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut. With ``kv_events``, the
-    engines publish KV events.
+    engines publish KV events in every run, and another run of the last policy uses them.
     """
 
     engines: int
@@ -64,6 +77,12 @@ class Plan:
     seed: int | None
     out: Path
     kv_events: bool = False
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The replays, in order."""
+        runs = tuple(Run(policy=policy) for policy in self.policies)
+        return (*runs, Run(policy=self.policies[-1], kv_events=True)) if self.kv_events else runs
 
     @property
     def engine(self) -> EngineConfig:
@@ -118,9 +137,12 @@ def make_plan(
     )
 
 
-def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[str, object]:
+def pool_document(
+    plan: Plan, policy: str, engines: Mapping[str, str], *, renderer: str | None = None
+) -> dict[str, object]:
     """Return the InferencePool of a run; ``engines`` maps member ids to ``IP:PORT``.
 
+    With ``renderer``, the ``IP:PORT`` of an engine that renders requests, the routers follow the KV events.
     Durations that depend on the engines are divided by the speed, down to the schema's minimum.
     """
     members = [
@@ -138,7 +160,7 @@ def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[s
                 "prefillTokensPerSecond": plan.engine.prefill.tokens_per_s * plan.speed,
                 "cacheTokens": plan.engine.cache_tokens,
                 "kvTokens": plan.engine.kv_memory_tokens,
-                "kvEvents": {"enabled": plan.kv_events},
+                **({} if renderer is None else _kv_events(renderer)),
             },
             "slo": {"ttft": _milliseconds(plan.wall_s(SLO_TTFT_S))},
             "routing": {
@@ -153,6 +175,10 @@ def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[s
         },
         "status": {"ring": {"version": 1, "members": members}},
     }
+
+
+def _kv_events(renderer: str) -> dict[str, object]:
+    return {"tokenizer": {"source": "Renderer", "url": f"http://{renderer}"}, "kvEvents": {"enabled": True}}
 
 
 def _window(plan: Plan, window_s: float) -> str:

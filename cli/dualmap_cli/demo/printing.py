@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Final
 
 from dualmap_cli.demo.plan import MODEL, SLO_TTFT_S, Plan
-from dualmap_cli.demo.report import PolicyReport
+from dualmap_cli.demo.report import PolicyReport, PredictionReport
 from dualmap_sim.workloads.statistics import measure
 
 _COLUMNS: Final = (
@@ -20,9 +20,9 @@ _LAG_SHARE: Final = 0.1
 
 def announcement(plan: Plan) -> str:
     """Return a description of the runs and their expected time, without the start-up time of the processes."""
-    replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
+    replays_s = len(plan.runs) * plan.wall_s(plan.trace.duration_s)
     return (
-        f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: "
+        f"replaying {len(plan.trace.requests):,} requests under {', '.join(run.name for run in plan.runs)}: "
         f"about {replays_s:.0f} s in all, plus start-up and the last answers"
     )
 
@@ -52,8 +52,15 @@ def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object
         "speed": plan.speed,
         "slo_ttft_s": SLO_TTFT_S,
         "load": asdict(plan.load),
-        "runs": [asdict(each) for each in reports],
+        "runs": [_run_document(each) for each in reports],
     }
+
+
+def _run_document(one: PolicyReport) -> dict[str, object]:
+    document = asdict(one)
+    if one.predictions is None:
+        del document["predictions"]
+    return document
 
 
 def table(reports: Sequence[PolicyReport]) -> str:
@@ -81,6 +88,28 @@ def _row(one: PolicyReport) -> tuple[str, ...]:
         "-" if one.pending_cv is None else f"{one.pending_cv:.2f}",
         "-" if one.pending_tokens_mean is None else f"{one.pending_tokens_mean:,.0f} tok",
         ", ".join(f"{count} x {error}" for error, count in sorted(one.errors.items())) or "0",
+    )
+
+
+def predictions(reports: Sequence[PolicyReport]) -> str:
+    """Return what the routers predicted of the caches, with and without KV events; empty in a demo without them."""
+    lines = [f"{one.policy}: {_predicted(one.predictions)}" for one in reports if one.predictions is not None]
+    if not lines:
+        return ""
+    return "\n".join(("KV events: the engines publish them in every run; the last run's routers use them.", *lines))
+
+
+def _predicted(one: PredictionReport) -> str:
+    text = (
+        f"cached tokens as predicted, within a block, in {one.as_predicted:.1%} of the requests; "
+        f"{one.stale_hits:,} of {one.predicted_hits:,} predicted hits found nothing"
+    )
+    if one.events is None:
+        return text
+    states = ", ".join(f"{number} {state}" for state, number in sorted(one.events.states.items()))
+    return (
+        f"{text};\n  events of the engines: {states or 'none'}; {one.events.stored:,} blocks stored, "
+        f"{one.events.removed:,} removed, {one.events.gaps:,} gaps; they decided {one.from_events:.1%} of the requests"
     )
 
 

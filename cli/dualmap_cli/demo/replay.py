@@ -13,6 +13,8 @@ from typing import Final
 
 import aiohttp
 
+from dualmap_cli.demo.predictions import Prediction, read_prediction
+from dualmap_extproc.names import DECISION_HEADER
 from dualmap_sim.workloads.text import prompt_text
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 
@@ -34,6 +36,7 @@ class Outcome:
     finished_s: float
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prediction: Prediction | None = None
     error: str | None = None
 
 
@@ -76,9 +79,11 @@ class _Sender:
         sent_s = self._now_s()
         first_byte_s: float | None = None
         tail = b""
+        prediction: Prediction | None = None
         error: str | None = None
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
+                prediction = read_prediction(response.headers.get(DECISION_HEADER, ""))
                 async for chunk in response.content.iter_any():
                     if first_byte_s is None:
                         first_byte_s = self._now_s()
@@ -99,6 +104,7 @@ class _Sender:
             finished_s=self._now_s(),
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
+            prediction=prediction,
             error=error,
         )
 

@@ -9,10 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import Final
 
+from dualmap.pools.pool import Routing
 from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
+from dualmap_cli.demo.predictions import EventCounts
 from dualmap_cli.demo.replay import Outcome
 from dualmap_cli.demo.sampling import LoadSample
+
+_BLOCK_TOKENS: Final = Routing().prefix.block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,23 @@ class PolicyRun:
     outcomes: tuple[Outcome, ...]
     samples: tuple[LoadSample, ...]
     wall_s: float
+    events: EventCounts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionReport:
+    """How far the routers' predictions of cached tokens were right, over the requests that a router picked.
+
+    ``as_predicted`` is the share of requests whose cached tokens differ by at most one block of the pool.
+    ``stale_hits`` are the requests with predicted tokens of which the engine had none cached. ``from_events`` is the
+    share of requests that were picked by what engines report. ``events`` is None in runs that do not use KV events.
+    """
+
+    as_predicted: float
+    predicted_hits: int
+    stale_hits: int
+    from_events: float
+    events: EventCounts | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +52,8 @@ class PolicyReport:
     """One policy's figures. Percentiles cover the successful requests; they are None without such requests.
 
     ``slo_attainment`` covers all requests: a failed request counts as a miss. ``pending_cv`` is the paper's equation 1,
-    averaged over the samples with pending tokens. ``pending_cv`` is None without such samples.
+    averaged over the samples with pending tokens. ``pending_cv`` is None without such samples. ``predictions`` is None
+    in a demo without KV events.
     """
 
     policy: str
@@ -50,6 +73,7 @@ class PolicyReport:
     send_lag_p99_wall_s: float
     send_lag_max_wall_s: float
     wall_s: float
+    predictions: PredictionReport | None = None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -100,4 +124,20 @@ def report(run: PolicyRun, plan: Plan) -> PolicyReport:
         send_lag_p99_wall_s=percentile(lags, 0.99) or 0.0,
         send_lag_max_wall_s=max(lags),
         wall_s=run.wall_s,
+        predictions=_predictions(run) if plan.kv_events else None,
+    )
+
+
+def _predictions(run: PolicyRun) -> PredictionReport | None:
+    picked = [(each.prediction, each) for each in run.outcomes if each.error is None and each.prediction is not None]
+    if not picked:
+        return None
+    pairs = [(prediction.cached_share * each.prompt_tokens, each.cached_tokens) for prediction, each in picked]
+    hits = [cached for predicted, cached in pairs if predicted > 0]
+    return PredictionReport(
+        as_predicted=sum(abs(predicted - cached) <= _BLOCK_TOKENS for predicted, cached in pairs) / len(pairs),
+        predicted_hits=len(hits),
+        stale_hits=sum(not cached for cached in hits),
+        from_events=sum(prediction.from_events for prediction, _ in picked) / len(picked),
+        events=run.events,
     )

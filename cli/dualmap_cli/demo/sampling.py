@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,16 @@ def read_pending(pages: Sequence[str], *, endpoints: int) -> LoadSample:
             pending[endpoint] += float(value)
     values = tuple(pending.values())
     return LoadSample(pending_tokens=values + (0.0,) * (endpoints - len(values)))
+
+
+async def metrics_pages(metrics_urls: Sequence[str]) -> tuple[str, ...]:
+    """Return the metrics pages of the routers that answer."""
+    pages = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)) as session:
+        for url in metrics_urls:
+            with suppress(TimeoutError, aiohttp.ClientError):
+                pages.append(await _page(session, url))
+    return tuple(pages)
 
 
 async def sample_until_cancelled(

@@ -19,15 +19,15 @@ from dualmap_sim.workloads.trace import Trace
 
 
 async def serve(plan: Plan, ready: Callable[[Stack], None]) -> None:
-    """Start the stack of the plan's last policy, call ``ready``, and send traffic until cancelled.
+    """Start the stack of the plan's last run, call ``ready``, and send traffic until cancelled.
 
     Raises DemoError. All processes end, also after an error.
     """
-    policy = plan.policies[-1]
-    folder = logs_folder(plan, policy)
+    run = plan.runs[-1]
+    folder = logs_folder(plan, run)
     with TemporaryDirectory(prefix="dualmap-") as sockets:
         async with Children(folder) as children:
-            stack = await start_stack(children, plan, policy, folder, Path(sockets))
+            stack = await start_stack(children, plan, run, folder, Path(sockets))
             ready(stack)
             await children.guard(_send_rounds(plan, stack))
 

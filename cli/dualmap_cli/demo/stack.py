@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 
 from dualmap_cli.demo.children import Children
-from dualmap_cli.demo.plan import MODEL, PRESET, Plan, pool_document
+from dualmap_cli.demo.plan import MODEL, PRESET, Plan, Run, pool_document
 
 _HOST: Final = "127.0.0.1"
 _READY_WITHIN_S: Final = 30.0
@@ -30,22 +30,24 @@ _KV_EVENTS: Final = ("--kv-events", "--kv-events-port", "0", "--kv-events-replay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """The addresses of a running stack. ``url`` is Envoy; the others are the routers' metrics pages and dashboards."""
+    """The addresses of a running stack. ``url`` is Envoy; the others are pages of the routers."""
 
     url: str
     metrics_urls: tuple[str, ...]
     dashboard_urls: tuple[str, ...]
 
 
-async def start_stack(children: Children, plan: Plan, policy: str, folder: Path, sockets: Path) -> Stack:
-    """Start all processes for ``policy`` and wait until a request succeeds.
+async def start_stack(children: Children, plan: Plan, run: Run, folder: Path, sockets: Path) -> Stack:
+    """Start all processes of a run and wait until a request succeeds.
 
     Files are written to ``folder``. The path of ``sockets`` must be short enough for a Unix socket (108 bytes). Raises
     ChildError, with the tail of the failed process's log.
     """
     engines = await _start_engines(children, plan)
     pool_file = folder / "pool.json"
-    pool_file.write_text(json.dumps(pool_document(plan, policy, engines), indent=2))
+    # The renderer is no member, so that rendering delays no member's answers.
+    renderer = await _start_renderer(children) if run.kv_events else None
+    pool_file.write_text(json.dumps(pool_document(plan, run.policy, engines, renderer=renderer), indent=2))
     redis_url = await _start_redis(children, sockets)
     routers = [
         await children.start(
@@ -89,6 +91,13 @@ async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
     )
     started = [await children.start(f"engine-{number}", command) for number in range(plan.engines)]
     return {child.name: (await child.ready(within_s=_READY_WITHIN_S))["http"] for child in started}
+
+
+async def _start_renderer(children: Children) -> str:
+    """Start an engine that only renders requests; return its address."""
+    command = _dualmap("engine-sim", "--host", _HOST, "--port", "0", "--model", MODEL, "--preset", PRESET)
+    renderer = await children.start("renderer", command)
+    return (await renderer.ready(within_s=_READY_WITHIN_S))["http"]
 
 
 async def _start_redis(children: Children, sockets: Path) -> str:

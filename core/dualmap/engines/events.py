@@ -15,7 +15,7 @@ from dualmap.engines.token_chain import MediaId, pack_tokens
 
 EVENTS_MAX: Final = 65536
 """The most events of a message; a message with more is unreadable."""
-HASHES_MAX: Final = 65536
+HASHES_MAX: Final = 16384
 """The most block hashes of an event; an event with more is invalid."""
 TOKENS_MAX: Final = 1048576
 """The most token ids of an event; an event with more is invalid."""
@@ -108,7 +108,7 @@ class _InvalidEvent(Exception):
 
 def read_batch(message: object) -> Batch | Unreadable:
     """Return the events of an unpacked message."""
-    if isinstance(message, Mapping):
+    if isinstance(message, dict):
         sent, listed = message.get("ts"), message.get("events")
     elif isinstance(message, list | tuple) and len(message) >= 2:
         sent, listed = message[0], message[1]
@@ -148,8 +148,8 @@ class _Reader:
         )
 
     def _read_event(self, event: object) -> None:
-        as_map = isinstance(event, Mapping)
-        if isinstance(event, Mapping):
+        as_map = isinstance(event, dict)
+        if isinstance(event, dict):
             tag = event.get("type")
         elif isinstance(event, list | tuple) and event:
             tag = event[0]
@@ -160,7 +160,10 @@ class _Reader:
         elif tag == "BlockStored":
             fields = self._fields(event, _STORED_FIELDS, _KNOWN_STORED)
             self._end_removals()
-            self._events.append(_read_stored(fields, as_map=as_map))
+            event_stored = _read_stored(fields, as_map=as_map)
+            if event_stored.hashes:
+                # A chunk of which a sparse group keeps nothing has no hashes.
+                self._events.append(event_stored)
         elif tag == "AllBlocksCleared":
             self._end_removals()
             self._events.append(Cleared())
@@ -171,7 +174,7 @@ class _Reader:
 
     def _fields(self, event: Any, names: tuple[str, ...], known: frozenset[str]) -> Mapping[str, object]:
         """Return an event's fields by name, and count those without a name."""
-        if isinstance(event, Mapping):
+        if isinstance(event, dict):
             if not event.keys() <= known:
                 self._unknown_fields += len(event.keys() - known)
             return event
@@ -196,6 +199,9 @@ class _Reader:
 def _read_stored(fields: Mapping[str, object], *, as_map: bool) -> Stored:
     hashes = _hashes(fields)
     parent = fields.get("parent_block_hash")
+    if parent == 0 and not as_map:
+        # llm-d-inference-sim sends 0 at the start of a prompt. Hashes of real blocks are practically never 0.
+        parent = None
     block_tokens = _integer(fields.get("block_size"), 1, BLOCK_TOKENS_MAX)
     ids = fields.get("token_ids")
     if not isinstance(ids, list | tuple) or len(ids) > TOKENS_MAX:
@@ -326,8 +332,10 @@ def _adapter(fields: Mapping[str, object]) -> str:
 
 def _is_on_gpu(fields: Mapping[str, object]) -> bool:
     """Return whether the blocks are in the engine's own GPU memory; engines without tiers do not name the medium."""
-    medium = _name(fields.get("medium"))
-    return (not medium or medium.upper() == "GPU") and fields.get("locality") != "REMOTE"
+    if fields.get("locality") == "REMOTE":
+        return False
+    medium = fields.get("medium")
+    return medium == "GPU" or _name(medium).upper() in ("", "GPU")
 
 
 def _group(fields: Mapping[str, object]) -> int | None:
@@ -339,7 +347,7 @@ def _hashes(fields: Mapping[str, object]) -> list[int]:
     value = fields.get("block_hashes")
     if not isinstance(value, list | tuple) or len(value) > HASHES_MAX:
         raise _InvalidEvent
-    return [_hash(each) for each in value]
+    return [each if type(each) is int and 0 <= each <= _HASH_BITS else _hash(each) for each in value]
 
 
 def _hash(value: object) -> int:

@@ -7,7 +7,8 @@ the facts of this answer. No reader raises an error: an answer that cannot be re
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Final, Self
 
 from dualmap.engines.samples import Sample, SampleFinder, Samples, total
@@ -16,6 +17,8 @@ ADAPTERS_MAX: Final = 256
 """The most adapters of one engine that the router serves."""
 NAME_MAX: Final = 253
 """The longest name of an adapter, as in ``spec.model.adapters``."""
+MODELS_MAX: Final = 1024
+"""The most models of one engine's list. The models of a longer list are not known."""
 EVENT_SOURCES_MAX: Final = 256
 _VERSION_MAX: Final = 64
 _TOKENS_MAX: Final = 10**10
@@ -41,10 +44,13 @@ class EngineProfile:
     """What an engine says about itself. None, an empty text or an empty tuple stands for a fact that is not known.
 
     ``engine`` is the type of the engine that answered. ``kv_tokens`` is the amount of KV that all requests in flight
-    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``adapters`` are the LoRA adapters that
-    the engine serves. ``waiting`` and ``running`` count the engine's requests, whatever their source.
-    ``started_s`` is the start time of the engine's process, in seconds since 1970 on the engine's clock.
-    ``reason`` says what could not be read.
+    can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
+    that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
+    engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
+    ``ranks`` is the number of the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start
+    time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router
+    read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same
+    ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -53,18 +59,29 @@ class EngineProfile:
     kv_tokens: int | None = None
     cache_tokens: int | None = None
     max_model_len: int | None = None
+    models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     waiting: int | None = None
     running: int | None = None
+    kv_usage: float | None = None
+    ranks: int | None = None
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
+    at_s: float | None = field(default=None, compare=False)
     reason: str = ""
 
     @property
     def problem(self) -> str:
         """What could not be read, or that the engine sleeps; empty if neither."""
         return self.reason or ("the engine is asleep" if self.asleep else "")
+
+    @property
+    def used_tokens(self) -> int | None:
+        """The KV tokens that the engine's requests use; None if they are not known."""
+        if self.kv_usage is None or self.kv_tokens is None:
+            return None
+        return math.ceil(self.kv_usage * self.kv_tokens)
 
     def also(self, other: "EngineProfile") -> Self:
         """Return these facts with those of another answer, which has precedence; the reasons are joined."""
@@ -73,8 +90,8 @@ class EngineProfile:
         return replace(self, **known, reason="; ".join(each for each in reasons if each))
 
     def failed(self, reason: str) -> Self:
-        """Return the facts that stay valid while the engine does not answer: all but those of this moment."""
-        return replace(self, waiting=None, running=None, asleep=None, reason=reason)
+        """Return the facts that stay valid while the engine does not answer: all but its load."""
+        return replace(self, waiting=None, running=None, kv_usage=None, at_s=None, reason=reason)
 
 
 NO_PROFILE: Final = EngineProfile()
@@ -92,6 +109,7 @@ class Dialect:
     path: str
     running: str
     waiting: str
+    usage: str
     cache: str = ""
     sleep: str = ""
     block_tokens: str = ""
@@ -105,6 +123,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
+        usage="vllm:kv_cache_usage_perc",
         cache="vllm:cache_config_info",
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
@@ -116,6 +135,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/metrics",
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
+        usage="sglang:token_usage",
         cache="sglang:cache_config_info",
         block_tokens="page_size",
         blocks="num_pages",
@@ -125,6 +145,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         path="/prometheus/metrics",
         running="trtllm_num_requests_running",
         waiting="trtllm_num_requests_waiting",
+        usage="trtllm_kv_cache_utilization",
         block_tokens="trtllm_kv_cache_tokens_per_block",
         blocks="trtllm_kv_cache_max_blocks",
     ),
@@ -135,37 +156,39 @@ _STARTED: Final = "process_start_time_seconds"
 
 
 def _names(dialect: Dialect) -> tuple[str, ...]:
-    own = (dialect.running, dialect.waiting, dialect.cache, dialect.sleep)
+    own = (dialect.running, dialect.waiting, dialect.usage, dialect.cache, dialect.sleep)
     sizes = () if dialect.cache else (dialect.block_tokens, dialect.blocks)
-    others = (each.running for each in DIALECTS.values() if each is not dialect)
-    return tuple(name for name in (*own, *sizes, _STARTED, *others) if name)
+    return tuple(name for name in (*own, *sizes, _STARTED) if name)
 
 
 _FINDERS: Final = {engine: SampleFinder(_names(dialect)) for engine, dialect in DIALECTS.items()}
+_RUNNING: Final = SampleFinder(dialect.running for dialect in DIALECTS.values())
 
 
-def read_metrics(engine: str, page: bytes) -> EngineProfile:
-    """Read the metrics page of an engine of type ``engine``, which must be in DIALECTS."""
+def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> EngineProfile:
+    """Read the metrics page of an engine of type ``engine``, which must be in DIALECTS; the page is of ``at_s``."""
     dialect = DIALECTS[engine]
     samples = _FINDERS[engine].find(page)
     if samples is None:
         return EngineProfile(reason=f"{dialect.path} ends before its last line")
     running, waiting = total(samples.get(dialect.running, ())), total(samples.get(dialect.waiting, ()))
     if running is None or waiting is None:
-        others = [each.engine for each in DIALECTS.values() if each is not dialect and each.running in samples]
+        running_of = _RUNNING.find(page) or {}
+        others = [each.engine for each in DIALECTS.values() if each is not dialect and each.running in running_of]
         if others:
             return EngineProfile(engine=others[0], reason=f"{dialect.path} is that of {others[0]}, not of {engine}")
         missing = dialect.running if running is None else dialect.waiting
         return EngineProfile(reason=f"{dialect.path} has no valid {missing}")
-    memory = _memory(dialect, samples)
-    return memory.also(
-        EngineProfile(
-            engine=engine,
-            waiting=min(waiting, _REQUESTS_MAX),
-            running=min(running, _REQUESTS_MAX),
-            asleep=_asleep(samples.get(dialect.sleep, ())),
-            started_s=_started_s(samples.get(_STARTED, ())),
-        )
+    return replace(
+        _memory(dialect, samples),
+        engine=engine,
+        waiting=min(waiting, _REQUESTS_MAX),
+        running=min(running, _REQUESTS_MAX),
+        kv_usage=_usage(samples.get(dialect.usage, ())),
+        ranks=len(samples[dialect.running]),
+        asleep=_asleep(samples.get(dialect.sleep, ())),
+        started_s=_started_s(samples.get(_STARTED, ())),
+        at_s=at_s,
     )
 
 
@@ -177,23 +200,27 @@ def read_version(document: object) -> EngineProfile:
 
 
 def read_models(document: object) -> EngineProfile:
-    """Read the answer of ``/v1/models``: the models' longest prompt, and the adapters, which have a ``parent``."""
+    """Read the answer of ``/v1/models``: the names, the longest prompt, and the adapters, which have a ``parent``."""
     models = document.get("data") if isinstance(document, Mapping) else None
     if not isinstance(models, list):
         return EngineProfile(reason="/v1/models has no list of models")
     lengths: list[int] = []
+    names: dict[str, None] = {}
     adapters: dict[str, None] = {}
-    for model in models:
+    for model in islice(models, MODELS_MAX):
         if not isinstance(model, Mapping):
             continue
         length, parent, name = _whole(model.get("max_model_len"), _LENGTH_MAX), model.get("parent"), model.get("id")
         if length is not None:
             lengths.append(length)
-        if isinstance(parent, str) and parent and isinstance(name, str) and _is_name(name):
-            adapters[name] = None
+        if isinstance(name, str) and _is_name(name):
+            names[name] = None
+            if isinstance(parent, str) and parent:
+                adapters[name] = None
     more = len(adapters) > ADAPTERS_MAX
     return EngineProfile(
         max_model_len=max(lengths, default=None),
+        models=tuple(names) if len(models) <= MODELS_MAX else (),
         adapters=tuple(adapters)[:ADAPTERS_MAX],
         reason=f"/v1/models has {len(adapters)} adapters, of which {ADAPTERS_MAX} are served" if more else "",
     )
@@ -204,10 +231,10 @@ def read_event_sources(document: object) -> EngineProfile:
     if not isinstance(document, Mapping):
         return EngineProfile(reason="/kv_event_sources is no object")
     sources: list[EventSource] = []
-    for key, source in document.items():
+    for key, source in islice(document.items(), EVENT_SOURCES_MAX):
         if not isinstance(source, Mapping) or not (key.isascii() and key.isdecimal() and len(key) < 6):
             return EngineProfile(reason="/kv_event_sources has an unknown form")
-        if source.get("enable_kv_cache_events") is True and len(sources) < EVENT_SOURCES_MAX:
+        if source.get("enable_kv_cache_events") is True:
             sources.append(
                 EventSource(
                     rank=int(key),
@@ -237,24 +264,31 @@ def read_server_info(document: object) -> EngineProfile:
 def _memory(dialect: Dialect, samples: Samples) -> EngineProfile:
     """Return the tokens of a block, the KV memory, and the part of it that keeps KV for reuse."""
     if not dialect.cache:
-        block, blocks = (total(samples.get(name, ())) for name in (dialect.block_tokens, dialect.blocks))
-        size = _blocks_tokens(block, blocks)
-        return EngineProfile(block_tokens=block if size else None, kv_tokens=size, cache_tokens=size)
+        block = _block(samples.get(dialect.block_tokens, ()))
+        # One sample for each rank, each with its own memory and the same block.
+        sizes = [_blocks_tokens(block, total([each])) for each in samples.get(dialect.blocks, ())]
+        memory = min(sum(each for each in sizes if each is not None), _TOKENS_MAX)
+        return EngineProfile(block_tokens=block, kv_tokens=memory, cache_tokens=memory) if memory else NO_PROFILE
     block_tokens, kv_tokens, cache_tokens = None, 0, 0
     for sample in samples.get(dialect.cache, ()):
-        labels = sample.labels()
-        block, blocks = (_digits(labels.get(name)) for name in (dialect.block_tokens, dialect.blocks))
+        block, blocks = (_digits(sample.label(name)) for name in (dialect.block_tokens, dialect.blocks))
         size = _blocks_tokens(block, blocks)
         if size is None:
             continue
         # One sample for each data-parallel rank, each with its own memory. With several groups of layers, each token
         # takes several blocks, so the size in tokens is smaller than that of the blocks.
         block_tokens = block
-        kv_tokens += min(size, _digits(labels.get(dialect.kv_tokens)) or size)
-        cache_tokens += 0 if labels.get("enable_prefix_caching") == "False" else size
+        kv_tokens += min(size, _digits(sample.label(dialect.kv_tokens)) or size)
+        cache_tokens += 0 if sample.label("enable_prefix_caching") == "False" else size
     if block_tokens is None:
         return NO_PROFILE
+    kv_tokens, cache_tokens = min(kv_tokens, _TOKENS_MAX), min(cache_tokens, _TOKENS_MAX)
     return EngineProfile(block_tokens=block_tokens, kv_tokens=kv_tokens, cache_tokens=cache_tokens)
+
+
+def _block(samples: Sequence[Sample]) -> int | None:
+    """Return the tokens of a block, which all samples must agree on."""
+    return total(samples[:1]) if len({each.value for each in samples}) == 1 else None
 
 
 def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
@@ -262,6 +296,12 @@ def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
     if not block or not blocks or block > _BLOCK_MAX or block * blocks > _TOKENS_MAX:
         return None
     return block * (blocks - 1) or None
+
+
+def _usage(samples: Sequence[Sample]) -> float | None:
+    """Return the mean over the data-parallel ranks, whose memories have the same size."""
+    values = [each.value for each in samples]
+    return sum(values) / len(values) if values and all(0.0 <= value <= 1.0 for value in values) else None
 
 
 def _asleep(samples: Sequence[Sample]) -> bool | None:
@@ -308,9 +348,9 @@ def _whole(value: object, most: int) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most else None
 
 
-def _digits(text: str | None) -> int | None:
+def _digits(text: str) -> int | None:
     """Return a label's value as a number; labels also hold words such as "None"."""
-    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) <= 12 else None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 12 else None
 
 
 def _port_of(endpoint: object) -> int | None:

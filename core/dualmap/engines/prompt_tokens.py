@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dualmap.engines.token_chain import Media, TokenChain, chain_tokens
+from dualmap.engines.token_chain import TOKEN_BYTES, Media, TokenChain, chain_tokens
 
 
 class PromptTokens:
@@ -18,6 +18,11 @@ class PromptTokens:
         self._root = root
         self._media = media
         self._chains: dict[int, TokenChain] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of token ids."""
+        return len(self._packed) // TOKEN_BYTES
 
     def chain(self, block_tokens: int) -> TokenChain:
         """Return the chain in blocks of ``block_tokens``."""

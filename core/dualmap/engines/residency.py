@@ -20,15 +20,16 @@ ids (``dualmap.engines.token_chain``). The rules:
 - A rank cannot hold more blocks than its GPU memory has. If more copies are counted, the engine reports removals in
   another way. Then copies are no longer counted; if too many blocks remain, the rank's blocks are forgotten.
 - After lost messages, copies are no longer counted either, because their removals may be among the lost messages.
-- A member has at most ``BLOCKS_MAX`` blocks. Further blocks are ignored until the engine removes others.
+- A member has at most ``BLOCKS_MAX`` blocks, and a pool ``POOL_BLOCKS_MAX``. Further blocks are ignored until engines
+  remove others.
 
-Memory per million cached tokens in blocks of 16 (``python -m bench memory``): 7.2 MB, of which 2.3 MB are the member's
-table and 4.9 MB the pool's dictionary. Members that hold the same blocks share the dictionary's part. Two blocks with
+Memory per million cached tokens in blocks of 16 (``python -m bench memory``): 7.7 MB, of which 2.2 MB are the member's
+table and 5.5 MB the pool's dictionary. Members that hold the same blocks share the dictionary's part. Two blocks with
 the same tokens and different hashes (by lookahead tokens, for example) are one block of the dictionary. The removal of
 one of them removes both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -38,13 +39,15 @@ from dualmap.engines.events import Batch, Removed, Stored
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.parked_stores import ParkedStores
 from dualmap.engines.source import Clear, ForgetCopies
-from dualmap.engines.token_chain import TOKEN_BYTES, TokenChain, link_block, link_media, token_root
+from dualmap.engines.token_chain import KEY_SHIFT, TOKEN_BYTES, TokenChain, link_block, link_media, token_root
 from dualmap.prompts.blocks import PUBLIC_KEY
 
 BLOCKS_MAX: Final = 262144
 """The most blocks of a member that the router stores."""
+POOL_BLOCKS_MAX: Final = 8388608
+"""The most blocks of all members of a pool that the router stores."""
 TAIL_BYTES_MAX: Final = 16777216
-"""The most bytes of token ids of a group's blocks that end inside an index block; above, such blocks are ignored."""
+"""The most bytes of token ids of a member's blocks that end inside an index block; above, such blocks are ignored."""
 GROUPS_MAX: Final = 64
 """The most groups of blocks of a member, over all ranks; the events of further groups are ignored."""
 INDEX_TOKENS_MIN: Final = 16
@@ -78,11 +81,17 @@ class Residency:
     """The blocks that one member holds.
 
     ``held`` is the pool's dictionary of held blocks. ``capacity_blocks`` is the number of blocks in the GPU memory of
-    one rank, None if it is unknown.
+    one rank, None if it is unknown. ``awaited`` are keys of blocks, of which ``take_arrived`` returns the stored ones.
     """
 
     def __init__(
-        self, held: HeldBlocks, *, model: str, key: bytes = PUBLIC_KEY, capacity_blocks: int | None = None
+        self,
+        held: HeldBlocks,
+        *,
+        model: str,
+        key: bytes = PUBLIC_KEY,
+        capacity_blocks: int | None = None,
+        awaited: Container[int] = frozenset(),
     ) -> None:
         self.counts = EventCounts()
         self._held = held
@@ -94,6 +103,9 @@ class Residency:
         self._uncounted: set[int] = set()
         # None stands for a group whose blocks have no positions.
         self._groups: dict[tuple[int, int | None], _Group | None] = {}
+        self._parked = ParkedStores()
+        self._awaited = awaited
+        self._arrived: list[int] = []
         self._faults: dict[int, str] = {}
 
     @property
@@ -109,7 +121,7 @@ class Residency:
     @property
     def parked(self) -> int:
         """The number of blocks that wait for their parent."""
-        return sum(len(group.parked) for group in self._each())
+        return len(self._parked)
 
     def fault(self, rank: int) -> str:
         """Return why blocks of a rank are missing, or the empty string."""
@@ -144,7 +156,7 @@ class Residency:
         for each, number in [key for key in self._groups if rank is None or key[0] == rank]:
             group = self._groups.pop((each, number))
             if group is not None:
-                self._held.leave(group.holder, group.table.ending_links())
+                self._leave(group)
         if rank is None:
             self._faults.clear()
             self._uncounted.clear()
@@ -163,6 +175,15 @@ class Residency:
             for (each, _), group in self._groups.items():
                 if each == rank and group is not None:
                     group.table.forget_copies()
+
+    def holds(self, key: int) -> bool:
+        """Return whether any rank holds an index block."""
+        return any(self._held.holds(group.holder, key) for group in self._each())
+
+    def take_arrived(self) -> list[int]:
+        """Return the awaited blocks that the engine stored since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def matched_tokens(self, chain: TokenChain, found: Mapping[int, int] | None = None) -> int:
         """Return how many tokens of a prompt the member reuses, at its best rank.
@@ -189,18 +210,22 @@ class Residency:
         if group is None:
             self.counts.unknown_removals += len(event.hashes)
             return
-        table = group.table
-        gone = []
+        before = len(group.table)
+        remove = group.table.remove
+        gone: list[int] = []
+        waited = unknown = 0
         for block in event.hashes:
-            slot = table.find(block)
-            if slot < 0:
-                if not group.parked or not group.parked.remove(block):
-                    self.counts.unknown_removals += 1
-                continue
-            self.counts.removed += 1
-            link = table.links[slot] if table.ends(slot) else None
-            if table.remove_copy(slot) and link is not None:
+            link = remove(block)
+            if link is None:
+                if self._parked and self._parked.remove(group.holder, block):
+                    waited += 1
+                else:
+                    unknown += 1
+            elif link >= 0:
                 gone.append(link)
+        self._held.stored += len(group.table) - before
+        self.counts.unknown_removals += unknown
+        self.counts.removed += len(event.hashes) - unknown - waited
         self._held.drop(group.holder, gone)
 
     def _store(self, rank: int, event: Stored) -> None:
@@ -213,9 +238,9 @@ class Residency:
         waiting = [event]
         while waiting:
             each = waiting.pop()
-            if self._place(rank, group, each) and group.parked:
+            if self._place(rank, group, each) and self._parked:
                 for block in each.hashes:
-                    waiting += group.parked.take(block)
+                    waiting += self._parked.take(group.holder, block)
 
     def _group_of(self, rank: int, event: Stored) -> "_Group | None":
         """Return the group of a store; None if its blocks are ignored."""
@@ -228,12 +253,12 @@ class Residency:
         if not event.dense or (known and group is None):
             self.counts.sparse += len(event.hashes)
             if group is not None:
-                self._held.leave(group.holder, group.table.ending_links())
+                self._leave(group)
             self._groups[key] = None
             return None
         if group is not None and event.block_tokens > group.block_tokens:
             # The earlier blocks were partial, or the engine restarted with another block size.
-            self._held.leave(group.holder, group.table.ending_links())
+            self._leave(group)
             group = None
         if group is None:
             group = _Group(event.block_tokens, self._held.join(), self._secret)
@@ -249,40 +274,58 @@ class Residency:
         else:
             slot = table.find(event.parent)
             if slot < 0:
-                if group.parked.add(event, event.parent):
+                if self._parked.add(group.holder, event, event.parent):
                     self._faults[rank] = "too many blocks have an unknown parent"
                 return False
             link, tail = table.place(slot)
         index_bytes, size = group.index_tokens * TOKEN_BYTES, event.block_tokens * TOKEN_BYTES
-        free = BLOCKS_MAX - self.blocks
+        free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
+        tail_bytes = TAIL_BYTES_MAX - sum(each.table.tail_bytes for each in self._each() if each is not group)
         counts_copies = rank not in self._uncounted
+        awaited = self._awaited
+        ended: list[int] = []
+        stored = 0
         reported = not event.new and all(table.find(block) >= 0 for block in event.hashes)
         for number, block in enumerate(event.hashes):
-            slot = table.find(block)
+            slot = table.seek(block)
             if slot >= 0:
                 link, tail = table.place(slot)
+                if link >> KEY_SHIFT in awaited:
+                    self._arrived.append(link >> KEY_SHIFT)
                 if reported:
                     counts.reported += 1
                 elif counts_copies:
                     counts.copied += 1
                     table.add_copy(slot)
                 continue
-            if free <= 0 or table.tail_bytes >= TAIL_BYTES_MAX:
+            if free <= 0 or table.tail_bytes >= tail_bytes:
                 counts.over_bound += len(event.hashes) - number
-                self._faults[rank] = f"the member has more than {BLOCKS_MAX} blocks"
+                whole = self.blocks < BLOCKS_MAX and table.tail_bytes < tail_bytes
+                bound = f"pool has more than {POOL_BLOCKS_MAX}" if whole else f"member has more than {BLOCKS_MAX}"
+                self._faults[rank] = f"the {bound} blocks"
                 break
             free -= 1
+            stored += 1
             if event.media and event.media[number]:
                 link = link_media(link, event.media[number])
             tokens = tail + event.tokens[number * size : (number + 1) * size]
             ends = len(tokens) >= index_bytes
             if ends:
                 link = link_block(link, tokens[:index_bytes])
-                self._held.hold(group.holder, link)
+                ended.append(link)
+                if link >> KEY_SHIFT in awaited:
+                    self._arrived.append(link >> KEY_SHIFT)
             tail = tokens[index_bytes:] if ends else tokens
-            table.add(block, link, tail, ends=ends)
-            counts.stored += 1
+            table.add(block, link, tail, ends=ends, sought=slot)
+        self._held.hold(group.holder, ended)
+        self._held.stored += stored
+        counts.stored += stored
         return True
+
+    def _leave(self, group: "_Group") -> None:
+        self._parked.clear(group.holder)
+        self._held.stored -= len(group.table)
+        self._held.leave(group.holder, group.table.ending_links())
 
     def _check_drift(self, rank: int) -> None:
         """Compare the counted copies with the blocks in the GPU memory."""
@@ -299,11 +342,10 @@ class Residency:
 class _Group:
     """A group of a rank's blocks: one holder of the pool's blocks."""
 
-    __slots__ = ("block_tokens", "holder", "index_tokens", "parked", "table")
+    __slots__ = ("block_tokens", "holder", "index_tokens", "table")
 
     def __init__(self, block_tokens: int, holder: int, secret: int) -> None:
         self.block_tokens = block_tokens
         self.index_tokens = block_tokens * -(-INDEX_TOKENS_MIN // block_tokens)
         self.holder = holder
         self.table = BlockTable(secret)
-        self.parked = ParkedStores()

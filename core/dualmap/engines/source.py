@@ -38,7 +38,9 @@ BACKOFF_S: Final = 30.0
 JITTER_S: Final = 1.0
 """The first replay starts within this time, because all routers subscribe to a new engine at once."""
 REPLAYS_MAX: Final = 8
-"""The most sources of a router that replay at once."""
+"""The most sources of a router that begin a replay within ``PLACE_S``."""
+PLACE_S: Final = 5.0
+"""A replay delays other sources for this time at most, because a slow publisher could delay them for minutes."""
 QUEUE_MESSAGES: Final = 10000
 """The most live messages that wait for the end of a replay; further messages are requested again."""
 QUEUE_BYTES: Final = 16777216
@@ -157,6 +159,8 @@ class EventSource:
         self._progressed = False
         self._fruitless = 0
         self._silent_s = 0.0
+        # The time until which the attempt delays other sources.
+        self._place_s = 0.0
         # The time at which all attempts together end; None before the first attempt.
         self._last_s: float | None = None
         self._no_replay_before_s = float("-inf")
@@ -182,6 +186,16 @@ class EventSource:
     def sequence(self) -> int | None:
         """The number of the last applied message, None before the first one."""
         return self._due - 1 if self._due else None
+
+    @property
+    def queued_messages(self) -> int:
+        """The number of live messages that wait for the end of a replay."""
+        return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of the live messages that wait for the end of a replay."""
+        return self._queued_bytes
 
     @property
     def next_deadline(self) -> float | None:
@@ -246,6 +260,7 @@ class EventSource:
         self._is_first_answer = True
         self._progressed = False
         self._silent_s = now + SILENCE_S
+        self._place_s = now + PLACE_S
         if self._last_s is None:
             self._last_s = now + REPLAY_S
         return Replay(attempt=self._attempts, start=self._due)
@@ -273,6 +288,10 @@ class EventSource:
         if self.attempt is None or now < self._silent_s:
             return []
         return self._end_attempt(now, complete=False)
+
+    def delays_others(self, now: float) -> bool:
+        """Return whether the source replays and has begun lately."""
+        return self.attempt is not None and now < self._place_s
 
     def _may_replay(self, now: float) -> bool:
         return self._replays and now >= self._no_replay_before_s
@@ -364,7 +383,7 @@ class EventSource:
 def replays_to_begin(now: float, sources: Iterable[EventSource]) -> list[EventSource]:
     """Return the sources whose replay can begin now, the longest waiting first, within ``REPLAYS_MAX``."""
     every = list(sources)
-    free = REPLAYS_MAX - sum(source.attempt is not None for source in every)
+    free = REPLAYS_MAX - sum(source.delays_others(now) for source in every)
     wanted = sorted(
         (
             (source.replay_wanted_s, number)

@@ -1,7 +1,8 @@
 """What each member of a pool is assumed to cache: an index per member, which profiles and engines' counts correct.
 
 The capacity of an index is the member's cache in blocks: the cache in tokens is from the member's profile or the
-specification, and the tokens of a block are learnt from the engines' counts.
+specification, and the tokens of a block are the mean of the tokens that the member computed. Before the first report of
+a member, the pool's estimate of the tokens per block is used.
 """
 
 from collections.abc import Collection, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from dualmap.engines.profiles import Profiles
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
-from dualmap.fleet.usage import Prediction, UsageReports, Witnesses, predict
+from dualmap.fleet.usage import MemberReports, Origin, Prediction, UsageReports, predict
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.requests import Request, Usage
@@ -17,10 +18,10 @@ from dualmap.requests import Request, Usage
 
 @dataclass(slots=True)
 class _Cache:
-    """The assumed blocks of one member, and the reports that some of them are missing."""
+    """The assumed blocks of one member, and what its engine has reported about its cache."""
 
     index: PrefixIndex
-    witnesses: Witnesses = field(default_factory=Witnesses)
+    reports: MemberReports = field(default_factory=MemberReports)
 
 
 class Caches:
@@ -53,17 +54,21 @@ class Caches:
 
     def resize(self, member: str) -> None:
         """Set the capacity of a member's index again, after its profile has changed."""
-        self._caches[member].index.resize(self._capacity_blocks(member))
+        cache = self._caches[member]
+        cache.index.resize(self._blocks(self._profiles.cache_tokens(member), cache.reports))
 
     def forget(self, member: str) -> None:
         """Remove a member's blocks and what counts taught about its cache: its engine has lost the cache."""
         cache = self._caches[member]
         cache.index.clear()
-        cache.witnesses = Witnesses()
+        cache.reports = MemberReports()
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        """Return a request with the tokens of its prompt: as many as its ids, or as the engines' counts let expect."""
         chain, block_tokens = request.chain, self._usage.block_tokens
+        if request.tokens is not None and not chain.exact:
+            counted = min(request.tokens.count, self._pool.engine.max_model_len)
+            return replace(request, chain=chain.counted(counted))
         if chain.block_tokens == block_tokens or chain.exact:
             return request
         return replace(request, chain=chain.recounted(block_tokens))
@@ -86,34 +91,43 @@ class Caches:
         if member in self._caches:
             self._caches[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
-    def predict(self, now: float, member: str, chain: BlockChain, client: int, matched_tokens: int) -> Prediction:
+    def predict(self, now: float, member: str, chain: BlockChain, origin: Origin, matched_tokens: int) -> Prediction:
         """Return the prediction for a prompt that is dispatched to a member."""
-        cache = self._caches[member]
+        cache, profile = self._caches[member], self._profiles.get(member)
+        self._usage.on_dispatched(now, origin)
+        if profile.ranks is not None and profile.ranks > 1:
+            # Each data-parallel rank has its own cache, and the router does not know which one serves a request.
+            origin = origin._replace(comparable=False)
         return predict(
             now,
             chain,
+            member=member,
             index=cache.index,
-            witnesses=cache.witnesses,
-            client=client,
+            reports=cache.reports,
+            origin=origin,
             matched_tokens=matched_tokens,
-            engine_block_tokens=self._profiles.get(member).block_tokens,
+            engine_block_tokens=profile.block_tokens,
         )
 
     def learn(self, now: float, prediction: Prediction, usage: Usage) -> None:
-        """Compare the counts of an ended request with its prediction; ignore a request with blocks of another size."""
-        if prediction.blocks.tree is not self.tree:
+        """Compare the counts of an ended request with its prediction.
+
+        Ignore a request of a member that has left or lost its cache since, and a request with blocks of another size.
+        """
+        member = prediction.member
+        cache = self._caches.get(member)
+        if cache is None or cache.reports is not prediction.reports:
             return
-        block_tokens = self._usage.block_tokens
-        self._usage.learn(now, prediction, usage)
-        if self._usage.block_tokens != block_tokens:
-            for member in self._caches:
-                self.resize(member)
+        cache_tokens = self._profiles.cache_tokens(member)
+        self._usage.learn(now, prediction, usage, index=cache.index, cache_tokens=cache_tokens)
+        cache.index.approach(self._blocks(cache_tokens, cache.reports))
 
     def _new_cache(self, member: str) -> _Cache:
-        return _Cache(PrefixIndex(self._capacity_blocks(member), self.tree))
+        reports = MemberReports()
+        return _Cache(PrefixIndex(self._blocks(self._profiles.cache_tokens(member), reports), self.tree), reports)
 
-    def _capacity_blocks(self, member: str) -> int:
-        return self._profiles.cache_tokens(member) // self._usage.block_tokens
+    def _blocks(self, cache_tokens: int, reports: MemberReports) -> int:
+        return int(cache_tokens / (reports.tokens_per_block or self._usage.block_tokens))
 
 
 def _usage_reports(pool: Pool) -> UsageReports:

@@ -1,9 +1,11 @@
 """Prompts that were placed at a member lately, whose blocks the member's engine may not have reported yet.
 
 An engine reports blocks after it has computed them. Until then, a claim lets equal prompts go to the same member. A
-claim ends soon after the expected first token, whatever the engine reports: the engine may never compute the prompt.
+claim ends when the engine reports the prompt's last block. It also ends soon after the expected first token, because
+the engine may never compute the prompt.
 """
 
+from collections.abc import Container
 from heapq import heappop, heappush
 from typing import Final
 
@@ -25,7 +27,14 @@ class Claims:
         self._ends_s: list[tuple[float, str]] = []
         # The number of claims of each block.
         self._blocks: dict[int, int] = {}
+        # The requests of each prompt, by the prompt's last block.
+        self._last: dict[int, set[str]] = {}
         self._size = 0
+
+    @property
+    def awaited(self) -> Container[int]:
+        """The last blocks of the claimed prompts, which change with the claims."""
+        return self._last.keys()
 
     def add(self, now: float, request_id: str, chain: TokenChain, *, expected_s: float) -> None:
         """Claim a request's prompt, whose first token is expected in ``expected_s`` seconds; extend a known claim."""
@@ -40,6 +49,7 @@ class Claims:
             for key in keys:
                 self._blocks[key] = self._blocks.get(key, 0) + 1
             self._size += len(keys)
+            self._last.setdefault(keys[-1], set()).add(request_id)
         self._claims[request_id] = (ends_s, keys)
         heappush(self._ends_s, (ends_s, request_id))
 
@@ -47,12 +57,22 @@ class Claims:
         """End a request's claim; ignore an unknown request."""
         _, keys = self._claims.pop(request_id, (0.0, ()))
         self._size -= len(keys)
+        if keys:
+            requests = self._last[keys[-1]]
+            requests.discard(request_id)
+            if not requests:
+                del self._last[keys[-1]]
         for key in keys:
             count = self._blocks[key]
             if count > 1:
                 self._blocks[key] = count - 1
             else:
                 del self._blocks[key]
+
+    def on_reported(self, key: int) -> None:
+        """End the claims of the prompts whose last block the engine has reported."""
+        for request_id in list(self._last.get(key, ())):
+            self.withdraw(request_id)
 
     def leading_blocks(self, now: float, chain: TokenChain) -> int:
         """Return the number of leading blocks of a chain that are claimed."""
@@ -72,6 +92,7 @@ class Claims:
         self._claims.clear()
         self._ends_s.clear()
         self._blocks.clear()
+        self._last.clear()
         self._size = 0
 
     def _expire(self, now: float) -> None:

@@ -6,6 +6,7 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,13 +15,14 @@ from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
+from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
-from dualmap.fleet.foreign import ForeignWork
+from dualmap.fleet.foreign import ForeignWork, Prompt
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
-from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.reported import ReportedCaches
+from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
@@ -54,7 +56,7 @@ _WINDOW_SLACK_S = 1e-6
 
 
 class ProfileChange(NamedTuple):
-    """What a profile changed: a member's ``facts``, the ``ring``, or the ``load`` of work of other sources."""
+    """What a profile changed: a member's ``facts``, the ``ring``, or the member's ``load`` or free memory."""
 
     facts: bool = False
     ring: bool = False
@@ -70,6 +72,8 @@ class Fleet:
         self._peers = Peers()
         self._foreign = ForeignWork()
         self._profiles = Profiles(pool)
+        self._adapters = LoadedAdapters(self._membership.members)
+        self._specified_adapters = frozenset(pool.model.adapters)
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
@@ -105,6 +109,23 @@ class Fleet:
     def ring(self, subset: frozenset[str] | None) -> DualRing:
         """Return the two hash rings over the members that a request may use."""
         return self._membership.ring(subset)
+
+    def rings(self, request: Request) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members that a request may use, and over those that it prefers (None: all).
+
+        A request prefers members that have its adapter loaded. Members that are known to lack the adapter are left out
+        if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
+        """
+        if not request.adapter:
+            return self._membership.ring(request.subset), None
+        of = self._adapters.of(request.adapter)
+        lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
+        loaded = self._membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
+        return self._membership.ring(request.subset, lacking), loaded
+
+    def adapter_state(self, adapter: str, member: str) -> str:
+        """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
+        return self._adapters.of(adapter).state(member) if adapter else ""
 
     def endpoint(self, member: str) -> str | None:
         """Return a member's endpoint, or None if the member has left."""
@@ -222,7 +243,9 @@ class Fleet:
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(now, queued.member, request.chain, request.client, queued.matched_tokens),
+            prediction=self._caches.predict(
+                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
+            ),
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -231,6 +254,7 @@ class Fleet:
             streamed=request.streamed,
             session=request.session,
             client=request.client,
+            sequences=request.sequences,
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
@@ -251,7 +275,9 @@ class Fleet:
         self._caches.cut(left, request.chain, request.matched_tokens)
         self._reported.withdraw(left, request_id)
         candidate = self.view(now, request.chain).candidate(serving.id)
-        prediction = self._caches.predict(now, serving.id, request.chain, request.client, candidate.matched_tokens)
+        prediction = self._caches.predict(
+            now, serving.id, request.chain, request.prediction.origin, candidate.matched_tokens
+        )
         self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
         self._caches.add(serving.id, request.chain)
         return request, left
@@ -333,6 +359,7 @@ class Fleet:
 
     def specify(self, pool: Pool) -> None:
         """Take a new version of the pool's specification, which ``completed`` then returns."""
+        self._specified_adapters = frozenset(pool.model.adapters)
         self._profiles.adopt(pool)
 
     def completed(self) -> Pool:
@@ -341,20 +368,32 @@ class Fleet:
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> ProfileChange:
         """Apply what a member's engine says; ignore an unknown member. Return what has changed."""
-        before, asleep = self._profiles.get(member), self._profiles.asleep
-        if not self._profiles.put(member, profile):
+        before, asleep, adapters = self._profiles.get(member), self._profiles.asleep, self._profiles.adapters
+        if not self._profiles.put(now, member, profile):
             return ProfileChange()
-        if _restarted(before, profile) or (profile.asleep and not before.asleep):
+        restarted = _restarted(before, profile)
+        if restarted or (profile.asleep and not before.asleep):
             self._caches.forget(member)
             self._reported.forget_claims(member)
+        if restarted and self._foreign.forget(member):
+            self._update_others({member})
         facts = _facts(profile) != _facts(before)
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
+        if profile.models != before.models:
+            self._adapters.put(member, profile.models)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
-        load = self._count_foreign(now, member, profile)
-        return ProfileChange(facts=facts, ring=self._profiles.asleep != asleep, load=load)
+        facts = facts or self._profiles.adapters is not adapters
+        changed = ProfileChange(facts=facts, ring=self._profiles.asleep != asleep)
+        # Without a load, or with the load of an earlier report, the last report stays valid for some time.
+        is_new = profile.at_s is None or profile.at_s != before.at_s
+        if profile.waiting is None or profile.running is None or not is_new:
+            return changed
+        self._count_foreign(now, member, profile)
+        self._ledger.loads[member].measured(profile.used_tokens)
+        return changed._replace(load=True)
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
         """Apply what a rank of a member's engine reports about its cache; ignore an unknown member."""
@@ -381,6 +420,7 @@ class Fleet:
         self._reported.adopt(pool, stayed)
         self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
+        self._adapters.adopt(self._membership.members, self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.
@@ -423,7 +463,7 @@ class Fleet:
                     pending_prefill_tokens=load.prefills.tokens + load.queue.tokens,
                     backlog_s=load.prefills.backlog_s(now, self._stall_s),
                     held_s=load.queue.compute_s,
-                    in_flight=load.working,
+                    in_flight=load.kv.sequences,
                     active_kv_tokens=load.kv.tokens,
                 )
         return loads
@@ -437,38 +477,29 @@ class Fleet:
         if member in self._membership.suspended:
             self._update_left_out(now)
 
-    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> bool:
-        """Update the load of the requests at a member that came through no router; return whether it changed."""
-        if profile.waiting is None or profile.running is None:
-            changed = self._foreign.forget(member)
-            if changed:
-                self._update_others({member})
-            return changed
-        load = self._ledger.loads[member]
+    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> None:
+        """Update the load of the requests at a member that came through no router."""
+        load, peers = self._ledger.loads[member], self._peers.load(member)
         load.end_overdue(now)
-        ours = load.working + self._peers.load(member).in_flight
-        requests = max(0, profile.waiting + profile.running - ours)
-        waiting = max(0, profile.waiting - len(load.prefills.pending))
-        requests, waiting = self._foreign.count(member, requests, waiting)
-        foreign = self._foreign_load(load, requests, waiting) if requests else None
-        if foreign is not None and foreign.backlog_s:
-            load.others.busy(now)
-        changed = self._foreign.put(now, member, foreign)
-        if changed:
-            self._update_others({member})
-        return changed
-
-    def _foreign_load(self, load: MemberLoad, requests: int, waiting: int) -> SharedLoad:
-        """Return the load of requests with the pool's mean prompt; ``waiting`` of them have no prefill yet."""
-        tokens = self._prompt_tokens
-        return self._limits.clamp(
-            SharedLoad(
-                pending_prefill_tokens=round(waiting * tokens),
-                backlog_s=waiting * load.speed.current.compute_s(round(tokens), 0),
-                in_flight=requests,
-                active_kv_tokens=round(requests * tokens),
-            )
+        waiting, running = profile.waiting or 0, profile.running or 0
+        tokens = max(1, round(self._prompt_tokens))
+        prompt_s = load.speed.current.compute_s(tokens, 0)
+        own_prefills = sum(each.sequences for each in load.prefills.pending.values())
+        # Replicas report the time of their prefills, but not the number.
+        peers_prefills = min(peers.in_flight, ceil(peers.backlog_s / prompt_s))
+        foreign = self._foreign.count(
+            member,
+            max(0, waiting + running - load.kv.sequences - peers.in_flight),
+            max(0, waiting - own_prefills - peers_prefills),
+            Prompt(tokens=tokens, compute_s=prompt_s),
+            profile.used_tokens,
         )
+        if foreign is not None:
+            foreign = self._limits.clamp(foreign)
+            if foreign.backlog_s:
+                load.others.busy(now)
+        if self._foreign.put(now, member, foreign):
+            self._update_others({member})
 
     def _update_left_out(self, now: float) -> None:
         """Remove suspended and asleep members from the rings, and add resumed members again."""

@@ -25,9 +25,9 @@ class InFlightRequest:
     prefill only if the response is ``streamed``; otherwise it assumes that the prefill ends at the expected time.
     ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
     ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
-    decoding. ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
-    ``lesson`` is what the prefill changed in the member's learnt speed; None if nothing. The engine's token counts are
-    compared with ``prediction`` after the request's end.
+    decoding. ``alone`` is true if no others had prefills at the member when this request was dispatched. The
+    engine runs the request as ``sequences`` requests. ``lesson`` is what the prefill changed in the member's learnt
+    speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class InFlightRequest:
     alone: bool = True
     session: int | None = None
     client: int = 0
+    sequences: int = 1
     lesson: Lesson | None = None
 
     @property
@@ -61,4 +62,5 @@ class InFlightRequest:
             member=self.member,
             predicted_cached_tokens=self.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,
+            comparable=self.prediction.origin.comparable,
         )

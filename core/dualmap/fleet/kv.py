@@ -1,6 +1,7 @@
 """The KV memory that requests in flight use at one member."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest, Stage
@@ -14,11 +15,22 @@ _SILENCE_WEIGHT = 0.05
 
 
 class KvAccount:
-    """The KV memory of requests in flight at one member, and the requests that are decoding."""
+    """The KV memory of requests in flight at one member, and the requests that are decoding.
+
+    The account knows the prompts' lengths, but not what they share. An engine stores a shared prefix only once, and may
+    report how much memory its requests use (``measured``).
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         """Active KV tokens: the prompt tokens of all pending and decoding requests."""
+        self.sequences = 0
+        """The number of sequences that the engine runs for all pending and decoding requests."""
+        self._used: int | None = None
+        # The prompt tokens of the requests that may use memory after the engine's report: they were pending, or were
+        # sent later. The engine gives a prompt its memory only when the prompt's prefill starts.
+        self._later: dict[str, int] = {}
+        self._later_tokens = 0
         self.decoding: OrderedDict[str, InFlightRequest] = OrderedDict()
         """The decoding requests; the request with the oldest report is first."""
         self._mean_silence_s = 0.0
@@ -28,9 +40,30 @@ class KvAccount:
         """The decoding request with the oldest report; a decoding request must exist."""
         return next(iter(self.decoding.values()))
 
+    @property
+    def used_tokens(self) -> float:
+        """The most KV tokens that the engine's requests use by its last report; infinity if it reports nothing.
+
+        The number includes the requests of others in the report. It does not fall before the next report.
+        """
+        return inf if self._used is None else self._used + self._later_tokens
+
+    def measured(self, used_tokens: int | None, pending: Iterable[InFlightRequest]) -> None:
+        """Take an engine's report of the KV tokens that its requests use, None if it reports no number.
+
+        ``pending`` are the requests whose prefill has not ended.
+        """
+        self._used = used_tokens
+        self._later = {} if used_tokens is None else {each.request_id: each.chain.tokens for each in pending}
+        self._later_tokens = sum(self._later.values())
+
     def add(self, request: InFlightRequest) -> None:
         """Add a request's prompt tokens."""
         self.tokens += request.chain.tokens
+        self.sequences += request.sequences
+        if self._used is not None:
+            self._later[request.request_id] = request.chain.tokens
+            self._later_tokens += request.chain.tokens
 
     def decode(self, now: float, request: InFlightRequest) -> None:
         """Record that a request is decoding at ``now``, reported or assumed."""
@@ -49,6 +82,8 @@ class KvAccount:
             del self.decoding[request.request_id]
         if request.stage is not Stage.SILENT:
             self.tokens -= request.chain.tokens
+            self.sequences -= request.sequences
+            self._later_tokens -= self._later.pop(request.request_id, 0)
 
     def learn_silence(self, silence_s: float) -> None:
         """Add a silence before a request's end to the mean silence."""

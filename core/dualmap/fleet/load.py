@@ -1,4 +1,6 @@
-"""One member's load: requests in flight, requests queued for the member, and the other replicas' load.
+"""One member's load: requests in flight, requests queued for the member, and the load of others.
+
+Others are the other router replicas, and the sources whose requests come through no router (``foreign``).
 
 ``MemberLoad`` contains one account for each kind of load and keeps the accounts consistent. Every number is a sum over
 requests that have not ended, so it cannot become negative or grow without limit. Reports may be lost, and a lost report
@@ -24,7 +26,7 @@ from dualmap.replicas.peers import NO_LOAD, OthersLoad
 class LoadSummary:
     """A member's load as the numbers that decisions compare; ``MemberLoad`` updates the summary in place.
 
-    The numbers include queued requests and the other replicas' load, and are valid before ``until_s``. T_q (paper eq.
+    The numbers include queued requests and the load of others, and are valid before ``until_s``. T_q (paper eq.
     7) decreases with time until ``ends_s``, but not below ``least_queue_s``, the compute time of the prefills after the
     head. ``requests`` and ``placed_tokens`` are the requests in flight and KV tokens after a dispatch of all queued
     requests. Each queued request adds its uncached prompt tokens.
@@ -47,18 +49,21 @@ class LoadSummary:
 
 
 class ReplicasLoad:
-    """The load that the other router replicas put on one member."""
+    """The load that others put on one member: the other router replicas, and requests that came through no router.
+
+    The requests that came through no router count as one further replica.
+    """
 
     def __init__(self) -> None:
         self.busy_s = -inf
-        """The last time at which another replica reported prefills at the member."""
+        """The last time at which another replica or the member's engine reported prefills of others."""
         self._load: OthersLoad = NO_LOAD
         # Reports arrive far more often than the sum is read, so the sum is computed on demand.
         self._sum: Callable[[], OthersLoad] | None = None
 
     @property
     def load(self) -> OthersLoad:
-        """The sum of the other replicas' loads."""
+        """The sum of the others' loads."""
         if self._sum is not None:
             self._load, self._sum = self._sum(), None
         return self._load
@@ -70,12 +75,12 @@ class ReplicasLoad:
     def share(self, whole: float) -> float:
         """Return this replica's equal share of what all replicas use of the member together.
 
-        A replica may always use its share, so that false reports of another replica cannot close the member.
+        A replica may always use its share, so that false reports of a replica or an engine cannot close the member.
         """
         return whole / (self.load.replicas + 1)
 
     def busy(self, at_s: float) -> None:
-        """Record that another replica had prefills at the member at ``at_s``."""
+        """Record that others had prefills at the member at ``at_s``."""
         self.busy_s = max(at_s, self.busy_s)
 
 
@@ -103,6 +108,8 @@ class MemberLoad:
         self.summary = LoadSummary()
         self.in_flight = 0
         """The requests that were sent to the member and have no observed end, including silent requests."""
+        # The KV tokens of the others' requests at the engine's last report.
+        self._measured_others = 0
         self._outdated = outdated
         outdated[self] = None
         self._redispatch = redispatch
@@ -124,7 +131,7 @@ class MemberLoad:
         self._changed()
 
     def others_changed(self, sum_loads: Callable[[], OthersLoad]) -> None:
-        """Record that the other replicas' load changed; ``sum_loads`` computes the new load."""
+        """Record that the load of others changed; ``sum_loads`` computes the new load."""
         self.others.changed(sum_loads)
         self._changed()
 
@@ -135,7 +142,7 @@ class MemberLoad:
             self.kv.decode(now, request)
         else:
             request.stage = Stage.PENDING
-            # Prefills that other replicas sent earlier run first.
+            # Prefills of others that were sent earlier run first.
             self.prefills.add(request, now + self.others.load.backlog_s)
         self.in_flight += 1
         self._changed()
@@ -153,10 +160,10 @@ class MemberLoad:
                 self._end_prefill(now, passed)
             self._end_prefill(now, request)
         request.prefilled = True
-        # Assume that the other replicas' prefills run evenly between this replica's remaining prefills.
+        # Assume that the others' prefills run evenly between this replica's remaining prefills.
         others_s = self.others.load.backlog_s
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
-        # A prefill that may have waited for another replica's prefill is also not a sample of the speed.
+        # A prefill that may have waited for a prefill of others is also not a sample of the speed.
         if in_order and request.streamed and request.alone and not others_s:
             request.lesson = self.speed.observe(
                 now,
@@ -194,6 +201,11 @@ class MemberLoad:
         self.in_flight -= 1
         self._changed()
 
+    def measured(self, used_tokens: int | None) -> None:
+        """Take an engine's report of the KV tokens that its requests use, None if it reports no number."""
+        self.kv.measured(used_tokens, self.prefills.pending.values())
+        self._measured_others = self.others.load.active_kv_tokens
+
     def update(self, now: float, decode_stall_s: float) -> LoadSummary:
         """Return the summary; update it first if it is no longer valid."""
         if now >= self.summary.until_s:
@@ -223,7 +235,7 @@ class MemberLoad:
                 self.first_token(overdue_s, head)
 
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
-        """Return the seconds of prefill that all replicas have sent and that have no observed end."""
+        """Return the seconds of prefill that all replicas and other sources have sent, without an observed end."""
         return self.prefills.backlog_s(now, decode_stall_s) + self.others.load.backlog_s
 
     def within_share(self, now: float, decode_stall_s: float, window_s: float) -> bool:
@@ -249,11 +261,14 @@ class MemberLoad:
     def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
         """Return whether a prompt fits into the member's free KV memory; True for a member without requests.
 
-        ``output_tokens`` is the expected number of generated tokens per request.
+        ``output_tokens`` is the expected number of generated tokens per request. Of the prompts in full and the
+        engine's report, the smaller number counts: only the report knows what prompts share, and only the prompts show
+        at once that a request has ended.
         """
         others = self.others.load
         requests = self.working + others.in_flight
-        prompts = self.kv.tokens + others.active_kv_tokens + prompt_tokens
+        later = others.pending_prefill_tokens + max(0, others.active_kv_tokens - self._measured_others)
+        prompts = min(self.kv.tokens + others.active_kv_tokens, self.kv.used_tokens + later) + prompt_tokens
         return requests == 0 or prompts + (requests + 1) * output_tokens <= kv_tokens
 
     def has_room_in_share(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
@@ -281,11 +296,12 @@ class MemberLoad:
         return self._overdue_s
 
     def _summarize(self, now: float, decode_stall_s: float) -> None:
+        self.speed.fade(now)
         summary, others, queue, speed = self.summary, self.others.load, self.queue, self.speed.current
         others_s = others.backlog_s + queue.compute_s + others.held_s
         ends_s, least_s, until_s = self.prefills.forecast(now, decode_stall_s)
         summary.ends_s, summary.least_queue_s = ends_s + others_s, least_s + others_s
-        summary.until_s = min(until_s, self._next_overdue_s())
+        summary.until_s = min(until_s, self._next_overdue_s(), self.speed.fades_s)
         summary.linear_s, summary.quadratic_s = speed.linear_s, speed.quadratic_s
         summary.pending_tokens = self.prefills.tokens + queue.tokens + others.pending_prefill_tokens
         summary.in_flight = self.working + others.in_flight

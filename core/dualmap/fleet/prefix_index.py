@@ -19,9 +19,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# The factor of an index's limit when blocks were missing in the cache, or when the cache had more than the index.
-_SHRINK = 7 / 8
-_GROW = 9 / 8
+# The most blocks that an index above its capacity evicts for each new block. A capacity that falls for a short time
+# therefore evicts little.
+_EVICTIONS = 2
 
 
 class _Run:
@@ -106,16 +106,12 @@ _UNUSED = _Use(0, 0, 0)
 class PrefixIndex:
     """The blocks that one member is assumed to cache, at most ``capacity_blocks``.
 
-    The limit is lower if the member's cache turned out to be smaller. The members of a pool share one tree; an index
-    without ``tree`` creates its own.
+    The members of a pool share one tree; an index without ``tree`` creates its own.
     """
 
     def __init__(self, capacity_blocks: int, tree: PrefixTree | None = None) -> None:
         self.tree = tree or PrefixTree()
         self._capacity = capacity_blocks
-        # The part of the capacity that is in use.
-        self._share = 1.0
-        self._limit = capacity_blocks
         self._blocks = 0
         # The least recently used run is first, and every run is after all its next runs in the tree.
         self._held: dict[_Run, _Use] = {}
@@ -153,12 +149,12 @@ class PrefixIndex:
         """Record that a prompt's blocks are cached or will be cached, as the most recently used blocks.
 
         ``computed`` is true if the member's prefill of the prompt has ended.
-        If a prompt is longer than the limit, only its leading blocks are recorded, because only they can be reused.
+        If a prompt is longer than the capacity, only its leading blocks are recorded, because only they can be reused.
         """
-        head = hashes[: self._limit] if len(hashes) > self._limit else hashes
+        head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
         path = self.tree.path(head)
         runs = [run for run, _ in path]
-        at = path[-1][1] if path else 0
+        at, before = path[-1][1] if path else 0, self._blocks
         if path:
             began = path[-2][1] if len(path) > 1 else 0
             if at - began < len(runs[-1].hashes):
@@ -170,10 +166,10 @@ class PrefixIndex:
         if at < len(head):
             self._append(runs, head[at:])
         self._use(runs, computed)
-        self._drop_excess()
+        self._drop_excess(most=_EVICTIONS * (self._blocks - before))
 
-    def drop_unused_since(self, use: int) -> None:
-        """Remove the blocks whose last use is not later than ``use``; if there are any, lower the limit."""
+    def drop_unused_since(self, use: int) -> list[int]:
+        """Remove the blocks whose last use is not later than ``use``; return the first block of each removed run."""
         unused = []
         for run, last in self._held.items():
             if last.used > use:
@@ -181,12 +177,7 @@ class PrefixIndex:
             unused.append(run)
         for run in unused:
             self._give_up(run)
-        if unused:
-            self._set_share(max(self._share * _SHRINK, self._blocks / max(self._capacity, 1)))
-
-    def grow(self) -> None:
-        """Raise the limit, at most to the capacity: the member had cached blocks that the index had evicted."""
-        self._set_share(self._share * _GROW)
+        return [run.hashes[0] for run in unused]
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
         """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
@@ -202,20 +193,18 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity; evict the least recently used blocks above the limit."""
+        """Set another capacity; evict the least recently used blocks above it."""
         self._capacity = capacity_blocks
-        self._set_share(self._share)
+        self._drop_excess(most=self._blocks)
+
+    def approach(self, capacity_blocks: int) -> None:
+        """Set another capacity; evict the blocks above it as new blocks come, _EVICTIONS for each new block."""
+        self._capacity = capacity_blocks
 
     def clear(self) -> None:
-        """Remove all blocks and use the full capacity again: the member restarted or left, or its cache was reset."""
+        """Remove all blocks: the member restarted or left, or its cache was reset."""
         for run in list(self._held):
             self._give_up(run)
-        self._set_share(1.0)
-
-    def _set_share(self, share: float) -> None:
-        self._share = min(share, 1.0)
-        self._limit = round(self._capacity * self._share)
-        self._drop_excess()
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
         """Append new blocks to the last of a prompt's runs, or start its first run."""
@@ -244,8 +233,8 @@ class PrefixIndex:
         for each in way:
             held[each] = held.pop(each)
 
-    def _drop_excess(self) -> None:
-        excess = self._blocks - self._limit
+    def _drop_excess(self, *, most: int) -> None:
+        excess = min(self._blocks - self._capacity, most)
         if excess <= 0:
             return
         victims = []

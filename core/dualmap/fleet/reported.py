@@ -35,7 +35,7 @@ class _Reporter:
     """One member with KV events."""
 
     residency: Residency
-    claims: Claims = field(default_factory=Claims)
+    claims: Claims
     ranks: dict[int, SourceStatus] = field(default_factory=dict)
 
     @property
@@ -98,10 +98,15 @@ class ReportedCaches:
         if reporter is None:
             if status.state is SourceState.OFF:
                 return False
+            claims = Claims()
             residency = Residency(
-                self._held, model=self._pool.model.name, key=self._key, capacity_blocks=_capacity_blocks(profile)
+                self._held,
+                model=self._pool.model.name,
+                key=self._key,
+                capacity_blocks=_capacity_blocks(profile),
+                awaited=claims.awaited,
             )
-            reporter = self._reporters[member] = _Reporter(residency)
+            reporter = self._reporters[member] = _Reporter(residency, claims)
         self._held.clean()
         residency, cleared = reporter.residency, False
         for change in changes:
@@ -109,6 +114,8 @@ class ReportedCaches:
                 before = residency.counts.cleared
                 residency.apply(rank, change)
                 cleared |= residency.counts.cleared != before
+                for key in residency.take_arrived():
+                    reporter.claims.on_reported(key)
             elif isinstance(change, ForgetCopies):
                 residency.forget_copies(rank)
             else:
@@ -138,8 +145,12 @@ class ReportedCaches:
         if tokens is None or reporter is None:
             return
         block_tokens = reporter.residency.block_tokens
-        if block_tokens is not None:
-            reporter.claims.add(now, request_id, tokens.chain(block_tokens), expected_s=expected_s)
+        if block_tokens is None:
+            return
+        chain = tokens.chain(block_tokens)
+        # A hit on all blocks is not reported.
+        if chain.keys and not reporter.residency.holds(chain.keys[-1]):
+            reporter.claims.add(now, request_id, chain, expected_s=expected_s)
 
     def withdraw(self, member: str, request_id: str) -> None:
         """End the claim of a request that a member will not compute."""

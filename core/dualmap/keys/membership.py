@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 
-_SUBSET_RINGS = 256
+_RINGS_MAX = 256
 
 
 class Membership:
@@ -24,22 +24,31 @@ class Membership:
         # Every response needs the member that served it. If two members have the same endpoint, the first member is
         # returned.
         self._at = {member.endpoint: member for member in reversed(pool.members)}
-        self._rings: dict[frozenset[str] | None, DualRing] = {}
-        self._ring = self._build(None)
+        self._rings: dict[tuple[frozenset[str] | None, frozenset[str]], DualRing] = {}
+        self._ring = self._build(None, frozenset())
         self.size = len(self._ring.members)
         """The number of members that new keys may map to, also those left out; hotness thresholds use it."""
 
-    def ring(self, subset: frozenset[str] | None) -> DualRing:
-        """Return the rings over the members that a request may use; an ``ip`` in ``subset`` allows all its ports."""
-        if subset is None:
+    def ring(self, subset: frozenset[str] | None, without: frozenset[str] = frozenset()) -> DualRing:
+        """Return the rings over the members that a request may use; an ``ip`` in ``subset`` allows all its ports.
+
+        The members in ``without`` are left out unless they are the only ones that may get new keys.
+        """
+        if subset is None and not without:
             return self._ring
-        ring = self._rings.get(subset)
+        ring = self._rings.get((subset, without))
         if ring is None:
-            ring = self._build(subset)
-            if len(self._rings) >= _SUBSET_RINGS:
+            ring = self._build(subset, without)
+            if len(self._rings) >= _RINGS_MAX:
                 self._rings.clear()
-            self._rings[subset] = ring
+            self._rings[subset, without] = ring
         return ring
+
+    def ring_of(self, subset: frozenset[str] | None, without: frozenset[str]) -> DualRing | None:
+        """Return the rings without ``without`` and without members that are left out; None if no member remains."""
+        ring = self.ring(subset, without)
+        unwanted = (without, self.suspended, self.asleep)
+        return ring if ring.members and all(ring.ids.isdisjoint(each) for each in unwanted) else None
 
     def at(self, endpoint: str) -> Member | None:
         """Return the member at ``ip:port``, or None."""
@@ -49,12 +58,13 @@ class Membership:
         """Set the suspended and the asleep members, and remove exactly these members from the rings."""
         self.suspended, self.asleep = frozenset(suspended), frozenset(asleep)
         self._rings.clear()
-        self._ring = self._build(None)
+        self._ring = self._build(None, frozenset())
 
-    def _build(self, subset: frozenset[str] | None) -> DualRing:
+    def _build(self, subset: frozenset[str] | None, without: frozenset[str]) -> DualRing:
         allowed = [
             each for each in self._pool.members if subset is None or each.endpoint in subset or each.address in subset
         ]
+        allowed = [each for each in allowed if each.takes_new_keys and each.id not in without] or allowed
         for left_out in (self.suspended | self.asleep, self.asleep, self.suspended):
             ring = DualRing([each for each in allowed if each.id not in left_out], self._pool.routing.ring)
             if ring.members or not left_out:

@@ -62,6 +62,10 @@ class Model:
     name: str
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    _adapters: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_adapters", frozenset(self.adapters))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ class Model:
 
     def adapter_of(self, name: str) -> str:
         """Return the adapter of a request for ``name``; empty for the base model."""
-        return name if name in self.adapters else ""
+        return name if name in self._adapters else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +263,8 @@ class Routing:
 class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
 
-    ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve.
+    ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve. They
+    change with every pool of the cluster, so a comparison of pools ignores them.
     """
 
     namespace: str
@@ -270,12 +275,13 @@ class Pool:
     routing: Routing = field(default_factory=Routing)
     members: tuple[Member, ...] = ()
     ring_version: int = 0
-    foreign_names: tuple[str, ...] = ()
+    foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def served_names(self) -> tuple[str, ...]:
         """The values of the field "model" in requests that may go to this pool."""
-        return tuple(name for name in self.model.names if name not in self.foreign_names)
+        foreign = frozenset(self.foreign_names)
+        return tuple(name for name in self.model.names if name not in foreign)
 
     @property
     def id(self) -> str:

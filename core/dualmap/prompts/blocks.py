@@ -28,17 +28,20 @@ class BlockChain:
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
     tokens of the prompt, including those after the last hashed block. ``block_tokens`` is the estimated number of
     tokens of a full block. ``exact`` is true for a prompt of token ids, whose numbers are not estimates.
+    ``full_blocks`` is the number of full blocks of text; None: as many as the tokens fill.
     """
 
     hashes: tuple[int, ...]
     block_tokens: int
     tokens: int
     exact: bool = False
+    full_blocks: int | None = None
 
     @property
     def cacheable(self) -> tuple[int, ...]:
         """The hashes of the full blocks, because engines cache only full blocks."""
-        return self.hashes[: self.tokens // self.block_tokens]
+        full = self.tokens // self.block_tokens if self.full_blocks is None else self.full_blocks
+        return self.hashes[:full]
 
     def tokens_of(self, blocks: int) -> int:
         """Return the number of prompt tokens in the first ``blocks`` blocks."""
@@ -50,6 +53,12 @@ class BlockChain:
         The hashes and the number of full blocks do not change, so all routers agree on keys whatever they estimate.
         """
         return replace(self, block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
+
+    def counted(self, tokens: int) -> "BlockChain":
+        """Return the same blocks with the known number of tokens of the prompt, which the blocks share equally."""
+        block_tokens = max(1, tokens * self.block_tokens // max(self.tokens, 1))
+        full_blocks = self.tokens // self.block_tokens
+        return replace(self, block_tokens=block_tokens, tokens=tokens, full_blocks=full_blocks)
 
 
 def chain_root(

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dualmap.errors import BadRequest
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.cached_counts import is_comparable
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
 # The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
@@ -23,12 +24,19 @@ from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, 
 MAX_PIECES: Final = 100_000
 # The longest LoRA adapter and cache salt in characters: every request with one hashes it.
 MAX_NAME: Final = 4096
+# The most answers that the router expects of one request. A larger number cannot hide more work of other sources.
+SEQUENCES_MAX: Final = 1024
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # The fields with a LoRA adapter in SGLang and TensorRT-LLM. vLLM has no such field: the adapter is the model name.
 _LORA_FIELDS: Final = ("lora_path", "lora_request")
+# The fields with which a client names token ids beside its text. An engine that reads such a field computes these ids
+# and not the text. vLLM, SGLang and TensorRT-LLM each read some of them, in some of their APIs and releases.
+_ID_FIELDS: Final = ("input_ids", "prompt_token_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds")
 # The fields with a session id, in order of precedence: vLLM's field, then OpenAI's fields.
 _SESSION_FIELDS: Final = ("session_id", "prompt_cache_key", "user")
+# The fields that may contain several prompts: of completions, and of embeddings.
+_BATCH_FIELDS: Final = ("prompt", "input")
 
 _Reader: TypeAlias = Callable[[str, object], Iterator[str]]
 """A function that yields the text pieces of one field from its name and value."""
@@ -100,6 +108,7 @@ _ANY: Final = Conversation(
     blocks=True,
 )
 _TEMPLATE: Final[Mapping[str, _Reader]] = {"chat_template": _digests, "chat_template_kwargs": _digests}
+_IDS: Final[Mapping[str, _Reader]] = dict.fromkeys(_ID_FIELDS, _digests)
 _FUNCTIONS: Final[Shape] = {"type": None, "function": None, "defer_loading": None}
 _NAMED_TOOL: Final[Shape] = dict.fromkeys(("type", "name", "description", "parameters", "defer_loading"))
 
@@ -109,17 +118,17 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
             **_TEMPLATE,
             "reasoning_effort": _digests,
             "documents": _digests,
-            "input_ids": _digests,
-            "kv_transfer_params.prompt_token_ids": _digests,
+            **_IDS,
             "tools": partial(_tools, _FUNCTIONS),
             "messages": partial(_turns, _CHAT),
         }
     ),
-    Api.COMPLETIONS: Layout(fields={"prompt_embeds": _digests, "prompt": _prompt}, token_ids=("prompt",)),
+    Api.COMPLETIONS: Layout(fields={**_IDS, "prompt": _prompt}, token_ids=("prompt",)),
     Api.RESPONSES: Layout(
         fields={
             "chat_template_kwargs": _digests,
             "reasoning.effort": _digests,
+            **_IDS,
             # A tool of type namespace contains other tools.
             "tools": partial(_tools, {**_NAMED_TOOL, "tools": _NAMED_TOOL}),
             "instructions": partial(_system, _ITEMS),
@@ -133,7 +142,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         fields={
             "chat_template_kwargs": _digests,
             "output_config.effort": _digests,
-            "kv_transfer_params.prompt_token_ids": _digests,
+            **_IDS,
             "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "input_schema", "defer_loading"))),
             "system": partial(_system, _BLOCKS),
             "messages": partial(_turns, _BLOCKS),
@@ -159,7 +168,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
         fields={
             **_TEMPLATE,
             **dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), _digests),
-            **dict.fromkeys(("input_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds"), _digests),
+            **_IDS,
             "tools": partial(_tools, None),
             "functions": partial(_tools, None),
             "system": partial(_system, _ANY),
@@ -171,14 +180,22 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
             **dict.fromkeys(("query", "queries", "text_1", "data_1"), _texts),
             **dict.fromkeys(("documents", "items", "text_2", "data_2", "suffix"), _texts),
         },
-        token_ids=("prompt", "input"),
+        token_ids=("prompt", "input", "token_ids"),
     ),
 }
 """The relevant fields of a request body, by API. For an unknown API, every field that any API reads is relevant."""
+_ID_PATHS: Final = [tuple(name.split(".")) for name in _ID_FIELDS]
 _PATHS: Final = {
     api: [(name, tuple(name.split(".")), read) for name, read in layout.fields.items()]
     for api, layout in LAYOUTS.items()
 }
+
+
+class Rendered(NamedTuple):
+    """The text that an engine tokenizes, and whether the tokenizer adds its special tokens around the text."""
+
+    text: str
+    special: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +206,11 @@ class Prompt:
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
+    ``sequences`` is the number of answers: the field ``n`` for each prompt of the body.
+    ``comparable`` is false if the engine may report other cached tokens than it caches.
+    ``names_ids`` is true for a body that names token ids or embeddings beside its text: it depends on the engine what
+    the prompt then is. ``has_tools`` is true for a request with tools. ``rendered`` is the text that the engine
+    tokenizes, as a reading process rendered it; None if it is not known.
     """
 
     model: str
@@ -199,6 +221,11 @@ class Prompt:
     session: str = ""
     exact: bool = False
     token_ids: bytes | None = None
+    sequences: int = 1
+    comparable: bool = True
+    names_ids: bool = False
+    has_tools: bool = False
+    rendered: Rendered | None = None
 
 
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
@@ -220,6 +247,10 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
         lora = _name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path")
         cache_salt = _name(salt if isinstance(salt, str) else compact(salt), "cache_salt")
         text, exact, token_ids = _canonical_text(body, api)
+        named = _named_ids(body)
+        if exact and named:
+            # The other ids come first, as the digests of other APIs do.
+            text, token_ids = b"".join(digest(value).encode() for value in named) + text, None
         return Prompt(
             model=model,
             text=text,
@@ -229,6 +260,10 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
+            sequences=_sequences(body),
+            comparable=is_comparable(body),
+            names_ids=bool(named),
+            has_tools=bool(body.get("tools")),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
@@ -258,6 +293,15 @@ def _session(body: Mapping[str, object]) -> str:
     return ""
 
 
+def _sequences(body: Mapping[str, object]) -> int:
+    answers, prompts = body.get("n"), 1
+    for name in _BATCH_FIELDS:
+        value = body.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            prompts = len(value)
+    return min(prompts * (answers if type(answers) is int and answers > 1 else 1), SEQUENCES_MAX)
+
+
 def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool, bytes | None]:
     """Return the prompt, whether it consists of token ids, and the ids of a single prompt."""
     for name in LAYOUTS[api].token_ids:
@@ -265,6 +309,7 @@ def _canonical_text(body: Mapping[str, object], api: Api) -> tuple[bytes, bool, 
         tokens = _token_bytes(value)
         if tokens is not None:
             is_single = isinstance(value, list) and (len(value) == 1 or not isinstance(value[0], list))
+            is_single = is_single and not body.get("truncate_prompt_tokens")
             return tokens, True, tokens if is_single and sys.byteorder == "little" else None
     pieces = list(islice(_pieces(body, api), MAX_PIECES + 1))
     _check_number(pieces)
@@ -286,12 +331,22 @@ def _token_bytes(value: object) -> bytes | None:
         return None
 
 
+def _named_ids(body: Mapping[str, object]) -> list[object]:
+    """Return the values of the fields with which a body names token ids beside its text."""
+    return [value for path in _ID_PATHS if (value := _value(body, path))]
+
+
+def _value(body: Mapping[str, object], path: tuple[str, ...]) -> object:
+    value: object = body
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _pieces(body: Mapping[str, object], api: Api) -> Iterator[str]:
     """Yield the prompt's pieces in the order of the API's layout."""
     for name, path, read in _PATHS[api]:
-        value: object = body
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = _value(body, path)
         if value:
             yield from read(name, value)
 

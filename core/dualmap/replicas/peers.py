@@ -1,7 +1,7 @@
 """The load that others put on the members: the sum of the last report of each other router replica.
 
-A report is valid for PEER_TTL_S. After that time, the replica counts as stopped and its load is removed. The same
-account takes the work that came through no router, as reported by the members' engines (``dualmap.fleet.foreign``).
+A report is valid for PEER_TTL_S. After that time, the replica counts as stopped and its load is removed. The work that
+came through no router is added to the sum (``dualmap.fleet.foreign``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,9 @@ class OthersLoad(SharedLoad):
 
     replicas: int = 0
 
-    def plus(self, more: "OthersLoad") -> "OthersLoad":
-        """Return the sum of two sums."""
-        if not more.replicas:
-            return self
-        return replace(_sum((self, more)), replicas=self.replicas + more.replicas)
+    def plus(self, more: SharedLoad | None) -> "OthersLoad":
+        """Return the sum with one more load, which counts as the load of one replica."""
+        return self if more is None else replace(_sum((self, more)), replicas=self.replicas + 1)
 
 
 NO_LOAD = OthersLoad()

@@ -54,7 +54,6 @@ class Adoption:
         self._metrics.set_pools(pools)
         self._demand.set_pools(pools)
         self._discovery.publish(pools)
-        self._engines.set_pools(pools)
         self._tokenizers.set_pools(pools)
         if not self._must_wait():
             self._set_picker_pools()
@@ -79,5 +78,7 @@ class Adoption:
             self._due.cancel()
             self._due = None
         self._picker.set_pools(asyncio.get_running_loop().time(), self._pools)
+        # After the picker, which ignores profiles of members that it does not know.
+        self._engines.set_pools(self._pools)
         # After the picker, which forgets the blocks of a member's earlier process.
         self._kv_events.set_pools(self._pools)

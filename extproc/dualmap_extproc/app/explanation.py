@@ -25,6 +25,11 @@ from dualmap_extproc.store.target import target_of
 # The current time for the picker. The value is arbitrary, but larger than the age of any update from another router.
 _NOW_S: Final = 86_400.0
 _NAME: Final = "explain"
+_ADAPTER_WORDS: Final = {
+    "loaded": "loaded at {member}",
+    "absent": "not loaded at {member}",
+    "unknown": "not known whether {member} has loaded it",
+}
 READ_S: Final = 2.0
 """The timeout for an answer of Redis."""
 
@@ -104,8 +109,10 @@ def in_words(receipt: Receipt) -> str:
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
-        "Candidates:",
     ]
+    if receipt.adapter:
+        lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
+    lines.append("Candidates:")
     for each in receipt.candidates:
         held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
         lines += [

@@ -27,7 +27,7 @@ from dualmap.errors import PoolError
     metavar="FILE",
     help="File with the JSON body of the request. The value - stands for standard input.",
 )
-@click.option("--engine", metavar="URL", help="Engine such as http://10.0.0.1:8000, whose /tokenize gives its own ids.")
+@click.option("--engine", metavar="URL", help="Engine such as http://10.0.0.1:8000, whose own ids are compared.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of text.")
 def tokenize(pool_file: Path, request_file: BinaryIO, engine: str | None, as_json: bool) -> None:
     """Print the token count of a request, the time it took, and how much came from the cache of prefixes.
@@ -41,8 +41,8 @@ def tokenize(pool_file: Path, request_file: BinaryIO, engine: str | None, as_jso
     # These imports are here because aiohttp and the tokenizer take a second to import, and --help needs neither.
     from dualmap_extproc.pools.file import load_pool_files
     from dualmap_extproc.tokens.check import check, in_words
-    from dualmap_extproc.tokens.files import TokenizerError
     from dualmap_extproc.tokens.messages import UnsupportedRequest
+    from dualmap_extproc.tokens.rendering import TokenizerError
 
     try:
         checked = check(load_pool_files([pool_file]), request_file.read(), engine)

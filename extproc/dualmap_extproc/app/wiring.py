@@ -49,7 +49,7 @@ from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.tokens.files import TokenizerError
+from dualmap_extproc.tokens.rendering import TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor

@@ -1,22 +1,19 @@
-"""Follows the KV events of every member's engine: the only module with ZeroMQ sockets.
+"""Follows the KV events of every member's engine over ZeroMQ's protocol (``dualmap_extproc.engines.zmtp``).
 
 Each rank of a member is a source with one SUB socket, and for each replay a new DEALER socket. Sockets connect to the
 member's own IP address only, whatever host an engine names. One task receives and applies the events of all sources, in
 turns of a few milliseconds, so that a publisher that floods delays neither requests nor other sources for long. What a
-source does not receive waits in the sockets and then at the publisher, which drops messages in the end. The source
+source does not receive waits in the kernel and then at the publisher, which drops messages in the end. The source
 finds the gap.
 """
 
 import asyncio
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
-
-import zmq
 
 from dualmap.engines.events import Batch, Unreadable
 from dualmap.engines.profile import NO_PROFILE, EngineProfile
@@ -36,36 +33,33 @@ from dualmap.pools.pool import Member, Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.engines.event_messages import slices
 from dualmap_extproc.engines.metrics import KvEventMetrics
+from dualmap_extproc.engines.zmtp import ProtocolError, ZmtpConnection
+from dualmap_extproc.engines.zmtp_socket import ZmtpSocket
 
 TURN_S: Final = 0.005
-"""The work on events without a pause. The pause after it is as long, so that events take half of the time at most."""
+"""The work on events without a pause. If the loop has other work, the pause after it is as long, so that events take
+half of the time at most."""
+OTHERS_S: Final = 0.0003
+"""The loop has other work if one round of it takes longer than this time."""
 RANKS_MAX: Final = 64
 """The most ranks of one member that the router follows."""
 SOURCES_MAX: Final = 1024
 """The most sources that the router follows."""
-LIVE_MESSAGES_MAX: Final = 16
-"""The most live messages that wait in a socket. More of them wait at the publisher, which has a larger queue."""
-REPLAY_MESSAGES_MAX: Final = 256
-"""The most messages of a replay that wait in a socket. Publishers drop what neither this nor their own queue takes."""
-FRAMES_MAX: Final = 8
-"""The most frames of a message; a message with more is ignored."""
-RETRY_S: Final = (0.5, 60.0)
+WAITING_BYTES_MAX: Final = 67108864
+"""The most bytes of messages of all sources that are received and not applied. Above, the source with the most bytes
+begins again: its connection is closed, and its blocks are forgotten if messages are lost."""
+CONNECT_S: Final = 3.0
+"""A connection that is not open after this time is closed."""
+RETRY_S: Final = (0.5, 10.0)
 """The shortest and the longest pause after a lost connection; each pause without a message between is twice as long."""
-_RECONNECT_MS: Final = (500, 10_000)
-_HEARTBEAT_MS: Final = (10_000, 30_000)
-_CONNECT_TIMEOUT_MS: Final = 3_000
+ERROR_RETRY_S: Final = 60.0
+"""The pause of a source after an unexpected error."""
 _TICK_S: Final = 0.1
 # Two reports of the same start differ by rounding only.
 _SAME_START_S: Final = 1.0
 
-# ZeroMQ connects again after most errors, but not after data that is not of its protocol, or a message above the bound.
-_CONNECTED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_LOST: Final = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+# What a waiting message takes beside its payload.
+_MESSAGE_BYTES: Final = 256
 
 Report = Callable[[str, str, int, Sequence[KvChange], SourceStatus], None]
 """Receives changes: the pool (``namespace/name``), the member's id, the rank, the changes and the source's status."""
@@ -96,9 +90,6 @@ class KvEvents:
     def __init__(self, report: Report, metrics: KvEventMetrics) -> None:
         self._report = report
         self._metrics = metrics
-        self._context = zmq.Context()
-        # Each source has a socket, and a socket that reports its connections at both ends.
-        self._context.set(zmq.MAX_SOCKETS, 3 * SOURCES_MAX + 64)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._members: dict[tuple[str, str], tuple[Pool, Member]] = {}
@@ -107,6 +98,7 @@ class KvEvents:
         self._sources: dict[_Address, _Source] = {}
         self._ready: deque[_Source] = deque()
         self._tick_s = 0.0
+        self._waiting_bytes = 0
 
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Follow the members of these pools from now on, and no others."""
@@ -156,15 +148,24 @@ class KvEvents:
             while self._ready:
                 began_s = self._loop.time()
                 self._turn(began_s + TURN_S)
-                await asyncio.sleep(self._loop.time() - began_s)
+                await self._let_others_work(self._loop.time() - began_s)
                 self._tick()
+
+    async def _let_others_work(self, used_s: float) -> None:
+        """Let the loop do other work for as long as events used it, if there is other work."""
+        began_s = self._loop.time()
+        # In the first round, the loop only finds what has arrived. It does this work before the end of the second one.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        others_s = self._loop.time() - began_s
+        if others_s > OTHERS_S:
+            await asyncio.sleep(max(0.0, used_s - others_s))
 
     def close(self) -> None:
         """Close all sockets."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        self._context.destroy(linger=0)
 
     def _follow(self) -> None:
         """Open the sources that are wanted, and close all others."""
@@ -176,12 +177,14 @@ class KvEvents:
                 continue
             wanted |= dict.fromkeys(_addresses(pool, member, profile or NO_PROFILE))
         for address in self._sources.keys() - wanted.keys():
-            self._sources.pop(address).close()
+            source = self._sources.pop(address)
+            source.close()
+            self._waiting_bytes -= source.counted_bytes
             self._report(address.pool, address.member, address.rank, (Clear(),), SourceStatus())
         for address in wanted:
             if address not in self._sources:
                 full = len(self._sources) >= SOURCES_MAX
-                source = _Source(self._context, address, self._loop, self._on_ready)
+                source = _Source(address, self._loop, self._on_ready)
                 self._sources[address] = source
                 if full:
                     source.fail(f"the router follows {SOURCES_MAX} sources already")
@@ -201,7 +204,7 @@ class KvEvents:
             self._wake.set()
 
     def _tick(self) -> None:
-        """Begin and end replays."""
+        """Begin and end connections and replays."""
         now = self._loop.time()
         if now < self._tick_s:
             return
@@ -209,6 +212,9 @@ class KvEvents:
         for source in self._sources.values():
             if source.retry_s is not None and source.retry_s <= now:
                 source.open(now)
+                self._queue(source)
+            elif source.is_late(now):
+                source.lose(now, TimeoutError())
                 self._queue(source)
         replaying = {id(each.events): each for each in self._sources.values() if each.is_replaying}
         for source in replaying.values():
@@ -218,7 +224,7 @@ class KvEvents:
             source = replaying[id(events)]
             try:
                 source.begin_replay(now)
-            except (zmq.ZMQError, OSError) as error:
+            except OSError as error:
                 source.fail(f"the replay failed: {error}", retry_s=now + RETRY_S[1])
             self._queue(source)
 
@@ -227,6 +233,8 @@ class KvEvents:
         while self._ready and self._loop.time() < until_s:
             source = self._ready.popleft()
             source.queued = False
+            if self._sources.get(source.address) is not source:
+                continue
             try:
                 more = source.step(self._loop.time())
                 self._show(source)
@@ -235,6 +243,22 @@ class KvEvents:
                 self._abandon(source, error)
             if more:
                 self._queue(source)
+            self._count(source)
+            if self._waiting_bytes > WAITING_BYTES_MAX:
+                self._relieve()
+
+    def _count(self, source: "_Source") -> None:
+        """Add the change of a source's waiting bytes to the sum."""
+        waiting = source.waiting_bytes
+        self._waiting_bytes += waiting - source.counted_bytes
+        source.counted_bytes = waiting
+
+    def _relieve(self) -> None:
+        """Close the connection of the source with the most waiting bytes, which begins again later."""
+        source = max(self._sources.values(), key=lambda each: each.counted_bytes)
+        source.fail("too many of its messages waited", retry_s=self._loop.time() + RETRY_S[1])
+        self._count(source)
+        self._queue(source)
 
     def _abandon(self, source: "_Source", error: Exception) -> None:
         """Stop a source because of an unexpected error, and forget the rank's blocks."""
@@ -246,7 +270,7 @@ class KvEvents:
             rank=address.rank,
             error=repr(error),
         )
-        source.fail(f"an unexpected error: {type(error).__name__}")
+        source.fail(f"an unexpected error: {type(error).__name__}", retry_s=self._loop.time() + ERROR_RETRY_S)
         source.take_changes()
         source.shown = source.events.status
         with suppress(Exception):
@@ -275,29 +299,28 @@ class _Source:
     """One publisher: its sockets, and the effects that are not yet applied."""
 
     def __init__(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        address: _Address,
-        loop: asyncio.AbstractEventLoop,
-        on_ready: Callable[["_Source"], None],
+        self, address: _Address, loop: asyncio.AbstractEventLoop, on_ready: Callable[["_Source"], None]
     ) -> None:
         self.address = address
         self.queued = False
+        self.counted_bytes = 0
+        """The waiting bytes that the sum of all sources contains."""
         self.shown = SourceStatus()
         self.events = EventSource(replays=address.replay_port is not None, jitter=random.random())
         self.retry_s: float | None = None
         """The time of the next attempt to connect; None if the source is connected or connects."""
-        self._context = context
         self._loop = loop
-        self._on_ready = on_ready
-        self._live: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._replay: zmq.Socket[bytes] | None = None
-        self._lost = False
+        self._on_ready = partial(on_ready, self)
+        self._live: ZmtpSocket | None = None
+        self._replay: ZmtpSocket | None = None
+        # The time at which the connection must be open; None if it is open.
+        self._late_s: float | None = None
         self._pause_s = RETRY_S[0]
         self._attempt: int | None = None
         self._effects: deque[Effect] = deque()
+        self._effect_bytes = 0
         self._unpacking: Iterator[Batch | Unreadable] | None = None
+        self._unpacking_bytes = 0
         self._changes: list[KvChange] = [Clear()]
         # Whether the numbers showed a restart after the last profile, so that its start time is no further restart.
         self._restarted = False
@@ -305,39 +328,55 @@ class _Source:
     def open(self, now: float) -> None:
         """Subscribe. The source begins when the publisher answers."""
         self.retry_s = None
-        self._lost = False
         try:
-            self._live = self._socket(zmq.SUB, LIVE_MESSAGES_MAX)
-            self._monitor = self._live.get_monitor_socket(_CONNECTED | _LOST)
-            self._live.subscribe(self.address.topic.encode("utf-8", "surrogatepass"))
-            self._live.connect(_endpoint(self.address.host, self.address.port))
-            self._watch(self._live)
-            self._watch(self._monitor)
-        except (zmq.ZMQError, OSError) as error:
+            topic = self.address.topic.encode("utf-8", "surrogatepass")
+            self._live = self._socket(b"SUB", (b"\x01" + topic,), self.address.port)
+        except OSError as error:
             self.fail(f"the subscription failed: {error}", retry_s=now + RETRY_S[1])
             return
+        self._late_s = now + CONNECT_S
         self.events.connect()
 
     def fail(self, reason: str, *, retry_s: float | None = None) -> None:
         """Stop for a reason; ``retry_s`` is the time of the next attempt, None if there is none."""
         self.close()
         self.retry_s = retry_s
-        self._effects.clear()
-        self._unpacking = None
+        if self._effects or self._unpacking is not None:
+            # The position of the source is behind these messages, and they are lost.
+            self._drop_effects()
+            self._changes += [each for each in self.events.on_restart(self._loop.time()) if isinstance(each, Clear)]
         self.events.on_failed(reason)
+
+    def lose(self, now: float, error: Exception) -> None:
+        """Close the connection after an error, and connect again later."""
+        if self._late_s is None:
+            closed = isinstance(error, ProtocolError)
+            self.fail(f"the connection was closed: {error}" if closed else "the connection was lost")
+        else:
+            # The source still connects. An engine that starts answers only after minutes.
+            self.close()
+        self.retry_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RETRY_S[1])
 
     def close(self) -> None:
         """Close the sockets."""
+        self._late_s = None
         self._close_replay()
-        monitor, self._monitor = self._monitor, None
         if self._live is not None:
-            self._unwatch(self._live)
-            self._live.disable_monitor()
-            self._live.close(linger=0)
+            self._live.close()
             self._live = None
-        if monitor is not None:
-            self._unwatch(monitor)
-            monitor.close(linger=0)
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the publisher takes too long to answer the connection."""
+        return self._late_s is not None and self._late_s <= now
+
+    @property
+    def waiting_bytes(self) -> int:
+        """About how many bytes the messages take that are not applied."""
+        sockets = sum(each.waiting_bytes for each in (self._live, self._replay) if each is not None)
+        messages = len(self._effects) + self.events.queued_messages
+        waiting = sockets + self._effect_bytes + self._unpacking_bytes + self.events.queued_bytes
+        return waiting + _MESSAGE_BYTES * messages
 
     def on_other_start(self, now: float) -> None:
         """The engine's process has another start time."""
@@ -361,43 +400,19 @@ class _Source:
         replay = self.events.begin_replay(now)
         assert self.address.replay_port is not None
         self._attempt = replay.attempt
-        self._replay = self._socket(zmq.DEALER, REPLAY_MESSAGES_MAX)
-        self._replay.connect(_endpoint(self.address.host, self.address.replay_port))
-        self._replay.send_multipart([b"", replay.start.to_bytes(8, "big")], flags=zmq.NOBLOCK)
-        self._watch(self._replay)
+        request = (b"", replay.start.to_bytes(8, "big"))
+        self._replay = self._socket(b"DEALER", request, self.address.replay_port)
 
     def step(self, now: float) -> bool:
         """Apply a slice of events, or receive a message; return whether there may be more."""
         if self._attempt is not None and self.events.attempt != self._attempt:
             self._close_replay()
-        if self._apply_slice():
-            return True
-        # The monitor comes first, because messages count only after the connection.
-        if self._monitor is not None and self._hear(now, self._monitor):
+        if self._apply_slice() or self._receive_replay(now) or self._receive_live(now):
             return True
         for socket in (self._replay, self._live):
-            if socket is not None and self._receive(now, socket):
-                return True
-        if self._lost:
-            self.fail("the connection was lost", retry_s=now + self._pause_s)
-            self._pause_s = min(2 * self._pause_s, RETRY_S[1])
-        for socket in (self._monitor, self._replay, self._live):
             if socket is not None:
-                self._watch(socket)
+                socket.watch()
         return False
-
-    def _hear(self, now: float, monitor: "zmq.Socket[bytes]") -> bool:
-        """Read a report of the connection; return whether there was one."""
-        try:
-            frames = monitor.recv_multipart(flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        event = int.from_bytes(frames[0][:2], sys.byteorder)
-        if event & _LOST:
-            self._lost = True
-        elif event & _CONNECTED:
-            self.events.start(now)
-        return True
 
     def take_changes(self) -> tuple[KvChange, ...]:
         """Return the changes since the last call."""
@@ -409,80 +424,84 @@ class _Source:
         """Apply the next slice of the next effect; return whether there was one."""
         if self._unpacking is not None:
             read = next(self._unpacking, None)
-            if read is None:
-                self._unpacking = None
-            elif isinstance(read, Unreadable):
-                self._unpacking = None
+            if read is None or isinstance(read, Unreadable):
+                self._unpacking, self._unpacking_bytes = None, 0
+            if isinstance(read, Unreadable):
                 self._changes += [each for each in self.events.on_unreadable(read.reason) if isinstance(each, Clear)]
-            else:
+            elif read is not None:
                 self._changes.append(read)
             return True
         if not self._effects:
             return False
         effect = self._effects.popleft()
         if isinstance(effect, Apply):
-            self._unpacking = slices(effect.message.payload)
+            size = len(effect.message.payload)
+            self._effect_bytes -= size
+            self._unpacking, self._unpacking_bytes = slices(effect.message.payload), size
         else:
             self._changes.append(effect)
         return True
 
-    def _receive(self, now: float, socket: "zmq.Socket[bytes]") -> bool:
-        """Receive one message; return whether there was one."""
-        try:
-            frames = socket.recv_multipart(flags=zmq.NOBLOCK)
-        except zmq.Again:
+    def _receive_replay(self, now: float) -> bool:
+        """Receive an answer to the replay; return whether there may be more."""
+        if self._replay is None:
             return False
-        message = read_frames(frames) if len(frames) <= FRAMES_MAX else None
-        if message is None:
+        try:
+            frames = self._replay.receive()
+        except (OSError, ProtocolError):
+            # The attempt ends as a silent one.
+            self._close_replay()
             return True
-        self._pause_s = RETRY_S[0]
-        if socket is self._replay:
-            assert self._attempt is not None
+        message = read_frames(frames) if frames else None
+        if message is not None and self._attempt is not None:
+            self._pause_s = RETRY_S[0]
             self._act(self.events.on_replayed(now, self._attempt, message))
-        elif not isinstance(message, ReplayEnd):
+        return frames is not None
+
+    def _receive_live(self, now: float) -> bool:
+        """Receive a live message; return whether there may be more."""
+        if self._live is None:
+            return False
+        try:
+            frames = self._live.receive()
+        except (OSError, ProtocolError) as error:
+            self.lose(now, error)
+            return True
+        if self._late_s is not None and self._live.is_open:
+            self._late_s = None
+            self.events.start(now)
+        message = read_frames(frames) if frames else None
+        if message is not None and not isinstance(message, ReplayEnd):
+            self._pause_s = RETRY_S[0]
             effects = self.events.on_live(now, message)
             self._restarted |= any(isinstance(each, Clear) for each in effects)
             self._act(effects)
-        return True
+        return frames is not None
 
     def _act(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Clear):
                 # What has not been applied is about blocks that are gone.
-                self._effects.clear()
-                self._unpacking = None
+                self._drop_effects()
+            elif isinstance(effect, Apply):
+                self._effect_bytes += len(effect.message.payload)
             self._effects.append(effect)
 
-    def _socket(self, kind: int, messages: int) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, messages)
-        socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
-        socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS[0])
-        socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS[1])
-        socket.set(zmq.IPV6, int(":" in self.address.host))
-        return socket
+    def _drop_effects(self) -> None:
+        self._effects.clear()
+        self._effect_bytes = 0
+        self._unpacking, self._unpacking_bytes = None, 0
 
-    def _watch(self, socket: "zmq.Socket[bytes]") -> None:
-        """Wait for the next message. The descriptor is readable at most once between two empty receptions."""
-        self._loop.add_reader(socket.fileno(), partial(self._readable, socket))
-
-    def _unwatch(self, socket: "zmq.Socket[bytes]") -> None:
-        self._loop.remove_reader(socket.fileno())
-
-    def _readable(self, socket: "zmq.Socket[bytes]") -> None:
-        # The descriptor stays readable until the socket is read, which may be some turns later.
-        self._unwatch(socket)
-        self._on_ready(self)
+    def _socket(self, kind: bytes, first: Sequence[bytes], port: int) -> ZmtpSocket:
+        connection = ZmtpConnection(kind, first, message_bytes=MESSAGE_BYTES_MAX)
+        opened = ZmtpSocket(self.address.host, port, connection, self._loop, self._on_ready)
+        opened.watch()
+        return opened
 
     def _close_replay(self) -> None:
         self._attempt = None
         if self._replay is not None:
-            self._unwatch(self._replay)
-            self._replay.close(linger=0)
+            self._replay.close()
             self._replay = None
 
 
@@ -512,7 +531,3 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
 
 def _process(member: Member) -> tuple[str, str]:
     return member.endpoint, member.incarnation
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,15 +1,15 @@
 """Asks every member's engine for its profile, off the path of requests, and reports each profile.
 
-Each member has a task. The task reads the engine's metrics page at least once a second, because it contains the load.
-It requests the other pages when the member joins, when the engine's process has another start time, and every
-``spec.engine.discovery.interval``. A page that is not answered keeps its last values while the engine's process is the
-same. An engine that does not answer is asked less often, up to once per interval.
+Each member has two tasks. One reads the engine's metrics page at least once a second, because it contains the load, and
+reports the load at once. The other requests the other pages when the member joins, when the engine's process has
+another start time, and every ``spec.engine.discovery.interval``. A page that is not answered keeps its last values
+while the engine's process is the same. An engine that does not answer is asked less often, up to once per interval.
 """
 
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from dualmap.engines.profile import (
@@ -22,12 +22,15 @@ from dualmap.engines.profile import (
     read_server_info,
     read_version,
 )
-from dualmap.pools.pool import Engine, Member, Pool
+from dualmap.pools.pool import Member, Pool
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.engines.client import AnswerError, EngineClient
+from dualmap_extproc.engines.client import EngineClient, EngineConnection, Kind
+from dualmap_extproc.engines.http_answer import AnswerError
 
 LOAD_PERIOD_S: Final = (0.85, 0.95)
 """The shortest and the longest time between two requests for a load. Load of other sources needs two of them."""
+ASLEEP_KEPT_S: Final = 60.0
+"""How long a member stays asleep after its engine's last valid metrics page."""
 _JOIN_JITTER_S: Final = 0.5
 _TICK_S: Final = 0.1
 _FIRST_RETRY_S: Final = 1.0
@@ -86,10 +89,8 @@ class EngineProfiles:
             self._tasks.pop(gone).cancel()
         for asked, (pool, member) in wanted.items():
             if asked not in self._tasks:
-                engine = _AskedEngine(self._client, member, pool.engine)
-                task = asyncio.create_task(engine.follow(partial(self._report, pool.id, member.id)))
-                task.add_done_callback(partial(self._ended, asked))
-                self._tasks[asked] = task
+                engine = _AskedEngine(self._client, member, pool, self._report)
+                self._tasks[asked] = asyncio.create_task(engine.follow())
 
     async def close(self) -> None:
         """Stop asking, and close open connections."""
@@ -98,91 +99,134 @@ class EngineProfiles:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
-
-    def _ended(self, asked: _Asked, task: "asyncio.Task[None]") -> None:
-        """Report a task that ended with an unexpected error. Routing goes on without the member's profile."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            _log.error("Engine discovery failed", pool=asked.pool, member=asked.id, error=repr(error))
-            self._report(asked.pool, asked.id, EngineProfile(reason=f"discovery failed: {type(error).__name__}"))
 
 
 class _AskedEngine:
     """One member's engine, and what it answered last."""
 
-    def __init__(self, client: EngineClient, member: Member, engine: Engine) -> None:
+    def __init__(self, client: EngineClient, member: Member, pool: Pool, report: Report) -> None:
         self._client = client
         self._member = member
-        self._type = engine.type
-        self._interval_s = engine.discovery.interval_s
-        self._dialect = DIALECTS.get(engine.type)
+        self._pool = pool.id
+        self._report = report
+        self._type = pool.engine.type
+        self._interval_s = pool.engine.discovery.interval_s
+        self._dialect = DIALECTS.get(self._type)
         self._clock = asyncio.get_running_loop().time
-        self._load = NO_PROFILE
+        self._load = EngineProfile(engine=self._type)
+        self._load_s = 0.0
+        # The answers of the engine's process by path, and their facts together.
         self._pages: dict[str, EngineProfile] = {}
-        # The facts of all pages together.
-        self._facts = EngineProfile(engine=engine.type)
+        self._facts = NO_PROFILE
         self._pages_due_s = 0.0
+        self._pages_wanted = asyncio.Event()
         self._silent = self._dialect is not None
+        self._logged = ""
 
-    async def follow(self, report: Callable[[EngineProfile], None]) -> None:
+    async def follow(self) -> None:
         """Ask the engine until cancelled; report each profile."""
         await asyncio.sleep(random.uniform(0.0, _JOIN_JITTER_S))
-        retry_s = _FIRST_RETRY_S
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_load())
+            tasks.create_task(self._follow_pages())
+
+    async def _follow_load(self) -> None:
+        connection, retry_s, is_first = self._client.connect(self._member), _FIRST_RETRY_S, True
+        try:
+            while True:
+                known = await self._ask_load(connection)
+                if not self._silent and self._clock() >= self._pages_due_s:
+                    # The jitter keeps routers that started together from asking together.
+                    self._pages_due_s = self._clock() + self._interval_s * random.uniform(0.9, 1.0)
+                    self._pages_wanted.set()
+                # The first profile of an engine that answers usually contains its pages, which name event sources.
+                if self._dialect is not None and (self._silent or not is_first):
+                    self._tell()
+                is_first = False
+                if self._dialect is None:
+                    await asyncio.sleep(max(0.0, self._pages_due_s - self._clock()))
+                elif known:
+                    retry_s = _FIRST_RETRY_S
+                    await asyncio.sleep(self._until_tick_s(random.uniform(*LOAD_PERIOD_S)))
+                else:
+                    await asyncio.sleep(retry_s * random.uniform(0.9, 1.0))
+                    retry_s = min(2 * retry_s, self._interval_s)
+        finally:
+            connection.close()
+
+    async def _follow_pages(self) -> None:
         while True:
-            load_known = await self._ask_load()
-            if not self._silent and self._clock() >= self._pages_due_s:
-                # The jitter keeps routers that started together from asking together.
-                self._pages_due_s = self._clock() + self._interval_s * random.uniform(0.9, 1.0)
-                await self._ask_pages()
-            report(self._facts.also(self._load))
-            if self._dialect is None:
-                await asyncio.sleep(max(0.0, self._pages_due_s - self._clock()))
-            elif load_known:
-                retry_s = _FIRST_RETRY_S
-                await asyncio.sleep(self._until_tick_s(random.uniform(*LOAD_PERIOD_S)))
-            else:
-                await asyncio.sleep(retry_s * random.uniform(0.9, 1.0))
-                retry_s = min(2 * retry_s, self._interval_s)
+            await self._pages_wanted.wait()
+            self._pages_wanted.clear()
+            before, connection = self._facts, self._client.connect(self._member)
+            try:
+                await self._ask_pages(connection)
+            finally:
+                connection.close()
+            if self._facts != before or self._dialect is None:
+                self._tell()
 
     def _until_tick_s(self, seconds: float) -> float:
         """Return about so many seconds, so that several members' requests fall into one wake-up of the process."""
         now = self._clock()
         return (now + seconds) // _TICK_S * _TICK_S - now
 
-    async def _ask_load(self) -> bool:
+    def _tell(self) -> None:
+        """Report the engine's profile. The pages have precedence, because they contain the engine's settings."""
+        try:
+            self._report(self._pool, self._member.id, self._load.also(self._facts))
+        except Exception as error:  # noqa: BLE001  # One profile's fault must not stop further profiles.
+            self._log(error)
+
+    async def _ask_load(self, connection: EngineConnection) -> bool:
         """Read the metrics page; return whether it contains the load, or the type of engine has none."""
         if self._dialect is None:
             return True
         try:
-            page = await self._client.page(self._member, self._dialect.path, silent=self._silent)
+            page = await connection.page(self._dialect.path, Kind.SILENT if self._silent else Kind.LOAD)
+            load = read_metrics(self._type, page, at_s=self._clock())
         except AnswerError as error:
             self._silent = error.silent
-            self._load = self._load.failed(str(error))
-            return False
-        self._silent = False
-        load = read_metrics(self._type, page)
+            load = EngineProfile(reason=str(error))
+        except Exception as error:  # noqa: BLE001  # A fault in a reader must not end the task.
+            load = self._log(error)
+        else:
+            self._silent = False
         if load.running is None:
             self._load = self._load.failed(load.reason)
+            if self._clock() >= self._load_s + ASLEEP_KEPT_S:
+                self._load = replace(self._load, asleep=None)
             return False
         if load.started_s != self._load.started_s:
-            self._pages.clear()
+            # A new object, because the answers to present requests belong to the former process.
+            self._pages = {}
             self._pages_due_s = 0.0
-        self._load = load
+        self._load, self._load_s = load, self._clock()
         return True
 
-    async def _ask_pages(self) -> None:
+    async def _ask_pages(self, connection: EngineConnection) -> None:
+        pages = self._pages
         for path, read in _PAGES[self._type].items():
             try:
-                page = read(await self._client.document(self._member, path))
+                page = read(await connection.document(path))
             except AnswerError as error:
                 if path in _OPTIONAL:
                     continue
-                page = self._pages.get(path, NO_PROFILE).failed(str(error))
-            self._pages[path] = page
-        self._facts = EngineProfile(engine=self._type)
-        for page in self._pages.values():
-            self._facts = self._facts.also(page)
+                page = pages.get(path, NO_PROFILE).failed(str(error))
+            except Exception as error:  # noqa: BLE001  # A fault in a reader must not end the task.
+                page = pages.get(path, NO_PROFILE).failed(self._log(error).reason)
+            pages[path] = page
+        facts = NO_PROFILE
+        for page in pages.values():
+            facts = facts.also(page)
+        self._facts = facts
+
+    def _log(self, error: Exception) -> EngineProfile:
+        """Log an unexpected error once; return the profile that names the error."""
+        if repr(error) != self._logged:
+            self._logged = repr(error)
+            _log.error("Engine discovery failed", pool=self._pool, member=self._member.id, error=self._logged)
+        return EngineProfile(reason=f"discovery failed: {type(error).__name__}")
 
 
 def _asked(pool: Pool, member: Member) -> _Asked:

@@ -82,6 +82,7 @@ class KubePools:
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()
         self._reported: tuple[Pool, ...] = ()
+        self._reported_foreign: list[frozenset[str]] = []
         self._invalid: tuple[InvalidPool, ...] = ()
         self._scope = "all namespaces" if namespace is None else f"namespace {namespace}"
         within = "" if namespace is None else f"/namespaces/{namespace}"
@@ -147,10 +148,11 @@ class KubePools:
 
     def _report_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
         pools = tuple(self._as_their_pods(pool) for pool in self._objects.pools)
-        if pools == self._reported and self._listed.is_set():
+        foreign = [pool.foreign_names for pool in pools]
+        if (pools, foreign) == (self._reported, self._reported_foreign) and self._listed.is_set():
             return
         log_changes(self._reported, pools)
-        self._reported = pools
+        self._reported, self._reported_foreign = pools, foreign
         on_pools(pools)
 
     def _as_their_pods(self, pool: Pool) -> Pool:

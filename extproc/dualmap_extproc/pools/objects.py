@@ -43,6 +43,8 @@ class PoolObjects:
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._reserved: Mapping[str, str] = {}
+        # The names that are reserved for other namespaces, by namespace.
+        self._foreign: dict[str, frozenset[str]] = {}
 
     def put(self, body: Mapping[str, Any]) -> None:
         """Add or replace an object. The method does not raise an error for an invalid object."""
@@ -81,6 +83,7 @@ class PoolObjects:
     def reserve(self, reserved: Mapping[str, str]) -> None:
         """Replace the reservations: the namespace of each reserved model name."""
         self._reserved = reserved
+        self._foreign = {}
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -90,8 +93,8 @@ class PoolObjects:
         """
         aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
         return tuple(
-            replace(known.pool, foreign_names=foreign_names(key, self._reserved, self._reserved))
-            for key, known in aged
+            replace(known.pool, foreign_names=self._foreign_to(known.pool))
+            for _, known in aged
             if known.pool is not None
         )
 
@@ -113,6 +116,13 @@ class PoolObjects:
             )
             invalid.append(InvalidPool(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
         return tuple(invalid)
+
+    def _foreign_to(self, pool: Pool) -> frozenset[str]:
+        names = self._foreign.get(pool.namespace)
+        if names is None:
+            names = frozenset(foreign_names(pool.id, self._reserved, self._reserved))
+            self._foreign[pool.namespace] = names
+        return names
 
 
 def _key(body: Mapping[str, Any]) -> str:

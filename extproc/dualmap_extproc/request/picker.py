@@ -265,6 +265,9 @@ class Picker:
             root = chain_root(model=pool.model.name, lora=lora, cache_salt=salt, key=self._hash_key)
         else:
             root = self._common_root(model=pool.model.name, lora=adapter)
+        client_header = pool.routing.fairness.header
+        # Without headers, only the salt may name the client.
+        named = client_of(headers, client_header, "", key=self._client_key) if headers else 0
         request = Request(
             id=self.ids.new(peer),
             chain=chain_blocks(
@@ -279,8 +282,12 @@ class Picker:
             subset=subset,
             streamed=prompt.streamed,
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
-            client=client_of(headers, pool.routing.fairness.header, prompt.cache_salt, key=self._client_key),
+            client=named or client_of(headers, client_header, prompt.cache_salt, key=self._client_key),
+            client_is_salt=not named,
+            comparable=prompt.comparable,
             tokens=self._tokens(pool, prompt, adapter, tokens),
+            sequences=prompt.sequences,
+            adapter=adapter,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router

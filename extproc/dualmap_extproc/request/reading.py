@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
-from dualmap.prompts.prompt import MAX_NAME, Prompt
+from dualmap.prompts.prompt import MAX_NAME, Prompt, Rendered
 from dualmap_extproc.errors import Refused, body_too_large, invalid_body, model_not_found
 from dualmap_extproc.request.body import model_names, parse_body, prompt_of, read_body
 from dualmap_extproc.request.object_scan import without_escapes
@@ -35,10 +35,14 @@ PREFIX_BYTES: Final = _PREFIX.size
 
 
 class Bounds(NamedTuple):
-    """A pool's bounds on a request body: its size, and the longest prompt in tokens."""
+    """A pool's bounds on a request body: its size, and the longest prompt in tokens.
+
+    ``tokenizer`` is the folder with the chat template of a pool whose router tokenizes prompts; it may be empty.
+    """
 
     body_bytes: int
     tokens: int
+    tokenizer: str = ""
 
 
 BoundsOfModels: TypeAlias = Mapping[str, Bounds]
@@ -65,6 +69,11 @@ class LargeBody:
         return sum(map(len, self.chunks))
 
 
+Render: TypeAlias = Callable[[str, object, Api], Rendered | None]
+"""Takes a tokenizer's folder, a parsed body and its API; returns the text that the engine tokenizes, None if unknown.
+
+It takes a bounded time.
+"""
 Done: TypeAlias = Callable[[float, Prompt | Refused], None]
 """Takes the time, and the prompt of a body or the answer to it."""
 
@@ -132,7 +141,11 @@ def _separators(text: bytes) -> int:
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def read_large(large: LargeBody) -> Prompt | Refused:
+def _unknown(_folder: str, _body: object, _api: Api) -> None:
+    """Render nothing."""
+
+
+def read_large(large: LargeBody, render: Render = _unknown) -> Prompt | Refused:
     """Return the prompt of a large body, as much of it as its pool's engines compute; or the answer to the request.
 
     The cheap checks precede the parser: the number of elements, then whether the body contains the name of a model.
@@ -144,7 +157,8 @@ def read_large(large: LargeBody) -> Prompt | Refused:
     names = model_names(body)
     if names and not any(name in large.bounds for name in names):
         return model_not_found(names[-1])
-    prompt = read_body(body, large.api)
+    parsed = parse_body(body)
+    prompt = parsed if isinstance(parsed, Refused) else prompt_of(parsed, large.api)
     if isinstance(prompt, Refused):
         return prompt
     bounds = large.bounds.get(prompt.model)
@@ -154,7 +168,11 @@ def read_large(large: LargeBody) -> Prompt | Refused:
         return body_too_large(bounds.body_bytes)
     # The router ignores session names above MAX_NAME, so the process does not send such a name back.
     session = prompt.session if len(prompt.session) <= MAX_NAME else ""
-    return replace(prompt, text=prompt.text[: bounds.tokens * BYTES_PER_TOKEN], session=session)
+    text = prompt.text[: bounds.tokens * BYTES_PER_TOKEN]
+    token_ids = None if prompt.token_ids is None else text
+    tokenized = bounds.tokenizer and not prompt.exact and not prompt.names_ids
+    rendered = render(bounds.tokenizer, parsed, large.api) if tokenized else None
+    return replace(prompt, text=text, token_ids=token_ids, session=session, rendered=rendered)
 
 
 def encode_body(large: LargeBody) -> bytes:
@@ -181,8 +199,19 @@ def encode_result(result: Prompt | Refused) -> bytes:
         header = json.dumps([result.status, result.code, result.message, result.param]).encode()
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
-    header = json.dumps({**named, "streamed": result.streamed, "exact": result.exact}).encode()
-    return _PREFIX.pack(len(header), len(result.text)) + header + result.text
+    facts = {"streamed": result.streamed, "exact": result.exact, "names_ids": result.names_ids}
+    counts = {"sequences": result.sequences, "comparable": result.comparable}
+    # The ids of a prompt of ids are its text.
+    ids = {"has_tools": result.has_tools, "ids": result.token_ids is not None}
+    text, special = ("", None) if result.rendered is None else result.rendered
+    try:
+        rendered = text.encode()
+    except UnicodeEncodeError:
+        # Half a character in the arguments of a tool call. No tokenizer accepts it.
+        rendered, special = b"", None
+    tokenized = {"special": special, "text_bytes": len(result.text)}
+    header = json.dumps({**named, **facts, **counts, **ids, **tokenized}).encode()
+    return _PREFIX.pack(len(header), len(result.text) + len(rendered)) + header + result.text + rendered
 
 
 def decode_result(header: bytes, payload: bytes) -> Prompt | Refused:
@@ -191,4 +220,7 @@ def decode_result(header: bytes, payload: bytes) -> Prompt | Refused:
     if isinstance(fields, list):
         status, code, message, param = fields
         return Refused(status=status, code=code, message=message, param=param)
-    return Prompt(text=payload, **fields)
+    text_bytes, special = fields.pop("text_bytes"), fields.pop("special")
+    text = payload[:text_bytes]
+    rendered = None if special is None else Rendered(payload[text_bytes:].decode(), special)
+    return Prompt(text=text, token_ids=text if fields.pop("ids") else None, rendered=rendered, **fields)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from dualmap.pools.pool import Pool
+from dualmap.pools.pool import Pool, TokenSource
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.names import FAIRNESS_HEADER
@@ -94,9 +94,11 @@ class ServedPools:
             for name in pool.served_names:
                 models.setdefault(name, self._routers[pool.id])
         # The names of specifications come first, so that no engine can take them.
-        for router in self:
-            for name in router.pool.served_names:
-                models.setdefault(name, router)
+        for pool in self._given:
+            router = self._routers[pool.id]
+            for name in router.pool.model.names:
+                if name not in pool.foreign_names:
+                    models.setdefault(name, router)
         self._models = models
         self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
 
@@ -111,4 +113,9 @@ class ServedPools:
 
 
 def _bounds(pool: Pool) -> Bounds:
-    return Bounds(body_bytes=pool.routing.max_body_bytes, tokens=pool.engine.max_model_len)
+    wanted = pool.engine.tokenizer
+    return Bounds(
+        body_bytes=pool.routing.max_body_bytes,
+        tokens=pool.engine.max_model_len,
+        tokenizer=wanted.path if wanted.source is TokenSource.FILES else "",
+    )

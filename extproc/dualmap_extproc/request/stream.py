@@ -359,13 +359,15 @@ class Stream:
         """
         tokens: Tokens | Pending | None = None
         pool = None if self._tokens is None or isinstance(prompt, Refused) else self._picker.pool_of(prompt.model)
-        if pool is not None and self._tokens is not None and isinstance(prompt, Prompt) and not prompt.exact:
+        # The ids of a client are never taken for those of its text.
+        asks = isinstance(prompt, Prompt) and not prompt.exact and not prompt.names_ids
+        if pool is not None and self._tokens is not None and isinstance(prompt, Prompt) and asks:
 
             def done(done_s: float, found: Tokens | None) -> None:
                 self._cancel_reading = None
                 self._deliver_pick(done_s, began_s, prompt, found)
 
-            tokens = self._tokens.tokens(pool, prompt.model, chunks, self._head.api, small=small, done=done)
+            tokens = self._tokens.tokens(pool, prompt, chunks, self._head.api, small=small, done=done)
         if isinstance(tokens, Pending):
             self._cancel_reading = tokens.cancel
             if small and not self._hold_whole(now):

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import TokenClass
+from dualmap.prompts.prompt import Prompt
 
 
 class Tokens(NamedTuple):
@@ -29,7 +30,7 @@ class TokenSources(Protocol):
     """Gives the token ids of requests without holding the event loop."""
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
         """Return the tokens of a complete body that was sent to ``pool``; None if the pool or the request has none.
 

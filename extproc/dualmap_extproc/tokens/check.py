@@ -80,7 +80,7 @@ def check(pools: Sequence[Pool], body: bytes, engine: str | None) -> Checked:
         raise UnsupportedRequest("spec.engine.tokenizer.source is Estimate; give Files or Renderer")
     if engine is None:
         return checked
-    answer = asyncio.run(_of_engine(engine, request))
+    answer = asyncio.run(_of_engine(engine, body, request, api))
     return replace(checked, engine_ids=answer)
 
 
@@ -136,13 +136,16 @@ async def _by_renderer(url: str, body: bytes, api: Api) -> Checked:
     )
 
 
-async def _of_engine(url: str, request: dict[str, object]) -> "array[int]":
-    """Return the ids of a request from an engine's /tokenize."""
+async def _of_engine(url: str, body: bytes, request: dict[str, object], api: Api) -> "array[int]":
+    """Return the ids of a request from an engine: from /tokenize, or with another API from its render endpoint."""
     asked = {name: request[name] for name in _TOKENIZE_FIELDS if name in request}
+    is_known = api is Api.CHAT or (api is Api.COMPLETIONS and isinstance(request.get("prompt"), str))
     renderer = Renderer()
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await renderer.tokenized(url, orjson.dumps(asked))
+            if is_known:
+                return await renderer.tokenized(url, orjson.dumps(asked))
+            return await renderer.ids(url, (body,), api)
     except TimeoutError:
         raise UnsupportedRequest(f"the engine did not answer within {_TIMEOUT_S:g} s") from None
     finally:

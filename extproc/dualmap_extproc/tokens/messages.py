@@ -19,7 +19,7 @@ _TEXT_FIELDS: Final = {
     "thinking": "thinking",
 }
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-# The fields of a tool's function that vLLM renders first, with null for a missing one.
+# The fields of a tool's function that vLLM always renders, with null for a missing one. It drops unknown fields.
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 
 
@@ -52,7 +52,7 @@ def _message(message: object, *, wrap_parts: bool) -> Json:
     role = message["role"]
     texts = _texts(message.get("content"))
     if role == "system":
-        texts = [each for each in texts if not each.startswith(_BILLING_HEADER)]
+        texts = [kept for each in texts if (kept := _without_billing(each)) is not None]
     # Tools' results are joined also for templates that read parts.
     as_parts = wrap_parts and role != "tool"
     content = [{"type": "text", "text": each} for each in texts] if as_parts else "\n".join(filter(None, texts))
@@ -61,7 +61,11 @@ def _message(message: object, *, wrap_parts: bool) -> Json:
         if message.get("tool_calls"):
             prepared["tool_calls"] = _tool_calls(message["tool_calls"])
         reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
         if reasoning is not None:
+            if not isinstance(reasoning, str):
+                raise UnsupportedRequest("the reasoning of a message is not a text")
             prepared["reasoning"] = prepared["reasoning_content"] = reasoning
     elif role == "tool" and "tool_call_id" in message:
         prepared["tool_call_id"] = message["tool_call_id"]
@@ -71,6 +75,11 @@ def _message(message: object, *, wrap_parts: bool) -> Json:
     if role == "developer":
         prepared["tools"] = message.get("tools")
     return prepared
+
+
+def _without_billing(text: str) -> str | None:
+    """Return a system text without the line that Claude Code puts in front; None if nothing is left of the text."""
+    return text.partition("\n")[2] or None if text.startswith(_BILLING_HEADER) else text
 
 
 def _texts(content: object) -> list[str]:
@@ -136,7 +145,9 @@ def _tool(tool: object) -> Json:
 
 def _function(function: Mapping[str, object], deferred: object) -> Json:
     ordered: Json = {name: function.get(name) for name in _FUNCTION_FIELDS}
+    if function.get("strict") is not None:
+        ordered["strict"] = function["strict"]
     own = function.get("defer_loading")
     if own is not None or deferred is not None:
         ordered["defer_loading"] = deferred if own is None else own
-    return ordered | {name: value for name, value in function.items() if name not in (*ordered, "defer_loading")}
+    return ordered

@@ -25,7 +25,13 @@ _PATHS: Final = {
     Api.RESPONSES: "/v1/responses/render",
     Api.MESSAGES: "/v1/messages/render",
 }
+# Answers to all requests of an API or model alike: the server has no such endpoint or model, or forbids it.
+_FAULTS: Final = (301, 302, 307, 308, 401, 403, 404, 405)
 _CHUNK_BYTES: Final = 64 * 1024
+
+
+class RendererFault(UnsupportedRequest):
+    """A failure that is the renderer's own, and not one of the request."""
 
 
 class Renderer:
@@ -36,6 +42,8 @@ class Renderer:
 
     async def ids(self, url: str, chunks: Sequence[bytes], api: Api) -> "array[int]":
         """Return the ids of a request. Raises UnsupportedRequest if the server does not give the ids of one text.
+
+        The error is a RendererFault if other requests of the API will probably fail as well.
 
         The caller sets the deadline.
         """
@@ -68,6 +76,8 @@ class Renderer:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                if response.status in _FAULTS or response.status >= 500:
+                    raise RendererFault(f"{url} answered with {response.status}")
                 if response.status != 200:
                     raise UnsupportedRequest(f"{url} answered with {response.status}")
                 answer = bytearray()
@@ -80,7 +90,7 @@ class Renderer:
             # asyncio.TimeoutError is an OSError as well, but belongs to the caller's deadline.
             if isinstance(error, TimeoutError):
                 raise
-            raise UnsupportedRequest(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
+            raise RendererFault(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
 
 
 def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
@@ -94,8 +104,7 @@ def _ids(answer: bytes, field: str = "token_ids") -> "array[int]":
     ids = value.get(field) if isinstance(value, dict) else None
     if not isinstance(ids, list):
         raise UnsupportedRequest(f"the answer has no {field} of one prompt")
-    features = value.get("features")
-    if isinstance(features, dict) and features.get("mm_hashes"):
+    if value.get("features") or value.get("content_parts"):
         raise UnsupportedRequest("the request contains media")
     try:
         return array("I", ids)

@@ -2,7 +2,7 @@
 
 Short prompts are tokenized at once. Longer ones are tokenized in threads, where the tokenizer releases the
 interpreter's lock. A request whose ids are not there within TOKENIZE_MS is routed by its bytes, as in a pool without a
-source. Bodies that the reading processes had to parse are routed by their bytes with the source Files.
+source. The reading processes render the bodies that they parse, so that only the tokenizer remains for a thread.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
 """
@@ -13,20 +13,22 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, ParamSpec, TypeAlias
 
 import orjson
 
 from dualmap.pools.pool import Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import TokenClass
+from dualmap.prompts.prompt import Prompt
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.request.observations import Report, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone
-from dualmap_extproc.tokens.files import NAMES, FilesTokenizer, TokenizerError
+from dualmap_extproc.tokens.faults import RenderedRequests, RendererFaults
+from dualmap_extproc.tokens.files import VOCABULARY, FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest
-from dualmap_extproc.tokens.renderer import Renderer
+from dualmap_extproc.tokens.renderer import Renderer, RendererFault
+from dualmap_extproc.tokens.rendering import CONFIG, TEMPLATE, TokenizerError, Version, version_of
 
 TOKENIZE_MS: Final = 200
 """The longest time in milliseconds that a request waits for its token ids."""
@@ -36,12 +38,14 @@ PENDING_MAX: Final = 64
 """The most requests that wait for token ids; further ones are routed by bytes."""
 RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
+NAMES: Final = (VOCABULARY, CONFIG, TEMPLATE)
+"""The files of a tokenizer."""
 _THREADS: Final = 2
 _POLL_S: Final = 5.0
-Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int] | None"]]
-_Version: TypeAlias = tuple[tuple[int, int, int], ...]
+Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int]"]]
 
 _log = get_logger(__name__)
+_P = ParamSpec("_P")
 
 
 class PoolTokenizers:
@@ -54,8 +58,9 @@ class PoolTokenizers:
         # The last valid tokenizer of each pool, with the folder that it was read from.
         self._files: dict[str, _Folder] = {}
         # What is wrong with the newest version of each pool's folder.
-        self._problems: dict[str, tuple[_Version, str]] = {}
+        self._problems: dict[str, tuple[Version, str]] = {}
         self._renderer = Renderer()
+        self._faults = RendererFaults()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._pending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -64,14 +69,19 @@ class PoolTokenizers:
         """Read the tokenizers of these pools now. Raises TokenizerError for the first one that cannot be read."""
         for pool in pools:
             if pool.engine.tokenizer.source is TokenSource.FILES:
+                path = pool.engine.tokenizer.path
+                others = (each for each in self._files.values() if each.path == path)
                 try:
-                    self._files[pool.id] = _Folder(pool.engine.tokenizer.path)
+                    self._files[pool.id] = next(others, None) or _Folder(path)
                 except TokenizerError as error:
                     raise TokenizerError(f"{pool.id}: spec.engine.tokenizer.path: {error}") from error
 
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Use the sources of these pools from now on. ``run`` reads new tokenizers."""
-        self._wanted = {pool.id: pool.engine.tokenizer for pool in pools}
+        before, self._wanted = self._wanted, {pool.id: pool.engine.tokenizer for pool in pools}
+        for pool_id, wanted in before.items():
+            if self._wanted.get(pool_id) != wanted:
+                self._faults.forget(pool_id)
         for pool in self._files.keys() - self._paths().keys():
             del self._files[pool]
         for pool in self._problems.keys() - self._paths().keys():
@@ -93,38 +103,44 @@ class PoolTokenizers:
     def status(self, pool: str, distrusted: Sequence[TokenClass]) -> dict[str, object]:
         """Return the state of a pool's source as JSON values, with the classes whose ids are not used."""
         wanted = self._wanted.get(pool, Tokenizer())
+        reason = self._problems[pool][1] if pool in self._problems else self._faults.reason(pool)
         return {
             "source": wanted.source.value,
-            "ready": wanted.source is TokenSource.RENDERER or pool in self._files,
-            "reason": self._problems[pool][1] if pool in self._problems else "",
+            "ready": pool in self._files or (wanted.source is TokenSource.RENDERER and not reason),
+            "reason": reason,
             "distrusted": [
                 {"model": each.model, "api": each.api.name.lower(), "tools": each.has_tools} for each in distrusted
             ],
         }
 
     def tokens(
-        self, pool: str, model: str, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
     ) -> Tokens | Pending | None:
         """Return the tokens of a body, or None, or call ``done`` later (``request.tokens``)."""
         wanted = self._wanted.get(pool)
         if wanted is None or wanted.source is TokenSource.ESTIMATE or len(self._pending) >= PENDING_MAX:
             return None
+        requests = TokenClass(model=prompt.model, api=api, has_tools=prompt.has_tools)
         size_bytes = sum(map(len, chunks))
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
                 return None
-            return self._later(
-                pool, _class_of(model, api, chunks), partial(self._renderer.ids, wanted.url, chunks, api), done
-            )
+            return self._rendered(RenderedRequests(pool, prompt.model, api), wanted.url, chunks, requests, done)
         folder = self._files.get(pool)
-        if folder is None or not small:
+        if folder is None:
             return None
-        began_s = time.perf_counter()
+        if not small:
+            if prompt.rendered is None:
+                return None
+            return self._later(
+                pool, requests, partial(self._in_thread, folder.tokenizer.encoded, prompt.rendered), done
+            )
         if size_bytes > INLINE_BYTES:
-            return self._later(pool, _class_of(model, api, chunks), partial(self._in_thread, folder, chunks, api), done)
-        ids = _ids_of(folder, b"".join(chunks), api)
+            return self._later(pool, requests, partial(self._in_thread, _ids_of, folder, chunks, api), done)
+        began_s = time.perf_counter()
+        ids = _ids_or_none(folder, chunks, api)
         self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
-        return None if ids is None else Tokens(ids, _class_of(model, api, chunks))
+        return None if ids is None else Tokens(ids, requests)
 
     async def close(self) -> None:
         """Stop all work."""
@@ -134,20 +150,57 @@ class PoolTokenizers:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._renderer.close()
 
+    def _rendered(
+        self, requests: RenderedRequests, url: str, chunks: Sequence[bytes], tokens: TokenClass, done: TokensDone
+    ) -> Pending | None:
+        """Ask a renderer, unless its last answers were faults."""
+        if not self._faults.usable(self._clock(), requests):
+            return None
+
+        async def compute() -> "array[int]":
+            try:
+                ids = await self._renderer.ids(url, chunks, requests.api)
+            except RendererFault as fault:
+                self._failed(requests, str(fault))
+                raise
+            except UnsupportedRequest:
+                self._answered(requests)
+                raise
+            self._answered(requests)
+            return ids
+
+        late = partial(self._failed, requests, f"{url} did not answer within {TOKENIZE_MS} ms")
+        return self._later(requests.pool, tokens, compute, done, late)
+
+    def _failed(self, requests: RenderedRequests, reason: str) -> None:
+        if self._faults.failed(self._clock(), requests, reason):
+            _log.warning(
+                "Renderer does not work, routing by bytes",
+                pool=requests.pool,
+                model=requests.model,
+                api=requests.api.name.lower(),
+                reason=reason,
+            )
+
+    def _answered(self, requests: RenderedRequests) -> None:
+        if self._faults.answered(requests):
+            _log.info("Renderer works again", pool=requests.pool, model=requests.model, api=requests.api.name.lower())
+
     def _paths(self) -> dict[str, str]:
         return {pool: each.path for pool, each in self._wanted.items() if each.source is TokenSource.FILES}
 
     async def _refresh(self, pool: str, path: str) -> None:
         """Read a pool's tokenizer if it is new or changed; keep the last valid one if it cannot be read."""
         folder = self._files.get(pool)
-        version = await asyncio.to_thread(_version, path)
+        version = await asyncio.to_thread(version_of, path, *NAMES)
         if folder is not None and folder.path == path and folder.version == version:
             self._problems.pop(pool, None)
             return
         if pool in self._problems and self._problems[pool][0] == version:
             return
+        others = (each for each in self._files.values() if each.path == path and each.version == version)
         try:
-            read = await asyncio.to_thread(_Folder, path)
+            read = next(others, None) or await asyncio.to_thread(_Folder, path)
         except Exception as error:  # noqa: BLE001  # no content of a file may end the router
             kept = "keeping the last valid version" if folder is not None else "routing by bytes"
             _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
@@ -158,9 +211,16 @@ class PoolTokenizers:
             self._problems.pop(pool, None)
             _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
 
-    def _later(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> Pending:
-        """Call ``done`` with the ids that are computed, or without them after the deadline."""
-        task = asyncio.create_task(self._wait(pool, requests, compute, done))
+    def _later(
+        self,
+        pool: str,
+        requests: TokenClass,
+        compute: Compute,
+        done: TokensDone,
+        late: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        """Call ``done`` with the ids that are computed. After the deadline, call ``late``, and ``done`` without ids."""
+        task = asyncio.create_task(self._wait(pool, requests, compute, done, late))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
@@ -169,13 +229,16 @@ class PoolTokenizers:
 
         return Pending(cancel)
 
-    async def _wait(self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone) -> None:
+    async def _wait(
+        self, pool: str, requests: TokenClass, compute: Compute, done: TokensDone, late: Callable[[], None]
+    ) -> None:
         began_s = self._clock()
         ids: array[int] | None = None
         try:
             async with asyncio.timeout(TOKENIZE_MS / 1000):
                 ids = await compute()
         except TimeoutError:
+            late()
             _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
         except UnsupportedRequest as error:
             _log.debug("Routing by bytes", pool=pool, reason=str(error))
@@ -185,9 +248,9 @@ class PoolTokenizers:
         self._report(Tokenized(now=now, pool=pool, seconds=now - began_s))
         done(now, None if ids is None else Tokens(ids, requests))
 
-    async def _in_thread(self, folder: "_Folder", chunks: Sequence[bytes], api: Api) -> "array[int] | None":
+    async def _in_thread(self, compute: Callable[_P, "array[int]"], *given: _P.args, **more: _P.kwargs) -> "array[int]":
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: _ids_of(folder, b"".join(chunks), api))
+        return await loop.run_in_executor(self._threads, partial(compute, *given, **more))
 
 
 class _Folder:
@@ -196,33 +259,20 @@ class _Folder:
     def __init__(self, path: str) -> None:
         self.path = path
         # First, so that a change during the reading is seen later.
-        self.version = _version(path)
+        self.version = version_of(path, *NAMES)
         self.tokenizer = FilesTokenizer(path)
 
 
-def _version(path: str) -> _Version:
-    """Return what changes when a file of a folder changes."""
-    stats = []
-    for name in NAMES:
-        try:
-            found = (Path(path) / name).stat()
-        except OSError:
-            stats.append((0, 0, 0))
-        else:
-            stats.append((found.st_mtime_ns, found.st_size, found.st_ino))
-    return tuple(stats)
+def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int]":
+    """Return the ids of a body. Raises UnsupportedRequest if the tokenizer's files do not tell them."""
+    return folder.tokenizer.ids(orjson.loads(b"".join(chunks)), api)
 
 
-def _ids_of(folder: _Folder, body: bytes, api: Api) -> "array[int] | None":
+def _ids_or_none(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int] | None":
     """Return the ids of a body; None if the tokenizer's files do not tell them."""
     try:
-        return folder.tokenizer.ids(orjson.loads(body), api)
+        return _ids_of(folder, chunks, api)
     except UnsupportedRequest as error:
         if _log.debugging:
             _log.debug("Routing by bytes", reason=str(error))
         return None
-
-
-def _class_of(model: str, api: Api, chunks: Sequence[bytes]) -> TokenClass:
-    # A text that contains the field's name counts as well: it makes the class no less uniform.
-    return TokenClass(model=model, api=api, has_tools=any(b'"tools"' in chunk for chunk in chunks))

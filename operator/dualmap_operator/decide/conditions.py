@@ -11,7 +11,7 @@ from typing import Final
 
 from dualmap.objects.reservations import CONFIG_MAP
 from dualmap.pools.claims import LostClaim
-from dualmap.pools.pool import MemberState
+from dualmap.pools.pool import MemberState, TokenSource
 from dualmap_operator.decide import drain, rollout
 from dualmap_operator.decide.observed import Condition, Observed, RingMember
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
@@ -57,6 +57,8 @@ def conditions(
         ConditionType.SCALING_LIMITED: _scaling_limited(spec, waits_for_survivors),
         ConditionType.DEGRADED: _degraded(spec, observed, members, now_s),
     }
+    if spec.engine.tokenizer.source is not TokenSource.ESTIMATE:
+        findings[ConditionType.TOKENS_AGREE] = _tokens_agree(observed)
     return tuple(_condition(spec.generation, observed, type_, finding, now_s) for type_, finding in findings.items())
 
 
@@ -185,6 +187,27 @@ def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
     if waits_for_survivors:
         return _Finding(True, "SurvivorsNotReady", "The scale-down waits until a remaining pod accepts requests.")
     return _Finding(False, "NotLimited", "spec.replicas sets the number of pods.")
+
+
+def _tokens_agree(observed: Observed) -> _Finding:
+    heard = [router for router in observed.routers if router.ready and router.heard]
+    if not heard:
+        return _Finding(None, "NoRouters", "No ready router answers the operator.")
+    routers_of: defaultdict[str, list[str]] = defaultdict(list)
+    for router in heard:
+        if router.tokenizer.problem:
+            routers_of[router.tokenizer.problem].append(router.router)
+    if routers_of:
+        said = "; ".join(f"{problem} ({named(sorted(routers))})" for problem, routers in sorted(routers_of.items()))
+        return _Finding(False, "SourceUnusable", f"Routers cannot use spec.engine.tokenizer: {said}.")
+    differing = sorted({each for router in heard for each in router.tokenizer.differing})
+    if differing:
+        return _Finding(
+            False,
+            "CountsDiffer",
+            f"Requests of these kinds are routed by bytes, because the engines count other tokens: {named(differing)}.",
+        )
+    return _Finding(True, "CountsEqual", "The engines count the tokens that the routers compute.")
 
 
 def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember], now_s: float) -> _Finding:

@@ -106,6 +106,18 @@ class EndpointReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerReport:
+    """What one router says about a pool's token ids.
+
+    ``problem`` says why the router cannot use the pool's source of ids, or its newest version; it is empty otherwise.
+    ``differing`` names the classes of requests whose ids differ from the engine's.
+    """
+
+    problem: str = ""
+    differing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
     """One router's report on the pool (``GET /pools/NAMESPACE/NAME``).
 
@@ -118,6 +130,7 @@ class RouterReport:
     heard: bool = True
     ring_version: int = 0
     endpoints: Mapping[str, EndpointReport] = field(default_factory=dict)
+    tokenizer: TokenizerReport = TokenizerReport()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

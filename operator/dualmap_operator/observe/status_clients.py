@@ -8,20 +8,24 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import aiohttp
 from yarl import URL
 
 from dualmap.engines.profile import DIALECTS, read_metrics
-from dualmap.objects.pods import mapping_in, text_in
-from dualmap_operator.decide.observed import EndpointReport, RouterReport
+from dualmap.objects.pods import mapping_in, mappings_in, text_in
+from dualmap_operator.decide.observed import EndpointReport, RouterReport, TokenizerReport
 
 _TIMEOUT_S: Final = 2.0
 _LARGEST_BYTES: Final = 4 * 1024 * 1024
 """An engine's metrics response grows with its histograms. A router's answer has about 120 bytes for each endpoint."""
 _CHUNK_BYTES: Final = 64 * 1024
 _AT_A_TIME: Final = 32
+# The bounds of what a condition may quote of a router's answer.
+_PROBLEM_CHARACTERS: Final = 300
+_DIFFERING_MAX: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,13 @@ class RouterClient:
         version, endpoints = _count(document.get("ring_version")), _endpoints(document.get("endpoints"))
         if version is None or endpoints is None:
             return silent, None
-        report = RouterReport(router=name, ready=router.ready, ring_version=version, endpoints=endpoints)
+        report = RouterReport(
+            router=name,
+            ready=router.ready,
+            ring_version=version,
+            endpoints=endpoints,
+            tokenizer=_tokenizer(mapping_in(document, "tokenizer")),
+        )
         return report, mapping_in(document, "traffic") or None
 
 
@@ -157,6 +167,18 @@ def _endpoints(value: object) -> dict[str, EndpointReport] | None:
             return None
         reports[each["id"]] = EndpointReport(in_flight=in_flight, held=held, state=text_in(each, "state"))
     return reports
+
+
+def _tokenizer(value: Mapping[str, Any]) -> TokenizerReport:
+    """Return what a router says about token ids; an earlier router says nothing."""
+    differing = (
+        f"{text_in(each, 'model')!r} ({text_in(each, 'api')}{' with tools' if each.get('tools') is True else ''})"
+        for each in mappings_in(value, "distrusted")
+    )
+    return TokenizerReport(
+        problem=text_in(value, "reason")[:_PROBLEM_CHARACTERS],
+        differing=tuple(each[:_PROBLEM_CHARACTERS] for each in islice(differing, _DIFFERING_MAX)),
+    )
 
 
 def _count(value: object) -> int | None:

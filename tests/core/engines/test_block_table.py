@@ -1,9 +1,10 @@
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.engines.block_table import COPIES_MAX, BlockTable
+from dualmap.engines.block_table import COPIES_MAX, SEGMENT_SLOTS, BlockTable, _Segment
 
 SECRET = 0x9E3779B97F4A7C15
 
@@ -59,6 +60,47 @@ def test_search_in_a_full_table_of_chosen_hashes_is_short() -> None:
     chance = random.Random(3)
     for block in range(40_000):
         table.add(block << 20, chance.getrandbits(64), b"", ends=True)
-    states = table._states
-    runs = bytes(1 if state else 0 for state in states).split(b"\0")
-    assert max(map(len, runs)) < 200
+    for segment in table._segments:
+        runs = bytes(1 if state else 0 for state in segment.states).split(b"\0")
+        assert max(map(len, runs)) < 200
+
+
+def test_large_table_equals_a_dictionary() -> None:
+    table = BlockTable(SECRET)
+    chance = random.Random(5)
+    links: dict[int, int] = {}
+    for number in range(60_000):
+        block = chance.choice((chance.getrandbits(64), number << 40, number))
+        if table.find(block) < 0:
+            table.add(block, number, bytes(number % 3), ends=True)
+            links[block] = number
+        if number % 4 == 0:
+            gone = chance.choice((block, number // 2, (number // 2) << 40))
+            assert (table.find(gone) >= 0) == (gone in links)
+            if gone in links:
+                assert table.remove_copy(table.find(gone))
+                del links[gone]
+    assert len(table) == table.copies == len(links)
+    assert all(table.place(table.find(block)) == (link, bytes(link % 3)) for block, link in links.items())
+    assert sorted(table.ending_links()) == sorted(links.values())
+
+
+def test_growing_table_moves_few_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = BlockTable(SECRET)
+    moved = most = 0
+    put = _Segment.put
+
+    def counted(*arguments: object) -> None:
+        nonlocal moved
+        moved += 1
+        put(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_Segment, "put", counted)
+    chance = random.Random(7)
+    for _ in range(50_000):
+        moved = 0
+        table.add(chance.getrandbits(64), 0, b"", ends=True)
+        most = max(most, moved)
+    assert SEGMENT_SLOTS // 2 < most <= SEGMENT_SLOTS
+    slots = sum(len(segment.states) for segment in table._segments)
+    assert len(table) / slots > 1 / 3

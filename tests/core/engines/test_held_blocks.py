@@ -13,8 +13,8 @@ def test_holder_with_many_blocks_leaves_at_once_and_its_blocks_in_parts(monkeypa
     held = HeldBlocks()
     gone, stayed = held.join(), held.join()
     for link in LINKS:
-        held.hold(gone, link)
-    held.hold(stayed, LINKS[0])
+        held.hold(gone, [link])
+    held.hold(stayed, LINKS[:1])
     held.leave(gone, iter(LINKS))
     assert held.leading_blocks(CHAIN) == {stayed: 1}
     # The blocks in the masks must not count for another holder.

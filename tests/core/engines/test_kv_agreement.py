@@ -87,9 +87,12 @@ class Scene:
     def copies(self) -> dict[int, int]:
         """Return the copies of each block that the residency counts."""
         tables = [group.table for group in self.residency._each()]
-        return {
-            table._hashes[slot]: state & 0x0F for table in tables for slot, state in enumerate(table._states) if state
-        }
+        counted: dict[int, int] = {}
+        for table in tables:
+            for segment in table._segments:
+                segment.forget_copies(table._forgotten)
+                counted |= {segment.hashes[slot]: each & 0x0F for slot, each in enumerate(segment.states) if each}
+        return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

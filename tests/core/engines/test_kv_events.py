@@ -40,6 +40,7 @@ ARRAYS = {
     "vLLM 0.10, SGLang 0.5.9": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU"],
     "vLLM 0.15": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU", None],
     "vLLM 0.18": ["BlockStored", [7, 8], None, IDS, 2, None, "GPU", None, [None, None]],
+    "llm-d-inference-sim 0.10": ["BlockStored", [7, 8], 0, IDS, 2, None, "GPU", None, None],
     "later": ["BlockStored", [7, 8], None, IDS, 2, *[None] * 10, "new field", 5],
 }
 
@@ -74,6 +75,12 @@ def test_consecutive_removals_of_a_group_are_one_event() -> None:
         Stored(hashes=(9,), parent=None, tokens=pack_tokens([1]), block_tokens=1),
         Removed(hashes=(9,), group=1),
     )
+
+
+def test_store_without_hashes_is_ignored() -> None:
+    # It would wait for its parent without a bound.
+    read = batch({**STORED, "block_hashes": [], "parent_block_hash": 3})
+    assert (read.events, read.invalid_events) == ((), 0)
 
 
 def test_message_as_a_map_is_read() -> None:

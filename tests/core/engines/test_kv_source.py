@@ -7,6 +7,7 @@ from dualmap.engines.source import (
     BACKOFF_S,
     JITTER_S,
     MESSAGE_BYTES_MAX,
+    PLACE_S,
     QUEUE_BYTES,
     QUEUE_MESSAGES,
     REPLAY_S,
@@ -336,6 +337,21 @@ def test_only_some_sources_replay_at_once() -> None:
     assert replays_to_begin(100.0, sources) == []
     begun[0].on_replayed(100.0, 1, END)
     assert replays_to_begin(100.0, sources) == [sources[2]]
+
+
+def test_slow_replays_delay_other_sources_for_a_bounded_time() -> None:
+    slow = [EventSource(replays=True) for _ in range(REPLAYS_MAX)]
+    other = EventSource(replays=True)
+    for source in (*slow, other):
+        source.start(0.0)
+    for source in slow:
+        source.begin_replay(1.0)
+    for second in range(1, int(PLACE_S) + 1):
+        assert replays_to_begin(float(second), [*slow, other]) == []
+        for source in slow:
+            source.on_replayed(float(second), 1, message(second - 1))
+    assert replays_to_begin(1.0 + PLACE_S, [*slow, other]) == [other]
+    assert all(source.attempt == 1 for source in slow)
 
 
 @pytest.mark.parametrize(

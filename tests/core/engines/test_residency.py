@@ -256,14 +256,54 @@ def test_removal_of_a_waiting_block_drops_it_and_what_follows() -> None:
 
 
 def test_waiting_stores_are_bounded_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked_stores, "PARKED_TOKENS_MAX", 3 * SIZE)
+    bound = parked_stores.size_of(store(110, parent=109)) + parked_stores.size_of(store(120, 121, parent=119))
+    monkeypatch.setattr(parked_stores, "PARKED_BYTES_MAX", bound)
     member = Member()
     member.send(store(110, parent=109), store(120, 121, parent=119))
     assert (member.residency.parked, member.residency.fault(0)) == (3, "")
     member.send(store(130, parent=129))
     assert (member.residency.parked, member.residency.fault(0)) == (3, "too many blocks have an unknown parent")
-    member.send(store(*range(140, 144), parent=139))
+    member.send(store(*range(140, 150), parent=139))
     assert member.residency.parked == 3
+
+
+def test_waiting_stores_of_all_groups_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_stores, "PARKED_BYTES_MAX", 3 * parked_stores.size_of(store(110, parent=109)))
+    member = Member()
+    for rank in range(5):
+        member.send(store(110, parent=109), rank=rank)
+    assert member.residency.parked == 3
+    member.residency.clear(4)
+    assert member.residency.parked == 2
+    member.residency.clear()
+    assert member.residency.parked == 0
+
+
+def test_names_of_waiting_stores_count_in_their_bound() -> None:
+    member = Member()
+    media = ((*("x" * 4000 for _ in range(20)),),)
+    for number in range(50):
+        member.send(store(1000 + number, parent=number, start=0, media=media))
+    assert 0 < member.residency.parked <= 6
+    assert member.residency.fault(0) == "too many blocks have an unknown parent"
+
+
+def test_removal_of_waiting_blocks_is_fast() -> None:
+    # Without an index, each removal would search all events that wait for the same parent.
+    member = Member()
+    member.send(*(store(1000 + number, parent=99, start=0) for number in range(1000)))
+    waiting = [each for events in member.residency._parked._waiting.values() for each in events]
+    member.send(remove(*range(1000, 1999)))
+    assert (member.residency.parked, member.counts.unknown_removals) == (1, 0)
+    assert sum(each.blocks for each in waiting) == 1
+
+
+def test_waiting_block_that_was_removed_can_wait_again() -> None:
+    member = Member()
+    member.send(store(102, 103, parent=101), remove(103), remove(103), store(103, parent=102))
+    assert (member.residency.parked, member.counts.unknown_removals) == (2, 1)
+    member.send(remove(103), store(100, 101))
+    assert (member.residency.parked, member.blocks()) == (0, 3)
 
 
 def test_store_that_is_its_own_parent_does_no_harm() -> None:
@@ -280,6 +320,21 @@ def test_member_has_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     assert member.residency.fault(0) == "the member has more than 3 blocks"
     member.send(remove(102), store(102, parent=101))
     assert member.blocks() == 3
+
+
+def test_pool_has_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "POOL_BLOCKS_MAX", 5)
+    first, second = Member(held := HeldBlocks()), Member(held)
+    first.send(store(100, 101, 102))
+    second.send(store(100, 101, 102))
+    assert (first.residency.blocks, second.residency.blocks, second.counts.over_bound) == (3, 2, 1)
+    assert second.residency.fault(0) == "the pool has more than 5 blocks"
+    first.send(remove(102), remove(101))
+    second.send(store(102, parent=101))
+    assert (held.stored, second.blocks()) == (4, 3)
+    first.residency.clear()
+    second.residency.clear()
+    assert held.stored == 0
 
 
 def test_more_copies_than_the_memory_has_end_the_counting() -> None:
@@ -370,6 +425,14 @@ def test_tokens_of_blocks_within_index_blocks_are_bounded(monkeypatch: pytest.Mo
     assert member.residency.blocks == 7
     member.send(remove(*range(1000, 1040)), store(*range(1000, 1003), size=1))
     assert member.residency.blocks == 3
+
+
+def test_tokens_within_index_blocks_have_one_bound_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "TAIL_BYTES_MAX", 100)
+    member = Member()
+    for rank in range(8):
+        member.send(store(*range(1000, 1040), size=1), rank=rank)
+    assert member.residency.blocks <= 8 + 7
 
 
 def test_members_share_the_dictionary_of_held_blocks() -> None:

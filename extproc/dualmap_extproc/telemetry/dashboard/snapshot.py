@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from dualmap.engines.profile import EngineProfile
+from dualmap.engines.source import SourceState
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, PoolSnapshot
+from dualmap.requests import Decision, EventsStatus, PoolSnapshot
 from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
 from dualmap_extproc.telemetry.dashboard.histories import Histories
@@ -25,13 +26,10 @@ from dualmap_extproc.telemetry.dashboard.history import (
     HistoryView,
     Recent,
 )
-from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
+from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, shortened, telling
 
 _DIGITS: Final = 4
 """The decimal places of seconds and shares. More digits have no meaning and would be most of a snapshot's size."""
-
-_PROBLEM_MAX: Final = 120
-"""The longest problem of an engine, because each member may have one."""
 
 Json = dict[str, object]
 
@@ -181,7 +179,9 @@ class Snapshots:
             "attainment": [_short(each.attainment) for each in pasts],
             "failed": [each.failed for each in pasts],
             "engine": [_engine(each.engine) for each in endpoints],
-            "engine_problem": [_shortened(each.engine.problem) for each in endpoints],
+            "engine_problem": [shortened(each.engine.problem) for each in endpoints],
+            "events": [_events(each.events) for each in endpoints],
+            "events_problem": [shortened(each.events.reason) for each in endpoints],
         }
 
     def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -266,8 +266,9 @@ def _engine(profile: EngineProfile) -> str:
     return profile.version if profile.version or not profile.problem else "unknown"
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _PROBLEM_MAX else f"{text[: _PROBLEM_MAX - 1]}\N{HORIZONTAL ELLIPSIS}"
+def _events(events: EventsStatus) -> str:
+    """Return the state of the KV events, empty for a pool without them."""
+    return "" if events.state is SourceState.OFF else events.state.value
 
 
 def _short(number: float | None) -> float | None:

@@ -10,6 +10,7 @@ from math import ceil
 from statistics import median
 from typing import Final
 
+from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
@@ -33,6 +34,8 @@ _LOST_S: Final = 3.0
 """The duration of a Redis failover. The router retries every second."""
 _NAMED: Final = 3
 """The most members that a problem's text names. The text counts the other members."""
+_REASON_MAX: Final = 120
+"""The longest reason of an engine, because each member may have one."""
 
 
 class Level(StrEnum):
@@ -91,6 +94,7 @@ def judge(
         *_capacity(pool, status, wanted),
         *_instances(pool, status, past),
         *_members(status),
+        *_engines(status),
     ]
     if unknown and not _redis_lost_s(reach):  # An unreachable store is already reported.
         problems.append(Problem(level=Level.WARN, text=f"The total demand of all routers is unknown: {unknown}."))
@@ -226,6 +230,36 @@ def _members(status: PoolSnapshot) -> Iterator[Problem]:
         names = [each.id for each in status.endpoints if each.state == state]
         if names:
             yield Problem(level=Level.OK, text=f"{_names(names)} {_be(names)} {doing}.")
+
+
+def _engines(status: PoolSnapshot) -> Iterator[Problem]:
+    """Yield what the router does not know of engines. Requests go to their members as before."""
+    asleep = [each.id for each in status.endpoints if each.engine.asleep]
+    if asleep:
+        yield Problem(level=Level.OK, text=f"{_names(asleep)} {_be(asleep)} asleep.")
+    unread = {each.id: each.engine.reason for each in status.endpoints if each.engine.reason}
+    if unread:
+        yield Problem(
+            level=Level.OK,
+            text=f"The router cannot read everything about the engines of {_names(unread)} ({_first(unread)}).",
+        )
+    lost = {
+        each.id: each.events.reason
+        for each in status.endpoints
+        if each.events.state in (SourceState.PARTIAL, SourceState.FAILED)
+    }
+    if lost:
+        yield Problem(level=Level.OK, text=f"The KV events of {_names(lost)} are incomplete ({_first(lost)}).")
+
+
+def shortened(reason: str) -> str:
+    """Return a reason of an engine with a limited length."""
+    return reason if len(reason) <= _REASON_MAX else f"{reason[: _REASON_MAX - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _first(reasons: Mapping[str, str]) -> str:
+    name = min(reasons)
+    return f"{name}: {shortened(reasons[name])}"
 
 
 def backlog_s(endpoint: EndpointStatus) -> float:

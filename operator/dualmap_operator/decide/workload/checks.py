@@ -9,8 +9,11 @@ from typing import Final
 
 from dualmap_operator.decide.spec import PoolSpec, TemplateWorkload
 from dualmap_operator.decide.workload.arguments import (
+    KV_EVENTS_CONFIG,
     PROMPT_TOKENS_DETAILS,
     SHUTDOWN_TIMEOUT,
+    json_option,
+    mentions,
     option,
     runs_vllm,
     switched_on,
@@ -28,6 +31,11 @@ from dualmap_operator.decide.workload.template import (
 from dualmap_operator.decide.workload.termination import grace_period_s
 
 _VLLM: Final = "vLLM"
+_EVENTS_ENDPOINT: Final = "tcp://*:5557"
+"""vLLM's default. With another form of address, vLLM connects to a subscriber and does not listen."""
+_LISTENS: Final = ("*", "::", "ipc://", "inproc://")
+_SHOWN: Final = 64
+"""The most characters of a value that a warning shows."""
 _SHUTDOWN_S: Final = 20
 """With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 vLLM aborts the streams."""
 
@@ -42,6 +50,7 @@ def template_warnings(spec: PoolSpec) -> tuple[str, ...]:
         found += [_readiness(engine, spec), _undeclared_port(engine, spec)]
         if spec.engine.type == _VLLM:
             found += [_shutdown_timeout(engine), _other_port(engine, spec), _prompt_tokens_details(engine)]
+            found += [_kv_events(engine, spec)]
     return tuple(warning for warning in found if warning is not None)
 
 
@@ -110,4 +119,28 @@ def _prompt_tokens_details(engine: EngineContainer) -> str | None:
     return (
         f"{engine.path}.args: {PROMPT_TOKENS_DETAILS} is missing, so vLLM does not report cached prompt tokens "
         f"and routers cannot measure the hit rate; give {PROMPT_TOKENS_DETAILS}"
+    )
+
+
+def _kv_events(engine: EngineContainer, spec: PoolSpec) -> str | None:
+    if not spec.engine.kv_events.enabled or not runs_vllm(engine.written):
+        return None
+    if not mentions(engine.written, KV_EVENTS_CONFIG):
+        stands = f"{KV_EVENTS_CONFIG} is missing, so vLLM publishes no KV events"
+    else:
+        config = json_option(engine.written, KV_EVENTS_CONFIG)
+        if config is None:
+            return None
+        endpoint = config.get("endpoint", _EVENTS_ENDPOINT)
+        if config.get("enable_kv_cache_events") is not True:
+            stands = f"{KV_EVENTS_CONFIG} does not enable KV events"
+        elif isinstance(endpoint, str) and not any(mark in endpoint for mark in _LISTENS):
+            shown = ascii(endpoint[:_SHOWN])
+            stands = f"{KV_EVENTS_CONFIG} has the endpoint {shown}, to which vLLM connects instead of listening"
+        else:
+            return None
+    return (
+        f"{engine.path}.args: {stands}, but spec.engine.kvEvents.enabled is true; "
+        f'give {KV_EVENTS_CONFIG}={{"enable_kv_cache_events":true,"endpoint":"{_EVENTS_ENDPOINT}",'
+        f'"replay_endpoint":"tcp://*:5558"}}'
     )

@@ -19,10 +19,12 @@ const COLUMNS = [
   ["attainment", "Within SLO", "Share of first tokens within the SLO in the last 5 minutes", (each) => percent(each.attainment)],
   ["speed", "Tokens/s", "Measured prefill speed in tokens per second", (each) => short(each.speed)],
   ["engine", "Engine", "Version of the instance's engine, as the engine reports it; \"unknown\" if it does not answer", (each) => each.engine],
+  ["events", "KV events", "State of the KV events that the instance's engine publishes; \"Live\" if the router knows all of them", (each) => each.events],
   ["failed", "Failed", "Number of requests that failed on the instance in the last 5 minutes", (each) => count(each.failed)],
 ];
-const TEXTS = new Set(["id", "state", "engine"]);
+const TEXTS = new Set(["id", "state", "engine", "events"]);
 const ENGINE = COLUMNS.findIndex(([field]) => field === "engine");
+const EVENTS = COLUMNS.findIndex(([field]) => field === "events");
 
 export class Instances {
   constructor(table, filter, troubled, shown, onChange) {
@@ -63,6 +65,9 @@ export class Instances {
 
   show(endpoints, pool, marked) {
     const rows = endpoints.filter((each) => !marked || marked.has(each.id)).sort((a, b) => this.compare(a, b));
+    // Most pools have no KV events.
+    const hidden = endpoints.some((each) => each.events) ? null : "";
+    setAttributes(this.heads[EVENTS], { hidden });
     COLUMNS.forEach(([field], index) => {
       const sorted = field === this.sort.field ? (this.sort.descending ? "descending" : "ascending") : null;
       setAttributes(this.heads[index], { "aria-sort": sorted });
@@ -70,7 +75,9 @@ export class Instances {
     showEach(this.body, rows, (each) => each.id, makeRow, (row, each) => {
       COLUMNS.forEach(([, , , text], index) => setText(row.cells[index].firstChild, text(each)));
       setAttributes(row, { "data-state": each.state, "data-troubled": isTroubled(each, pool) ? "" : null });
-      setAttributes(row.cells[ENGINE], { title: each.engine_problem || null, "data-problem": each.engine_problem ? "" : null });
+      markProblem(row.cells[ENGINE], each.engine_problem);
+      markProblem(row.cells[EVENTS], each.events_problem);
+      setAttributes(row.cells[EVENTS], { hidden });
       const late = each.backlog_s / pool.slo.ttft_s;
       const cell = row.cells[5];
       cell.dataset.load = late > 1 ? "late" : late > 0.5 ? "long" : "fine";
@@ -90,6 +97,11 @@ export class Instances {
 function isTroubled(each, pool) {
   const late = each.attainment !== null && each.attainment < pool.slo.attainment;
   return each.state === "Suspended" || each.failed > 0 || late || each.backlog_s > pool.slo.ttft_s;
+}
+
+/** Shows a problem of the instance's engine as the tooltip of a cell. */
+function markProblem(cell, problem) {
+  setAttributes(cell, { title: problem || null, "data-problem": problem ? "" : null });
 }
 
 function makeRow() {
