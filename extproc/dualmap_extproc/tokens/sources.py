@@ -198,9 +198,9 @@ class PoolTokenizers:
             return
         if pool in self._problems and self._problems[pool][0] == version:
             return
-        others = (each for each in self._files.values() if each.path == path and each.version == version)
+        same = [each for each in self._files.values() if each.path == path and each.version == version]
         try:
-            read = next(others, None) or await asyncio.to_thread(_Folder, path)
+            read = same[0] if same else await asyncio.to_thread(_Folder, path)
         except Exception as error:  # noqa: BLE001  # no content of a file may end the router
             kept = "keeping the last valid version" if folder is not None else "routing by bytes"
             _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
