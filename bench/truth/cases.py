@@ -173,7 +173,7 @@ def _requests(
         Bypass(
             at_s=each.at_s,
             member=members[number % ENGINES],
-            blocks=each.work.blocks[: each.work.prompt_tokens // BLOCK_TOKENS],
+            blocks=tuple(each.work.blocks[: each.work.prompt_tokens // BLOCK_TOKENS]),
         )
         for number, each in enumerate(every[::BYPASS_EVERY])
     )

@@ -93,7 +93,7 @@ class _Engines(Lab):
         engines = {f"engine-{number}": address for number, address in enumerate(self._engines[:members])}
         document: dict[str, Any] = pool_document(self._plan, policy, engines)
         # The router reads the size of the caches from the engines.
-        engine = {"prefillTokensPerSecond": self._plan.engine.prefill.tokens_per_s * self._plan.speed}
+        engine: dict[str, Any] = {"prefillTokensPerSecond": self._plan.engine.prefill.tokens_per_s * self._plan.speed}
         if self._knowledge is Knowledge.EVENTS:
             engine |= {
                 "kvEvents": {"enabled": True},
