@@ -11,7 +11,7 @@ def learn(model: PrefillModel, truth: Speed, samples: int, *, noise: float = 0.0
     for _ in range(samples):
         new, cached = chance.randrange(100, 15_000), chance.randrange(0, 10_000)
         service_s = truth.compute_s(new, cached) * (1 + chance.uniform(-noise, noise))
-        model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
+        model.observe(0.0, 1.0, new_tokens=new, cached_tokens=cached, service_s=service_s)
 
 
 def test_prefill_estimate_learns_linear_and_quadratic_cost() -> None:
@@ -33,7 +33,7 @@ def test_prefill_estimate_changes_little_after_a_single_outlier() -> None:
     model = PrefillModel(7000)
     learn(model, Speed(1 / 7000, 1e-9), 100)
     before = model.speed.compute_s(4000, 0)
-    model.observe(new_tokens=4000, cached_tokens=0, service_s=500.0)
+    model.observe(0.0, 1.0, new_tokens=4000, cached_tokens=0, service_s=500.0)
     assert model.speed.compute_s(4000, 0) < 1.5 * before
 
 
@@ -45,7 +45,7 @@ def test_engine_stalls_do_not_raise_the_estimated_speed(seed: int, stalled: floa
     for _ in range(200):
         new, cached = chance.randrange(100, 20_000), chance.choice([0, chance.randrange(0, 10_000)])
         stall_s = chance.uniform(0, 20) if chance.random() < stalled else 0.0
-        model.observe(new_tokens=new, cached_tokens=cached, service_s=truth.compute_s(new, cached) + stall_s)
+        model.observe(0.0, 1.0, new_tokens=new, cached_tokens=cached, service_s=truth.compute_s(new, cached) + stall_s)
         for probe in [(500, 0), (5000, 5000), (20_000, 0)]:
             assert model.speed.compute_s(*probe) >= truth.compute_s(*probe) / 2
 
@@ -59,7 +59,7 @@ def test_prefill_estimate_stays_within_bounds_for_any_samples(
 ) -> None:
     model = PrefillModel(prior)
     for new, cached, service_s in samples:
-        model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
+        model.observe(0.0, 1.0, new_tokens=new, cached_tokens=cached, service_s=service_s)
     assert prior / 20.001 <= model.speed.tokens_per_second <= prior * 20.001
     assert model.speed.compute_s(1000, 0) > 0
     assert model.speed.compute_s(1000, 50_000) >= model.speed.compute_s(1000, 0)

@@ -133,7 +133,7 @@ class TestOrder:
             ask(router, f"fresh {n}", 1500, now=now)
             served += decided(router.on_first_token(now + 0.01, running))
             running = served[-1]
-            now += 1.5
+            now += 1.4  # The engine is faster than the router believes, so no prefill ends before its first token.
             if "late" in served:
                 break
         assert served.index("late") == Queue().max_overtaken

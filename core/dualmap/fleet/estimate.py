@@ -8,6 +8,7 @@ regularised towards a prior and bounded, so that a burst of outliers cannot make
 """
 
 from copy import copy
+from math import exp, inf, log
 from typing import NamedTuple
 
 from dualmap.fleet.samples import Agreement, RecentPrefills
@@ -19,11 +20,17 @@ _MOST_ATTENTION = 1.0e-4
 SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
-# The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
+# Without a new sample for this long, samples become old: their weight then falls to 1/e in each _FADE_S.
+_FRESH_S = 5.0
+_FADE_S = 6.0
+_LEAST_KEPT = 1e-12
+# The time between two computations of a speed without new samples.
+_FADE_STEP_S = 2.0
+# The prior has the weight of this many samples of _PRIOR_TOKENS tokens, or of samples like the others if these are
+# shorter.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
-_RIDGE_N = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
-_RIDGE_Q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
+_FEWEST_SAMPLES = 0.1
 # A sample is clipped to this factor of the prediction, because stalls and preemptions do not show the prefill speed.
 SAMPLE_CLIP = 3.0
 # The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
@@ -52,12 +59,12 @@ class Speed(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A prefill's contribution to the normal equations, and its number among the model's prefills."""
+    """A prefill's contribution to the normal equations; its weight is now the model's ``log_kept`` less this one."""
 
     n: float
     q: float
     target_s: float
-    number: int
+    log_kept: float
 
 
 class PrefillModel:
@@ -66,40 +73,74 @@ class PrefillModel:
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
         self._prior = Speed(linear_s, linear_s * _PRIOR_ATTENTION / 2)
+        self._slowness = 1.0
         self._bounds_s = (linear_s / SPEED_BOUND, linear_s * SPEED_BOUND)
         # Sums of the normal equations for the features n (new tokens) and q (attention work), with seconds as the
         # target.
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
-        self._number = 0
+        self._samples = 0.0
+        # The logarithm of the weight that remains of the first sample.
+        self._log_kept = 0.0
+        # The time from which on the weights have not been reduced by age.
+        self._fades_s = inf
         self.speed = self._prior
 
-    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> _Term | None:
-        """Learn from one prefill that took ``service_s`` seconds at the member.
+    def fade(self, now: float, slowness: float) -> None:
+        """Reduce the weight of old samples. With no weight left, the speed is ``slowness`` times slower than the prior.
+
+        ``slowness`` is the pool's common one.
+        """
+        self._age(now, slowness)
+        self.speed = self._solve()
+
+    def observe(
+        self, now: float, slowness: float, *, new_tokens: int, cached_tokens: int, service_s: float
+    ) -> _Term | None:
+        """Learn from one prefill that ended ``now`` and took ``service_s`` seconds; ``slowness`` is the pool's.
 
         Return the value that ``retract`` needs; None if nothing was learnt.
         """
         if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
+        self._age(now, slowness)
+        self._keep(_FORGET)
+        self._fades_s = now + _FRESH_S
         attention = _attention(new_tokens, cached_tokens)
         expected_s = self.speed.linear_s * new_tokens + self.speed.quadratic_s * attention
         target_s = min(max(service_s, expected_s / SAMPLE_CLIP), expected_s * SAMPLE_CLIP)
         scale = min(1.0, _HEAVIEST_TOKENS / new_tokens)
-        self._number += 1
-        term = _Term(scale * new_tokens, scale * attention, scale * target_s, self._number)
-        self._add(term, kept=_FORGET, weight=1.0)
+        term = _Term(scale * new_tokens, scale * attention, scale * target_s, self._log_kept)
+        self._add(term, 1.0)
         return term
 
-    def retract(self, term: _Term) -> None:
-        """Take back what was learnt from a prefill."""
-        self._add(term, kept=1.0, weight=-(_FORGET ** (self._number - term.number)))
+    def retract(self, term: _Term, slowness: float) -> None:
+        """Take back what was learnt from a prefill; ``slowness`` is the pool's."""
+        self._slowness = slowness
+        self._add(term, -exp(self._log_kept - term.log_kept))
 
-    def _add(self, term: _Term, *, kept: float, weight: float) -> None:
+    def _age(self, now: float, slowness: float) -> None:
+        self._slowness = slowness
+        if now > self._fades_s:
+            self._keep(exp((self._fades_s - now) / _FADE_S))
+            self._fades_s = now
+
+    def _keep(self, part: float) -> None:
+        """Reduce the weight of all samples to ``part`` of it."""
+        # After a long time, nothing is left of the samples.
+        part = max(part, _LEAST_KEPT)
+        self._log_kept += log(part)
+        self._samples *= part
+        self._nn, self._nq, self._qq = self._nn * part, self._nq * part, self._qq * part
+        self._nt, self._qt = self._nt * part, self._qt * part
+
+    def _add(self, term: _Term, weight: float) -> None:
         n, q, target_s, _ = term
-        self._nn = self._nn * kept + weight * n * n
-        self._nq = self._nq * kept + weight * n * q
-        self._qq = self._qq * kept + weight * q * q
-        self._nt = self._nt * kept + weight * n * target_s
-        self._qt = self._qt * kept + weight * q * target_s
+        self._samples += weight
+        self._nn += weight * n * n
+        self._nq += weight * n * q
+        self._qq += weight * q * q
+        self._nt += weight * n * target_s
+        self._qt += weight * q * target_s
         self.speed = self._solve()
 
     def _solve(self) -> Speed:
@@ -109,9 +150,14 @@ class PrefillModel:
         ``a``. At a limit, only one parameter remains to fit. Separate limits for the two parameters are not sufficient:
         noise could make an instance look many times faster than its samples.
         """
-        nn, nq, qq = self._nn + _RIDGE_N, self._nq, self._qq + _RIDGE_Q
-        nt = self._nt + _RIDGE_N * self._prior.linear_s
-        qt = self._qt + _RIDGE_Q * self._prior.quadratic_s
+        usual_nn = _PRIOR_TOKENS**2
+        # Rounding errors remain of retracted samples.
+        if self._samples > _FEWEST_SAMPLES and self._nn < self._samples * usual_nn:
+            usual_nn = self._nn / self._samples
+        ridge_n, ridge_q = _PRIOR_SAMPLES * usual_nn, _PRIOR_SAMPLES * usual_nn**2
+        nn, nq, qq = self._nn + ridge_n, self._nq, self._qq + ridge_q
+        nt = self._nt + ridge_n * self._prior.linear_s * self._slowness
+        qt = self._qt + ridge_q * self._prior.quadratic_s * self._slowness
 
         determinant = nn * qq - nq * nq
         linear_s = (nt * qq - qt * nq) / determinant
@@ -161,6 +207,8 @@ class LearntSpeed:
         self._solo_model = self._model
         # The number of such prefills among the samples that still have an effect.
         self._solo_samples = 0.0
+        self.fades_s = -inf
+        """The time of the next ``fade``."""
         self.current = self._model.speed
         """The speed for this router's requests; the backlog that other replicas report is counted separately."""
 
@@ -174,6 +222,14 @@ class LearntSpeed:
         """
         known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
         return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
+
+    def fade(self, now: float) -> None:
+        """Let the speed approach the pool's common one, as its samples become old."""
+        if now < self.fades_s:
+            return
+        self.fades_s = now + _FADE_STEP_S
+        self._model.fade(now, self._agreement.slowness)
+        self.current = self._model.speed
 
     def observe(
         self, now: float, *, client: int, new_tokens: int, cached_tokens: int, service_s: float, solo: bool
@@ -193,14 +249,17 @@ class LearntSpeed:
         service_s = prior_s * accepted
         if not solo and self._solo_model is self._model:
             self._solo_model = copy(self._model)
-        term = self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+        term = self._model.observe(
+            now, self._agreement.slowness, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+        )
         solo_term = term if solo else None
         self._solo_samples *= _FORGET
         if solo:
             self._solo_samples += 1.0
             if self._solo_model is not self._model:
+                # Undisturbed prefills may be rare, so this speed does not fade.
                 solo_term = self._solo_model.observe(
-                    new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+                    -inf, 1.0, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
                 )
         self.current = self._model.speed
         return None if term is None else Lesson(self, client, slowness, term, solo_term)
@@ -212,9 +271,9 @@ class LearntSpeed:
     def retract(self, lesson: Lesson) -> None:
         """Take back what was learnt from a prefill."""
         self._recent.withdraw(lesson.client, lesson.slowness)
-        self._model.retract(lesson.term)
+        self._model.retract(lesson.term, self._agreement.slowness)
         if lesson.solo_term is not None and self._solo_model is not self._model:
-            self._solo_model.retract(lesson.solo_term)
+            self._solo_model.retract(lesson.solo_term, 1.0)
         self.current = self._model.speed
 
 

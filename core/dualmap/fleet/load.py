@@ -296,11 +296,12 @@ class MemberLoad:
         return self._overdue_s
 
     def _summarize(self, now: float, decode_stall_s: float) -> None:
+        self.speed.fade(now)
         summary, others, queue, speed = self.summary, self.others.load, self.queue, self.speed.current
         others_s = others.backlog_s + queue.compute_s + others.held_s
         ends_s, least_s, until_s = self.prefills.forecast(now, decode_stall_s)
         summary.ends_s, summary.least_queue_s = ends_s + others_s, least_s + others_s
-        summary.until_s = min(until_s, self._next_overdue_s())
+        summary.until_s = min(until_s, self._next_overdue_s(), self.speed.fades_s)
         summary.linear_s, summary.quadratic_s = speed.linear_s, speed.quadratic_s
         summary.pending_tokens = self.prefills.tokens + queue.tokens + others.pending_prefill_tokens
         summary.in_flight = self.working + others.in_flight

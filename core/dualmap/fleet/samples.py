@@ -17,6 +17,8 @@ _MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
 # Samples of other clients limit a client's share for this long.
 CLIENT_MEMORY_S = 60.0
+# Older prefills say nothing about a member's speed now.
+PREFILL_MEMORY_S = 30.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
 _SLOWEST = 3.0
@@ -35,27 +37,33 @@ class Agreement:
 
     def __init__(self) -> None:
         self._medians: dict[object, float] = {}
-        self._median: float | None = None
         self._changes = 0
+        self.slowness = 1.0
+        """The common median; of two members the faster one's."""
 
     def report(self, member: object, median: float) -> None:
         """Record a member's median; ``member`` is any object that identifies the member."""
         self._medians[member] = median
-        self._changes += 1
-        # One sort for as many changes as there are members.
-        if self._changes >= len(self._medians) >= _FEWEST_MEMBERS:
-            self._changes = 0
-            self._median = sorted(self._medians.values())[len(self._medians) // 2]
+        self._changed()
 
     def forget(self, member: object) -> None:
-        """Forget a member that left the pool."""
+        """Forget a member that left the pool, or that has no prefills any more."""
         self._medians.pop(member, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._changes += 1
+        # One sort for as many changes as there are members.
+        if self._changes >= len(self._medians):
+            self._changes = 0
+            ordered = sorted(self._medians.values())
+            self.slowness = ordered[(len(ordered) - 1) // 2] if ordered else 1.0
 
     def bound(self, slowness: float) -> float:
         """Return ``slowness``, or the nearest value that agrees with the members' common median."""
-        if self._median is None:
+        if len(self._medians) < _FEWEST_MEMBERS:
             return slowness
-        return min(max(slowness, self._median / AGREEMENT), self._median * AGREEMENT)
+        return min(max(slowness, self.slowness / AGREEMENT), self.slowness * AGREEMENT)
 
 
 class _Sample(NamedTuple):
@@ -102,6 +110,11 @@ class RecentSamples:
             self.remove(client, next(each.value for each in self._samples if each.client == client))
             self._append(_Sample(value, client, now))
 
+    def expire(self, before_s: float) -> None:
+        """Remove the samples that were added before ``before_s``."""
+        while self._samples and self._samples[0].at_s < before_s:
+            self._forget(self._samples.popleft())
+
     def remove(self, client: int, value: float) -> bool:
         """Remove a client's sample; return whether it was still among the samples."""
         for sample in self._samples:
@@ -136,15 +149,19 @@ class RecentSamples:
 
 
 class RecentPrefills:
-    """The slowness of a member's recent prefills: each one's time as a multiple of what the prior expects."""
+    """The slowness of a member's recent prefills: each one's time as a multiple of what the prior expects.
+
+    While there are few, the pool's common median stands for the others.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=_PRIOR_PREFILLS)
+        self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=0)
         self._dissenting = 0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
+        self._samples.expire(now - PREFILL_MEMORY_S)
         if not self._samples.add(now, client, slowness):
             return None
         median = self._median()
@@ -156,10 +173,17 @@ class RecentPrefills:
 
     def withdraw(self, client: int, slowness: float) -> None:
         """Remove a prefill that turned out to be wrong, if it is still among the recent ones."""
-        if self._samples.remove(client, slowness):
+        if not self._samples.remove(client, slowness):
+            return
+        if self._samples.ordered:
             self._agreement.report(self, self._median())
+        else:
+            self._agreement.forget(self)
 
     def _median(self) -> float:
         """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
         ordered = self._samples.ordered
-        return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)] if ordered else 1.0
+        missing = min(_PRIOR_PREFILLS, WINDOW - len(ordered))
+        if missing:
+            ordered = sorted((*ordered, *(self._agreement.slowness,) * missing))
+        return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]

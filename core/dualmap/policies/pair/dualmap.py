@@ -18,6 +18,11 @@ _EQUAL_S: Final = 0.02
 
 The estimates are not more precise than this, and the pair also serves later requests with the same key.
 """
+_EQUAL_PART: Final = 0.25
+"""Costs at an idle member that differ by at most this part of the prefill count as equal.
+
+Speeds are not known more precisely.
+"""
 
 
 class DualMap:
@@ -54,10 +59,12 @@ class DualMap:
         weights = Weights(compute=spill.prefill_weight, active_kv=spill.active_kv_weight)
         costs_s = situation.everyone.costs_s(weights)
         if fast:
-            usual = situation.least(
-                situation.pair, lambda each: (weights.cost_s(each), each.pending_tokens, each.in_flight)
-            )
-            if weights.cost_s(usual) <= min(costs_s) + _EQUAL_S:
+            # With prefills ahead, their time decides, and recent prefills have taught the speeds.
+            is_idle = warm.queue_s <= _EQUAL_S
+            tolerance_s = _EQUAL_S + is_idle * _EQUAL_PART * weights.compute * warm.compute_s
+            # ``warm`` is the less loaded member of the pair here.
+            usual = min((warm, *situation.pair), key=lambda each: weights.cost_s(each) - (each is warm) * tolerance_s)
+            if weights.cost_s(usual) <= min(costs_s) + tolerance_s:
                 return Choice(usual, rule)
             return Choice(situation.cheapest(costs_s), _PAIR_COLD)
         cheapest = situation.cheapest(costs_s)

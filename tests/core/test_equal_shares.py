@@ -1,0 +1,113 @@
+"""Shares of a pool's members at light traffic: equal engines, an engine that is slow for a time, and a new engine."""
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from builders import members, pool, request, text_of
+from dualmap.requests import Decision, Usage
+from dualmap.router import PoolRouter
+
+SPEED = 14_000.0
+"""The engines' speed in tokens per second, twice the speed that the pool's specification expects."""
+OVERHEAD_S = 0.02
+
+
+class Traffic:
+    """Different prompts through a router, to engines that serve one prefill after the other with 5 % noise."""
+
+    def __init__(self, members: int = 4) -> None:
+        self.router = PoolRouter(pool(members))
+        self.slowness: dict[str, float] = {}
+        self._random = random.Random(1)
+        self._now = 0.0
+        self._free_s = Counter[str]()
+        self._events: list[tuple[float, str, bool]] = []
+        self._ids = count()
+        self._chosen = Counter[str]()
+
+    def send(self, tokens: int) -> float:
+        """Send a prompt now; return the time of its first token."""
+        name = f"{next(self._ids)}"
+        decision = self.router.on_request(self._now, request(name, text_of(tokens, name), now=self._now)).answer
+        assert isinstance(decision, Decision)
+        member = decision.receipt.chosen
+        self._chosen[member] += 1
+        service_s = (OVERHEAD_S + tokens / SPEED) * self.slowness.get(member, 1.0) * self._random.uniform(0.95, 1.05)
+        ends_s = self._free_s[member] = max(self._now, self._free_s[member]) + service_s
+        heapq.heappush(self._events, (ends_s, name, True))
+        heapq.heappush(self._events, (ends_s + 0.5, name, False))
+        return ends_s
+
+    def poisson(self, rate: float, seconds: float, *, tokens: int) -> dict[str, float]:
+        """Send prompts at random times; return each member's share as a multiple of the mean."""
+        ends_s = self._now + seconds
+        while (at_s := self._now + self._random.expovariate(rate)) < ends_s:
+            self.advance(at_s)
+            self.send(tokens)
+        self.advance(ends_s)
+        return self.shares()
+
+    def one_by_one(self, number: int, *, tokens: int) -> dict[str, float]:
+        """Send each prompt after the end of the one before; return the shares."""
+        for _ in range(number):
+            self.advance(self.send(tokens) + 0.6)
+        return self.shares()
+
+    def shares(self) -> dict[str, float]:
+        chosen, self._chosen = self._chosen, Counter()
+        ids = [each.id for each in self.router.status().endpoints]
+        return {each: chosen[each] * len(ids) / chosen.total() for each in ids}
+
+    def advance(self, to_s: float) -> None:
+        while self._events and self._events[0][0] <= to_s:
+            at_s, name, is_first = heapq.heappop(self._events)
+            if is_first:
+                self.router.on_first_token(at_s, name)
+            else:
+                self.router.on_finished(at_s, name, Usage(completion_tokens=100))
+        self._now = to_s
+
+    def add_member(self) -> str:
+        added = members(5)[-1]
+        self.router.on_pool(self._now, replace(self.router.pool, members=members(5)))
+        return added.id
+
+
+@pytest.mark.parametrize("tokens", [200, 1000, 8000])
+def test_equal_members_share_cold_prompts_one_by_one(tokens: int) -> None:
+    shares = Traffic().one_by_one(200, tokens=tokens)
+    assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(200, 0.25), (200, 10.0), (1000, 0.25), (1000, 10.0), (8000, 1.0)])
+def test_equal_members_share_cold_prompts_at_any_rate(tokens: int, rate: float) -> None:
+    shares = Traffic().poisson(rate, 300 / rate, tokens=tokens)
+    assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(200, 10.0), (1000, 10.0), (8000, 1.0)])
+def test_slow_member_gets_less_and_returns_within_a_minute(tokens: int, rate: float) -> None:
+    traffic = Traffic()
+    traffic.poisson(rate, 60, tokens=tokens)
+    traffic.slowness["m-0"] = 4.0
+    assert traffic.poisson(rate, 60, tokens=tokens)["m-0"] < 0.6
+    assert traffic.poisson(rate, 120, tokens=tokens)["m-0"] < 0.6
+    traffic.slowness.clear()
+    traffic.poisson(rate, 60, tokens=tokens)
+    assert traffic.poisson(rate, 60, tokens=tokens)["m-0"] > 0.4
+
+
+def test_new_member_with_slow_first_answers_gets_its_share_within_a_minute() -> None:
+    traffic = Traffic()
+    traffic.poisson(10.0, 60, tokens=1000)
+    new = traffic.add_member()
+    traffic.slowness[new] = 10.0
+    traffic.poisson(10.0, 2, tokens=1000)
+    traffic.slowness.clear()
+    traffic.poisson(10.0, 58, tokens=1000)
+    assert traffic.poisson(10.0, 60, tokens=1000)[new] > 0.4
