@@ -18,29 +18,32 @@ OVERHEAD_S = 0.02
 
 
 class Traffic:
-    """Different prompts through a router, to engines that serve one prefill after the other with 5 % noise."""
+    """Different prompts through routers, to engines that serve one prefill after the other with 5 % noise.
 
-    def __init__(self, members: int = 4) -> None:
-        self.router = PoolRouter(pool(members))
+    Each request goes to a random router, and no router has news from another.
+    """
+
+    def __init__(self, routers: int = 1) -> None:
+        self.routers = [PoolRouter(pool(4)) for _ in range(routers)]
         self.slowness: dict[str, float] = {}
         self._random = random.Random(1)
         self._now = 0.0
         self._free_s = Counter[str]()
-        self._events: list[tuple[float, str, bool]] = []
+        self._events: list[tuple[float, str, bool, PoolRouter]] = []
         self._ids = count()
         self._chosen = Counter[str]()
 
     def send(self, tokens: int) -> float:
         """Send a prompt now; return the time of its first token."""
-        name = f"{next(self._ids)}"
-        decision = self.router.on_request(self._now, request(name, text_of(tokens, name), now=self._now)).answer
+        name, router = f"{next(self._ids)}", self._random.choice(self.routers)
+        decision = router.on_request(self._now, request(name, text_of(tokens, name), now=self._now)).answer
         assert isinstance(decision, Decision)
         member = decision.receipt.chosen
         self._chosen[member] += 1
         service_s = (OVERHEAD_S + tokens / SPEED) * self.slowness.get(member, 1.0) * self._random.uniform(0.95, 1.05)
         ends_s = self._free_s[member] = max(self._now, self._free_s[member]) + service_s
-        heapq.heappush(self._events, (ends_s, name, True))
-        heapq.heappush(self._events, (ends_s + 0.5, name, False))
+        heapq.heappush(self._events, (ends_s, name, True, router))
+        heapq.heappush(self._events, (ends_s + 0.5, name, False, router))
         return ends_s
 
     def poisson(self, rate: float, seconds: float, *, tokens: int) -> dict[str, float]:
@@ -60,21 +63,22 @@ class Traffic:
 
     def shares(self) -> dict[str, float]:
         chosen, self._chosen = self._chosen, Counter()
-        ids = [each.id for each in self.router.status().endpoints]
+        ids = [each.id for each in self.routers[0].status().endpoints]
         return {each: chosen[each] * len(ids) / chosen.total() for each in ids}
 
     def advance(self, to_s: float) -> None:
         while self._events and self._events[0][0] <= to_s:
-            at_s, name, is_first = heapq.heappop(self._events)
+            at_s, name, is_first, router = heapq.heappop(self._events)
             if is_first:
-                self.router.on_first_token(at_s, name)
+                router.on_first_token(at_s, name)
             else:
-                self.router.on_finished(at_s, name, Usage(completion_tokens=100))
+                router.on_finished(at_s, name, Usage(completion_tokens=100))
         self._now = to_s
 
     def add_member(self) -> str:
         added = members(5)[-1]
-        self.router.on_pool(self._now, replace(self.router.pool, members=members(5)))
+        for router in self.routers:
+            router.on_pool(self._now, replace(router.pool, members=members(5)))
         return added.id
 
 
@@ -90,9 +94,17 @@ def test_equal_members_share_cold_prompts_at_any_rate(tokens: int, rate: float) 
     assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
 
 
-@pytest.mark.parametrize(("tokens", "rate"), [(200, 10.0), (1000, 10.0), (8000, 1.0)])
-def test_slow_member_gets_less_and_returns_within_a_minute(tokens: int, rate: float) -> None:
-    traffic = Traffic()
+@pytest.mark.parametrize("routers", [2, 4])
+def test_equal_members_share_cold_prompts_of_several_routers(routers: int) -> None:
+    shares = Traffic(routers).poisson(10.0, 60, tokens=1000)
+    assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rate", "routers"), [(200, 10.0, 1), (1000, 10.0, 1), (8000, 1.0, 1), (1000, 10.0, 2), (1000, 10.0, 4)]
+)
+def test_slow_member_gets_less_and_returns_within_a_minute(tokens: int, rate: float, routers: int) -> None:
+    traffic = Traffic(routers)
     traffic.poisson(rate, 60, tokens=tokens)
     traffic.slowness["m-0"] = 4.0
     assert traffic.poisson(rate, 60, tokens=tokens)["m-0"] < 0.6
@@ -102,8 +114,9 @@ def test_slow_member_gets_less_and_returns_within_a_minute(tokens: int, rate: fl
     assert traffic.poisson(rate, 60, tokens=tokens)["m-0"] > 0.4
 
 
-def test_new_member_with_slow_first_answers_gets_its_share_within_a_minute() -> None:
-    traffic = Traffic()
+@pytest.mark.parametrize("routers", [1, 2, 4])
+def test_new_member_with_slow_first_answers_gets_its_share_within_a_minute(routers: int) -> None:
+    traffic = Traffic(routers)
     traffic.poisson(10.0, 60, tokens=1000)
     new = traffic.add_member()
     traffic.slowness[new] = 10.0

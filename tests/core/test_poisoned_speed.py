@@ -55,7 +55,7 @@ def test_speed_is_not_poisoned_by_fast_prefills_of_one_client() -> None:
 
 
 def test_speed_is_not_poisoned_by_half_of_all_prefills() -> None:
-    speed = LearntSpeed(SPEED, Agreement())
+    speed = LearntSpeed(SPEED, Agreement(), lambda: None)
     for number in range(620):
         hostile = number > 20 and number % 2
         speed.observe(
@@ -101,7 +101,7 @@ def test_speed_is_learnt_from_prefills_whose_usage_agrees() -> None:
 
 
 def test_speed_is_not_learnt_from_a_short_prefill() -> None:
-    speed = LearntSpeed(SPEED, Agreement())
+    speed = LearntSpeed(SPEED, Agreement(), lambda: None)
     for tokens, learns in ((63, False), (64, True)):
         lesson = speed.observe(0.0, client=0, new_tokens=tokens, cached_tokens=0, service_s=1.0, solo=True)
         assert (lesson is not None) == learns
@@ -169,7 +169,7 @@ def test_recent_prefills_accept_a_prefill_after_all_were_withdrawn() -> None:
 
 
 def test_speed_retracted_lessons_leave_the_prior() -> None:
-    speed = LearntSpeed(SPEED, Agreement())
+    speed = LearntSpeed(SPEED, Agreement(), lambda: None)
     lessons = [
         speed.observe(0.0, client=0, new_tokens=5000, cached_tokens=100 * each, service_s=0.3, solo=True)
         for each in range(10)
@@ -181,7 +181,7 @@ def test_speed_retracted_lessons_leave_the_prior() -> None:
 
 
 def test_speed_retracted_after_a_disturbed_prefill_leaves_both_speeds() -> None:
-    speed = LearntSpeed(SPEED, Agreement())
+    speed = LearntSpeed(SPEED, Agreement(), lambda: None)
     lessons = [
         speed.observe(0.0, client=0, new_tokens=5000, cached_tokens=0, service_s=0.3, solo=solo)
         for solo in (True, True, False, True)

@@ -7,11 +7,12 @@ regularised towards a prior and bounded, so that a burst of outliers cannot make
 ``dualmap.fleet.samples`` limits what each prefill can change. A prefill with a wrong token count can be retracted.
 """
 
+from collections.abc import Callable
 from copy import copy
 from math import exp, inf, log
 from typing import NamedTuple
 
-from dualmap.fleet.samples import Agreement, RecentPrefills
+from dualmap.fleet.samples import FRESH_ROUNDS, Agreement, RecentPrefills
 
 # The prior of the attention cost ``a``; models of 7B to 14B parameters have 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
@@ -20,12 +21,9 @@ _MOST_ATTENTION = 1.0e-4
 SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
-# Without a new sample for this long, samples become old: their weight then falls to 1/e in each _FADE_S.
-_FRESH_S = 5.0
-_FADE_S = 6.0
+# The weight of old samples falls to 1/e in this many rounds of samples at the pool's members.
+_FADE_ROUNDS = 6.0
 _LEAST_KEPT = 1e-12
-# The time between two computations of a speed without new samples.
-_FADE_STEP_S = 2.0
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens, or of samples like the others if these are
 # shorter.
 _PRIOR_SAMPLES = 4.0
@@ -81,30 +79,31 @@ class PrefillModel:
         self._samples = 0.0
         # The logarithm of the weight that remains of the first sample.
         self._log_kept = 0.0
-        # The time from which on the weights have not been reduced by age.
-        self._fades_s = inf
+        # The round from which on the weights have not been reduced by age.
+        self._fades = inf
         self.speed = self._prior
 
-    def fade(self, now: float, slowness: float) -> None:
+    def renew(self, rounds: float, slowness: float) -> None:
         """Reduce the weight of old samples. With no weight left, the speed is ``slowness`` times slower than the prior.
 
-        ``slowness`` is the pool's common one.
+        ``rounds`` and ``slowness`` are the pool's (``Agreement``).
         """
-        self._age(now, slowness)
-        self.speed = self._solve()
+        if rounds > self._fades or slowness != self._slowness:
+            self._age(rounds, slowness)
+            self.speed = self._solve()
 
     def observe(
-        self, now: float, slowness: float, *, new_tokens: int, cached_tokens: int, service_s: float
+        self, rounds: float, slowness: float, *, new_tokens: int, cached_tokens: int, service_s: float
     ) -> _Term | None:
-        """Learn from one prefill that ended ``now`` and took ``service_s`` seconds; ``slowness`` is the pool's.
+        """Learn from one prefill that took ``service_s`` seconds; ``rounds`` and ``slowness`` are the pool's.
 
         Return the value that ``retract`` needs; None if nothing was learnt.
         """
         if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
-        self._age(now, slowness)
+        self._age(rounds, slowness)
         self._keep(_FORGET)
-        self._fades_s = now + _FRESH_S
+        self._fades = rounds + FRESH_ROUNDS
         attention = _attention(new_tokens, cached_tokens)
         expected_s = self.speed.linear_s * new_tokens + self.speed.quadratic_s * attention
         target_s = min(max(service_s, expected_s / SAMPLE_CLIP), expected_s * SAMPLE_CLIP)
@@ -118,11 +117,11 @@ class PrefillModel:
         self._slowness = slowness
         self._add(term, -exp(self._log_kept - term.log_kept))
 
-    def _age(self, now: float, slowness: float) -> None:
+    def _age(self, rounds: float, slowness: float) -> None:
         self._slowness = slowness
-        if now > self._fades_s:
-            self._keep(exp((self._fades_s - now) / _FADE_S))
-            self._fades_s = now
+        if rounds > self._fades:
+            self._keep(exp((self._fades - rounds) / _FADE_ROUNDS))
+            self._fades = rounds
 
     def _keep(self, part: float) -> None:
         """Reduce the weight of all samples to ``part`` of it."""
@@ -194,12 +193,13 @@ class Lesson(NamedTuple):
 class LearntSpeed:
     """One member's prefill speed: as requests experience it, and as it would be without other replicas' prefills.
 
-    ``agreement`` is shared by the members of a pool.
+    ``agreement`` is shared by the members of a pool. ``changed`` is called after another member changed the speed.
     """
 
-    def __init__(self, prior_tokens_per_second: float, agreement: Agreement) -> None:
+    def __init__(self, prior_tokens_per_second: float, agreement: Agreement, changed: Callable[[], None]) -> None:
         self._prior = PrefillModel(prior_tokens_per_second).speed
         self._agreement = agreement
+        self._changed = changed
         self._recent = RecentPrefills(agreement)
         self._model = PrefillModel(prior_tokens_per_second)
         # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports. It is
@@ -207,10 +207,10 @@ class LearntSpeed:
         self._solo_model = self._model
         # The number of such prefills among the samples that still have an effect.
         self._solo_samples = 0.0
-        self.fades_s = -inf
-        """The time of the next ``fade``."""
         self.current = self._model.speed
         """The speed for this router's requests; the backlog that other replicas report is counted separately."""
+        self._renew()
+        agreement.join(self, self._renew)
 
     @property
     def solo_tokens_per_second(self) -> float:
@@ -222,14 +222,6 @@ class LearntSpeed:
         """
         known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
         return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
-
-    def fade(self, now: float) -> None:
-        """Let the speed approach the pool's common one, as its samples become old."""
-        if now < self.fades_s:
-            return
-        self.fades_s = now + _FADE_STEP_S
-        self._model.fade(now, self._agreement.slowness)
-        self.current = self._model.speed
 
     def observe(
         self, now: float, *, client: int, new_tokens: int, cached_tokens: int, service_s: float, solo: bool
@@ -249,8 +241,13 @@ class LearntSpeed:
         service_s = prior_s * accepted
         if not solo and self._solo_model is self._model:
             self._solo_model = copy(self._model)
+        agreement = self._agreement
         term = self._model.observe(
-            now, self._agreement.slowness, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
+            agreement.rounds,
+            agreement.slowness,
+            new_tokens=new_tokens,
+            cached_tokens=cached_tokens,
+            service_s=service_s,
         )
         solo_term = term if solo else None
         self._solo_samples *= _FORGET
@@ -262,10 +259,12 @@ class LearntSpeed:
                     -inf, 1.0, new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s
                 )
         self.current = self._model.speed
+        agreement.count()
         return None if term is None else Lesson(self, client, slowness, term, solo_term)
 
     def forget(self) -> None:
         """Take no further part in the agreement: the member left the pool."""
+        self._agreement.leave(self)
         self._agreement.forget(self._recent)
 
     def retract(self, lesson: Lesson) -> None:
@@ -275,6 +274,13 @@ class LearntSpeed:
         if lesson.solo_term is not None and self._solo_model is not self._model:
             self._solo_model.retract(lesson.solo_term, 1.0)
         self.current = self._model.speed
+
+    def _renew(self) -> None:
+        """Let the speed approach the pool's common one, as its samples become old."""
+        self._model.renew(self._agreement.rounds, self._agreement.slowness)
+        if self.current != self._model.speed:
+            self.current = self._model.speed
+            self._changed()
 
 
 def _attention(new_tokens: int, cached_tokens: int) -> float:

@@ -101,7 +101,6 @@ class MemberLoad:
     ) -> None:
         self.prefills = PrefillAccount()
         self.kv = KvAccount()
-        self.speed = LearntSpeed(prior_tokens_per_second, agreement)
         self.suspension = Suspension()
         self.queue = MemberQueue(self._changed)
         self.others = ReplicasLoad()
@@ -119,6 +118,7 @@ class MemberLoad:
         # computed).
         self._opens_s = inf
         self._opens_window_s = nan
+        self.speed = LearntSpeed(prior_tokens_per_second, agreement, self._changed)
 
     @property
     def working(self) -> int:
@@ -127,7 +127,7 @@ class MemberLoad:
 
     def set_prior(self, tokens_per_second: float, agreement: Agreement) -> None:
         """Set another prior of the prefill speed and reset the learnt speed."""
-        self.speed = LearntSpeed(tokens_per_second, agreement)
+        self.speed = LearntSpeed(tokens_per_second, agreement, self._changed)
         self._changed()
 
     def others_changed(self, sum_loads: Callable[[], OthersLoad]) -> None:
@@ -296,12 +296,11 @@ class MemberLoad:
         return self._overdue_s
 
     def _summarize(self, now: float, decode_stall_s: float) -> None:
-        self.speed.fade(now)
         summary, others, queue, speed = self.summary, self.others.load, self.queue, self.speed.current
         others_s = others.backlog_s + queue.compute_s + others.held_s
         ends_s, least_s, until_s = self.prefills.forecast(now, decode_stall_s)
         summary.ends_s, summary.least_queue_s = ends_s + others_s, least_s + others_s
-        summary.until_s = min(until_s, self._next_overdue_s(), self.speed.fades_s)
+        summary.until_s = min(until_s, self._next_overdue_s())
         summary.linear_s, summary.quadratic_s = speed.linear_s, speed.quadratic_s
         summary.pending_tokens = self.prefills.tokens + queue.tokens + others.pending_prefill_tokens
         summary.in_flight = self.working + others.in_flight

@@ -8,6 +8,7 @@ others. A member contradicts the other members of its pool only after many prefi
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Callable
 from math import inf
 from typing import Final, NamedTuple
 
@@ -17,8 +18,8 @@ _MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
 # Samples of other clients limit a client's share for this long.
 CLIENT_MEMORY_S = 60.0
-# Older prefills say nothing about a member's speed now.
-PREFILL_MEMORY_S = 30.0
+# The samples of a member are old after this many rounds without a new one.
+FRESH_ROUNDS = 12.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
 _SLOWEST = 3.0
@@ -33,21 +34,44 @@ _FEWEST_MEMBERS = 3
 
 
 class Agreement:
-    """The common median of a pool's members, by which members check each other."""
+    """What a pool's members have in common: the median by which they check each other, and the age of samples.
+
+    A method's ``member`` is any object that identifies the member.
+    """
 
     def __init__(self) -> None:
         self._medians: dict[object, float] = {}
         self._changes = 0
+        # In the order of the last renewal.
+        self._renewals: dict[object, Callable[[], None]] = {}
         self.slowness = 1.0
         """The common median; of two members the faster one's."""
+        self.rounds = 0.0
+        """The number of samples that each member would have if the pool's samples were equally many at each."""
+
+    def join(self, member: object, renew: Callable[[], None]) -> None:
+        """Add a member. ``renew`` is called once a round, so that its speed follows the pool and its samples' age."""
+        self._renewals[member] = renew
+
+    def leave(self, member: object) -> None:
+        """Remove a member that left the pool."""
+        self._renewals.pop(member, None)
+
+    def count(self) -> None:
+        """Count a sample of any member, and renew the member that has not been renewed for the longest time."""
+        if self._renewals:
+            self.rounds += 1.0 / len(self._renewals)
+            member = next(iter(self._renewals))
+            renew = self._renewals[member] = self._renewals.pop(member)
+            renew()
 
     def report(self, member: object, median: float) -> None:
-        """Record a member's median; ``member`` is any object that identifies the member."""
+        """Record a member's median."""
         self._medians[member] = median
         self._changed()
 
     def forget(self, member: object) -> None:
-        """Forget a member that left the pool, or that has no prefills any more."""
+        """Forget the median of a member that left the pool, or that has no prefills any more."""
         self._medians.pop(member, None)
         self._changed()
 
@@ -110,10 +134,11 @@ class RecentSamples:
             self.remove(client, next(each.value for each in self._samples if each.client == client))
             self._append(_Sample(value, client, now))
 
-    def expire(self, before_s: float) -> None:
-        """Remove the samples that were added before ``before_s``."""
-        while self._samples and self._samples[0].at_s < before_s:
-            self._forget(self._samples.popleft())
+    def clear(self) -> None:
+        """Remove all samples."""
+        self._samples.clear()
+        self._of_client.clear()
+        self.ordered.clear()
 
     def remove(self, client: int, value: float) -> bool:
         """Remove a client's sample; return whether it was still among the samples."""
@@ -158,12 +183,16 @@ class RecentPrefills:
         self._agreement = agreement
         self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=0)
         self._dissenting = 0
+        self._last_round = 0.0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
-        self._samples.expire(now - PREFILL_MEMORY_S)
+        if self._agreement.rounds > self._last_round + FRESH_ROUNDS:
+            # Old prefills say nothing about the member's speed now.
+            self._samples.clear()
         if not self._samples.add(now, client, slowness):
             return None
+        self._last_round = self._agreement.rounds
         median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
