@@ -1,9 +1,11 @@
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualmap.fleet.estimate import PrefillModel, Speed
+from dualmap.fleet.estimate import LearntSpeed, PrefillModel, Speed
+from dualmap.fleet.samples import Agreement
 
 
 def learn(model: PrefillModel, truth: Speed, samples: int, *, noise: float = 0.0) -> None:
@@ -63,3 +65,27 @@ def test_prefill_estimate_stays_within_bounds_for_any_samples(
     assert prior / 20.001 <= model.speed.tokens_per_second <= prior * 20.001
     assert model.speed.compute_s(1000, 0) > 0
     assert model.speed.compute_s(1000, 50_000) >= model.speed.compute_s(1000, 0)
+
+
+def test_speed_without_new_samples_fades_by_samples_of_others() -> None:
+    agreement, changes = Agreement(), []
+    slow, *others = (LearntSpeed(7000, agreement, lambda: changes.append(0)) for _ in range(4))
+
+    def observe(speed: LearntSpeed, now: float, *, tokens_per_second: float) -> None:
+        speed.observe(now, client=0, new_tokens=2000, cached_tokens=0, service_s=2000 / tokens_per_second, solo=True)
+
+    for _ in range(30):
+        for speed in (slow, *others):
+            observe(speed, 0.0, tokens_per_second=2000 if speed is slow else 7000)
+    learnt = slow.current.tokens_per_second
+    assert learnt < 3500
+    for hour in range(14):
+        for speed in others:
+            observe(speed, 3600.0 * hour, tokens_per_second=7000)
+    assert slow.current.tokens_per_second == pytest.approx(learnt, rel=0.02), "the hours have no effect"
+    changes.clear()
+    for _ in range(30):
+        for speed in others:
+            observe(speed, 3600.0 * 14, tokens_per_second=7000)
+    assert slow.current.tokens_per_second > 6000
+    assert changes

@@ -48,6 +48,16 @@ def test_dualmap_with_cold_pair_picks_a_cheaper_member() -> None:
     assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
 
 
+def test_dualmap_with_cold_pair_ignores_small_differences_of_speed() -> None:
+    busy, idle = candidate("a", requests=2, compute_s=0.8), candidate("b", compute_s=1.0)
+    assert decide("dualmap", busy, idle, candidate("c", compute_s=0.75)) == ("b", "pair-equal")
+    assert decide("dualmap", busy, idle, candidate("c", compute_s=0.7)) == ("c", "pair-cold"), "more than a quarter"
+    holder = candidate("c", matched=200, compute_s=0.8)
+    assert decide("dualmap", busy, idle, holder) == ("c", "pair-cold"), "fewer tokens to compute"
+    assert decide("dualmap", busy, idle._replace(queue_s=0.1)) == ("a", "pair-equal"), "the queue counts in full"
+    assert decide("dualmap", busy, idle._replace(active_kv_tokens=500)) == ("a", "pair-equal"), "as does active KV"
+
+
 def test_dualmap_paper_beyond_the_slo_picks_less_loaded_member() -> None:
     warm, other, idle = (
         candidate("a", matched=800, queue_s=5.0, pending=5000),

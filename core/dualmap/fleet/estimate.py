@@ -22,7 +22,7 @@ SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
 # The weight of old samples falls to 1/e in this many rounds of samples at the pool's members.
-_FADE_ROUNDS = 6.0
+_FADE_ROUNDS = 4.0
 _LEAST_KEPT = 1e-12
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens, or of samples like the others if these are
 # shorter.

@@ -3,7 +3,7 @@
 from typing import ClassVar, Final
 
 from dualmap.keys.hotness import HotnessRule
-from dualmap.policies.situation import PAIR_EQUAL, Choice, Rule, Situation, Weights
+from dualmap.policies.situation import PAIR_EQUAL, Candidate, Choice, Rule, Situation, Weights
 
 _PAIR_MARGINAL = Rule(
     "pair-marginal", "the pair is too slow, and this member of the pair has the lowest cost of all members"
@@ -19,7 +19,7 @@ _EQUAL_S: Final = 0.02
 The estimates are not more precise than this, and the pair also serves later requests with the same key.
 """
 _EQUAL_PART: Final = 0.25
-"""Costs at an idle member that differ by at most this part of the prefill count as equal.
+"""Two compute times of the same tokens count as equal if they differ by at most this part.
 
 Speeds are not known more precisely.
 """
@@ -57,16 +57,24 @@ class DualMap:
             return Choice(warm, rule)
 
         weights = Weights(compute=spill.prefill_weight, active_kv=spill.active_kv_weight)
-        costs_s = situation.everyone.costs_s(weights)
+        cheapest = situation.cheapest(situation.everyone.costs_s(weights))
         if fast:
-            # With prefills ahead, their time decides, and recent prefills have taught the speeds.
-            is_idle = warm.queue_s <= _EQUAL_S
-            tolerance_s = _EQUAL_S + is_idle * _EQUAL_PART * weights.compute * warm.compute_s
             # ``warm`` is the less loaded member of the pair here.
-            usual = min((warm, *situation.pair), key=lambda each: weights.cost_s(each) - (each is warm) * tolerance_s)
-            if weights.cost_s(usual) <= min(costs_s) + tolerance_s:
-                return Choice(usual, rule)
-            return Choice(situation.cheapest(costs_s), _PAIR_COLD)
-        cheapest = situation.cheapest(costs_s)
+            usual = (warm, *situation.pair)
+            evened_s = [_evened_cost_s(each, warm, weights) for each in (*usual, cheapest)]
+            for each, cost_s in zip(usual, evened_s, strict=False):
+                if cost_s <= min(evened_s) + _EQUAL_S:
+                    return Choice(each, rule)
+            return Choice(cheapest, _PAIR_COLD)
         in_pair = any(cheapest.id == each.id for each in situation.pair)
         return Choice(cheapest, _PAIR_MARGINAL if in_pair else _SPILL)
+
+
+def _evened_cost_s(candidate: Candidate, warm: Candidate, weights: Weights) -> float:
+    """Return a candidate's cost; with the compute time of ``warm`` if it computes the same tokens in a similar time."""
+    if (
+        candidate.matched_tokens == warm.matched_tokens
+        and abs(candidate.compute_s - warm.compute_s) <= _EQUAL_PART * warm.compute_s
+    ):
+        candidate = candidate._replace(compute_s=warm.compute_s)
+    return weights.cost_s(candidate)
