@@ -147,6 +147,18 @@ def test_recent_prefills_of_one_client_fill_about_half() -> None:
     assert recent.accept(62.0, HOSTILE, 0.1) is not None, "no other client had a prefill for a minute"
 
 
+def test_recent_prefills_of_one_client_do_not_become_old_by_samples_of_others() -> None:
+    agreement = Agreement()
+    agreement.join("another member", lambda: None)
+    recent = RecentPrefills(agreement)
+    for _ in range(8):
+        recent.accept(0.0, HOSTILE, 0.1)
+    recent.accept(1.0, HONEST, 1.0)
+    for second in range(40):
+        agreement.count()
+        assert recent.accept(float(second), HOSTILE, 0.1) is None
+
+
 def test_recent_prefills_member_agrees_with_the_others_at_first() -> None:
     agreement = Agreement()
     for _ in range(3):

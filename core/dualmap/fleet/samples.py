@@ -190,9 +190,9 @@ class RecentPrefills:
         if self._agreement.rounds > self._last_round + FRESH_ROUNDS:
             # Old prefills say nothing about the member's speed now.
             self._samples.clear()
+        self._last_round = self._agreement.rounds
         if not self._samples.add(now, client, slowness):
             return None
-        self._last_round = self._agreement.rounds
         median = self._median()
         self._agreement.report(self, median)
         bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
