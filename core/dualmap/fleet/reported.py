@@ -77,8 +77,8 @@ class ReportedMatches:
             self._found[block_tokens] = self._held.leading_blocks(chain)
         reported = reporter.residency.matched_tokens(chain, self._found[block_tokens])
         matched = max(reported, chain.reusable_tokens(reporter.claims.leading_blocks(self._now, chain)))
-        # The prompt's tokens may be an estimate, and candidates compare parts of it.
-        return min(matched * self._prompt_tokens // max(chain.tokens, 1), self._prompt_tokens)
+        # The router cuts a prompt that is longer than the model's longest one.
+        return min(matched, self._prompt_tokens)
 
 
 class ReportedCaches:
