@@ -286,6 +286,8 @@ class Residency:
         ended: list[int] = []
         stored = 0
         reported = not event.new and all(table.find(block) >= 0 for block in event.hashes)
+        # The other parts of a divided event may contain an unknown block.
+        reported = reported and (event.last is None or table.find(event.last) >= 0)
         for number, block in enumerate(event.hashes):
             slot = table.seek(block)
             if slot >= 0:
