@@ -163,7 +163,7 @@ class ReportedCaches:
             return
         chain = tokens.chain(block_tokens)
         # A hit on all blocks is not reported.
-        if chain.keys and not reporter.residency.holds(chain.keys[-1]):
+        if not reporter.residency.is_held(chain):
             reporter.claims.add(now, request_id, chain, expected_s=expected_s)
 
     def withdraw(self, member: str, request_id: str) -> None:
