@@ -110,6 +110,33 @@ def test_prompt_that_is_held_needs_no_claim():
     assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 48
 
 
+def test_forgotten_prompt_is_held_again_after_its_next_request():
+    of = router(members=1)
+    hashes = stored(63).hashes
+    # Two equal prompts are computed at the same time. The second store looks like a report. Then one copy is removed.
+    twice = replace(stored(63), new=False)
+    of.on_kv_events("m-0", 0, [Batch(events=(twice, twice, Removed(hashes=hashes[::-1])))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 0
+    decide(of, "a", known=tokens())
+    # The engine reuses the other copy, and stores the rest of the prompt.
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1, start=63, parent=62),))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 64
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 1024
+
+
+def test_prompt_with_a_forgotten_middle_is_held_again():
+    of = router(members=1)
+    twice = replace(stored(64), new=False)
+    of.on_kv_events("m-0", 0, [Batch(events=(twice, twice, Removed(hashes=(10,))))], LIVE)
+    decide(of, "a", known=tokens())
+    # The engine reuses all blocks, and stores what it generates.
+    generated = Stored(hashes=(500,), parent=63, tokens=pack_tokens(range(16)), block_tokens=16)
+    of.on_kv_events("m-0", 0, [Batch(events=(generated,))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 65
+    of.on_aborted(1.0, "a")
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 1024
+
+
 def test_claim_ends_when_the_engine_restarts():
     of = router(members=1)
     of.on_profile(0.0, "m-0", EngineProfile(started_s=1.0))
