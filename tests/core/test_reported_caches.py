@@ -224,3 +224,43 @@ def test_prompt_above_the_longest_one_matches_its_blocks():
     decision = of.on_request(0.0, Request(id="r", chain=chain, arrived_s=0.0, tokens=tokens())).answer
     assert isinstance(decision, Decision)
     assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (512, 320)
+
+
+class TestPartial:
+    """Members of which messages are lost, such as those before the router's start."""
+
+    LOST = SourceStatus(state=SourceState.PARTIAL, sequence=500, reason="messages 0 to 499 are lost")
+
+    def router(self, *, policy: str = "dualmap") -> PoolRouter:
+        """Return a router with a member that has a prompt of which the engine reported only the last blocks."""
+        of = router(members=1, policy=policy)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(2, start=62, parent=61),))], self.LOST)
+        decide(of, "a", known=tokens())
+        of.on_finished(1.0, "a")
+        return of
+
+    def test_record_counts_where_the_events_lack_blocks(self):
+        for policy in ("dualmap", "min_ttft", "cache_affinity_global"):
+            of = self.router(policy=policy)
+            receipt = decide(of, "b", now=100.0, known=tokens()).receipt
+            assert (receipt.matched_tokens, receipt.source) == (1024, "records"), policy
+
+    def test_events_count_where_they_have_more_blocks(self):
+        of = router(members=1)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], self.LOST)
+        receipt = decide(of, "a", known=tokens()).receipt
+        assert (receipt.matched_tokens, receipt.source) == (640, "events")
+
+    def test_record_counts_after_blocks_were_forgotten(self):
+        of = router(members=1)
+        of.on_profile(0.0, "m-0", EngineProfile(block_tokens=16, cache_tokens=320))
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(20),)), Batch(events=(stored(1, start=20, parent=19),))], LIVE)
+        assert of.status().endpoints[0].events.state is SourceState.PARTIAL
+        decide(of, "a", known=tokens())
+        of.on_finished(1.0, "a")
+        assert decide(of, "b", now=100.0, known=tokens()).receipt.source == "records"
+
+    def test_restart_forgets_the_record(self):
+        of = self.router()
+        of.on_kv_events("m-0", 0, [Clear()], LIVE)
+        assert decide(of, "b", now=100.0, known=tokens()).receipt.matched_tokens == 0

@@ -242,13 +242,12 @@ class Fleet:
         request, member = queued.request, queued.member
         self._reported.withdraw(member, request.id)
         view = self.view(now, request.chain, tokens=request.tokens)
-        matched_tokens = None
+        # The record contains the request's own blocks, unless the member has lost its cache since.
+        matched_tokens, source = min(queued.matched_tokens, view.recorded_tokens(member)), "records"
         if view.reported is not None:
-            matched_tokens = view.reported.at_dispatch(member, queued.matched_tokens)
-        source = "records" if matched_tokens is None else "events"
-        if matched_tokens is None:
-            # The record contains the request's own blocks, unless the member has lost its cache since.
-            matched_tokens = min(queued.matched_tokens, view.recorded_tokens(member))
+            reported = view.reported.at_dispatch(member, queued.matched_tokens, matched_tokens)
+            if reported is not None:
+                matched_tokens, source = reported, "events"
         if (matched_tokens, source) == (queued.matched_tokens, queued.receipt.source):
             return queued
         return replace(

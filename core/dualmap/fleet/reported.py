@@ -1,8 +1,9 @@
 """What the members with KV events hold, as their engines report it.
 
 A member whose sources are all followed needs no assumption about its cache. For a request with token ids, its reported
-blocks then replace the router's own record. For a request without token ids, and for a member without events, the
-record counts as before.
+blocks then replace the router's own record. If messages of the member are lost, the record counts where it has more
+blocks: an engine never stores a prompt again that it always reuses. For a request without token ids, and for a member
+without events, the record counts as before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,9 +44,19 @@ class _Reporter:
         """Whether the router knows what every rank holds."""
         return all(each.state in _FOLLOWED and each.sequence is not None for each in self.ranks.values())
 
+    @property
+    def complete(self) -> bool:
+        """Whether no rank lacks blocks because of lost messages or another fault."""
+        return not any(
+            each.state is SourceState.PARTIAL or self.residency.fault(rank) for rank, each in self.ranks.items()
+        )
+
 
 class ReportedMatches:
-    """How many tokens of one prompt each followed member holds, as a mapping that is computed at its first use."""
+    """How many tokens of one prompt each followed member holds, as a mapping that is computed at its first use.
+
+    The router cuts a prompt that is longer than the model's longest one, to ``prompt_tokens``.
+    """
 
     def __init__(
         self, now: float, tokens: PromptTokens, held: HeldBlocks, reporters: Mapping[str, _Reporter], prompt_tokens: int
@@ -57,19 +68,20 @@ class ReportedMatches:
         self._prompt_tokens = prompt_tokens
         self._found: dict[int, Mapping[int, int]] = {}
 
-    def get(self, member: str) -> int | None:
-        """Return the cached tokens of the prompt at a member; None if the member's events are not followed."""
+    def get(self, member: str, recorded_tokens: int) -> int | None:
+        """Return the cached tokens of the prompt at a member; None if its record of ``recorded_tokens`` counts."""
         reporter = self._reporters.get(member)
-        return None if reporter is None or not reporter.followed else self._matched(reporter)
+        if reporter is None or not reporter.followed:
+            return None
+        matched = min(max(self._tokens_at(reporter)), self._prompt_tokens)
+        return None if matched < recorded_tokens and not reporter.complete else matched
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Yield each followed member and its cached tokens."""
-        for member, reporter in self._reporters.items():
-            if reporter.followed:
-                yield member, self._matched(reporter)
+    def __iter__(self) -> Iterator[str]:
+        """Yield each followed member."""
+        return (member for member, reporter in self._reporters.items() if reporter.followed)
 
-    def at_dispatch(self, member: str, matched_tokens: int) -> int | None:
-        """Return the cached tokens at a member that receives the prompt now, after a wait in the queue.
+    def at_dispatch(self, member: str, matched_tokens: int, recorded_tokens: int) -> int | None:
+        """Return ``get`` for a member that receives the prompt now, after a wait in the queue.
 
         Claims count up to ``matched_tokens``, the prediction at the pick: later claims are of requests behind this one.
         """
@@ -77,11 +89,8 @@ class ReportedMatches:
         if reporter is None or not reporter.followed:
             return None
         held, claimed = self._tokens_at(reporter)
-        return min(max(held, min(claimed, matched_tokens)), self._prompt_tokens)
-
-    def _matched(self, reporter: _Reporter) -> int:
-        # The router cuts a prompt that is longer than the model's longest one.
-        return min(max(self._tokens_at(reporter)), self._prompt_tokens)
+        matched = min(max(held, min(claimed, matched_tokens)), self._prompt_tokens)
+        return None if matched < recorded_tokens and not reporter.complete else matched
 
     def _tokens_at(self, reporter: _Reporter) -> tuple[int, int]:
         """Return how many tokens of the prompt a member holds, and how many are claimed for it."""

@@ -77,14 +77,13 @@ class View:
     def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
         """Return an instance as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)
-        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id)
+        blocks = instance.index.matched_on(self.path)
+        if hint_tokens:
+            blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
+        matched_tokens = chain.tokens_of(blocks)
+        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id, matched_tokens)
         if reported_tokens is not None:
             matched_tokens = reported_tokens
-        else:
-            blocks = instance.index.matched_on(self.path)
-            if hint_tokens:
-                blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
-            matched_tokens = chain.tokens_of(blocks)
         speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
         if self.behind_s is not None:
             queue_s -= self.behind_s(instance.load.queue)
@@ -176,6 +175,10 @@ class Everyone:
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         cached = {positions[index]: tokens[blocks] for index, blocks in held.items() if index in positions}
         if self._view.reported is not None:
-            ids = self._roster.ids
-            cached.update((ids[member], reported) for member, reported in self._view.reported if member in ids)
+            for member in self._view.reported:
+                position = self._roster.ids.get(member)
+                if position is not None:
+                    recorded = cached.get(position, 0)
+                    reported = self._view.reported.get(member, recorded)
+                    cached[position] = recorded if reported is None else reported
         return cached
