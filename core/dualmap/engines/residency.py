@@ -366,7 +366,7 @@ class Residency:
         """Hold removed blocks again, because the engine has other copies."""
         table = group.table
         free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
-        links = []
+        links: list[int] = []
         for block in blocks:
             link = group.removed.pop(block, None)
             if link is None:
