@@ -3,10 +3,11 @@
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import isnan
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -48,8 +49,12 @@ def test_truth_goodput_is_the_highest_rate_that_attains_the_slo(bench: Bench, mo
     run = cases.Run(
         case=cases.Case.AMPLE, knowledge=cases.Knowledge.USAGE, workload="default", sample=0, requests=0, rate=5.0
     )
-    figures = measures.figures([], block_tokens=64)
-    monkeypatch.setattr(search, "measure", lambda each: replace(figures, within_slo=0.9 if each.rate <= 12.0 else 0.8))
+    unmeasured = dict.fromkeys((each.name for each in fields(measures.Figures)), 0.0)
+
+    def measure(each: Any) -> Any:
+        return measures.Figures(**(unmeasured | {"within_slo": 0.9 if each.rate <= 12.0 else 0.8}))
+
+    monkeypatch.setattr(search, "measure", measure)
     assert 12.0 / 1.02 < search.goodput(run) <= 12.0
     table = search.goodput_table([(run, 12.0), (replace(run, workload="conversation"), 3.0)])
     assert table.splitlines()[-1] == "| ample | records and usage | 3.00 | 12.00 |"
