@@ -60,7 +60,7 @@ async def test_engines_are_described_and_their_adapters_served(routed: Deploymen
             "block_tokens": 16,
             "kv_tokens": 190_000,
             "adapters": ["sql"],
-            "events": {"state": "Off"},
+            "events": {"state": "Off", "sequence": None, "blocks": 0, "gaps": 0, "resyncs": 0, "reason": ""},
             "reason": "",
         }
     reply = await routed.ask({"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})

@@ -10,6 +10,8 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ status:
     - {id: qwen-0, address: 10.0.0.12, port: 8000}
     - {id: qwen-1, address: 10.0.0.13, port: 8000}
 """
+# The engine at ENGINE_URL is a simulated engine, which counts the tokens of this pool's requests.
+TOKENIZER = """
+  engine: {tokenizer: {source: Renderer, url: ENGINE_URL}}
+status:"""
+ENGINE_URL = "http://10.0.0.1:8000"
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
 # These commands run until a signal: other tests in this file start routers, and e2e/test_demo.py starts `demo --serve`.
 LASTING = ("router", "demo")
@@ -66,6 +73,26 @@ def typed(command: Command, folder: Path) -> list[str]:
     return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
 
 
+@contextmanager
+def engine_for(command: Command, folder: Path) -> Iterator[str]:
+    """Run a simulated engine for a command that contains an engine's URL, and yield the engine's URL."""
+    if ENGINE_URL not in command.line:
+        yield ENGINE_URL
+        return
+    line = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--port", "0", "--model", "qwen"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as engine:
+        assert engine.stderr is not None
+        try:
+            ready = re.search(r"ready http=(\S+)", engine.stderr.readline())
+            assert ready is not None
+            url = f"http://{ready[1]}"
+            (folder / "pool.yaml").write_text(POOL.replace("\nstatus:", TOKENIZER.replace("ENGINE_URL", url)))
+            yield url
+        finally:
+            engine.terminate()
+            engine.stderr.read()
+
+
 def test_documentation_contains_commands() -> None:
     assert {command.page for command in COMMANDS} >= {"README.md", "docs/operations.md", "docs/state.md"}
     assert {command.line.split()[1] for command in COMMANDS} >= {"router", "envoy-config", "explain", "simulate"}
@@ -78,8 +105,10 @@ def test_documentation_contains_commands() -> None:
 )
 def test_documented_command_succeeds(command: Command, folder: Path) -> None:
     given = (folder / "request.json").read_bytes() if "< request.json" in command.line else b""
-    with redis_server(folder / "redis") as redis:
-        words = [word.replace("redis://redis:6379", redis.url) for word in typed(command, folder)]
+    with redis_server(folder / "redis") as redis, engine_for(command, folder) as engine:
+        words = [
+            word.replace("redis://redis:6379", redis.url).replace(ENGINE_URL, engine) for word in typed(command, folder)
+        ]
         done = subprocess.run(words, cwd=folder, input=given, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout

@@ -63,6 +63,8 @@ def test_request_of_one_text_is_comparable(fields: dict[str, Any]) -> None:
         {"messages": [TEXT, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
         {"messages": [{"role": "user", "content": [{"image_url": {"url": "http://a/b"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+        {"messages": [{"role": "user", "content": [{"type": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": []}]}]}]},
         {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
     ],
 )

@@ -29,4 +29,4 @@ def test_limits_page_row_matches_code_and_refers_to_a_test(
     if dotted:
         module, attribute, field = dotted.groups()
         value = getattr(import_module(module), attribute)
-        assert (getattr(value(), field) if field else value) == int(limit.split()[0])
+        assert (getattr(value(), field) if field else value) == float(limit.split()[0])

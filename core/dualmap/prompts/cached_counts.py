@@ -80,7 +80,12 @@ def _has_media(turns: object) -> bool:
 def _is_media(part: object) -> bool:
     if not isinstance(part, dict):
         return False
-    if part.get("type") not in _PLAIN:
+    if not _is_plain(part):
         return True
     inner = part.get("content")
-    return isinstance(inner, list) and any(isinstance(each, dict) and each.get("type") not in _PLAIN for each in inner)
+    return isinstance(inner, list) and any(isinstance(each, dict) and not _is_plain(each) for each in inner)
+
+
+def _is_plain(part: Mapping[str, object]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _PLAIN
