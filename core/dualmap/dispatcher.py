@@ -239,7 +239,7 @@ class Dispatcher:
             if not self._fleet.has_room(member, queued.request.chain.tokens, waited_s=waited_s):
                 break
             self._queue.take(queued)
-            outcomes.append(self._dispatch(now, queued))
+            outcomes.append(self._dispatch(now, self._fleet.renewed(now, queued)))
 
     def _dispatch(self, now: float, queued: QueuedRequest) -> Decision:
         """Record that a request is sent to its member; return its decision."""

@@ -188,3 +188,12 @@ def test_receipt_counts_token_ids_and_not_text():
         assert isinstance(decision, Decision)
         assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (1025, 512), text_bytes
         of.on_aborted(0.0, request.id)
+
+
+def test_prompt_above_the_longest_one_matches_its_blocks():
+    of = PoolRouter(builders.pool(1, engine=Engine(kv_events=KvEvents(enabled=True), max_model_len=512)), hash_key=KEY)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(20),))], LIVE)
+    chain = chain_blocks(b"x" * 4 * 1025, root=7, block_tokens=128)
+    decision = of.on_request(0.0, Request(id="r", chain=chain, arrived_s=0.0, tokens=tokens())).answer
+    assert isinstance(decision, Decision)
+    assert (decision.receipt.prompt_tokens, decision.receipt.matched_tokens) == (512, 320)

@@ -522,6 +522,27 @@ async def test_port_without_a_publisher_is_asked_again():
         await follows.has(state="Live", blocks=19)
 
 
+async def test_refused_connection_forgets_blocks_before_the_engine_restarts():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        follows.pick()
+        await publisher.close()
+        await follows.has(state="Connecting", blocks=0, sequence=None)
+        # The router's own record and claims are gone as well.
+        picked = follows.pick()
+        assert "matched=0," in (picked.receipt or "")
+        other = Publisher(publisher._context, publisher.host, ports=(publisher.port, publisher.replay_port))
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)])
+        await follows.has(state="Live", blocks=20)
+        # The start time of the new process is no further restart.
+        follows.tell("m-0", other.profile(started_s=2000.0))
+        await follows.until(lambda: not follows.events._ready)
+        assert follows.status().blocks == 20
+
+
 async def test_silent_server_is_given_up(monkeypatch):
     monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
     connections: list[asyncio.StreamWriter] = []

@@ -237,15 +237,19 @@ class EventSource:
 
     def on_restart(self, now: float) -> list[Effect]:
         """Return the effects of another life of the engine, such as one with a later start time."""
-        self._due = 0
-        self._heard = -1
-        self._missing = ""
+        self._forget_life()
         self._end_replay()
         if self._phase not in (SourceState.OFF, SourceState.FAILED):
             self._phase = SourceState.CONNECTING
             if self._may_replay(now):
                 self._want_replay(now + RETRY_S)
         return [Clear()]
+
+    def on_refused(self) -> list[Effect]:
+        """Return the effects of a connection that was refused: the process that published before has ended."""
+        known = self._due > 0
+        self._forget_life()
+        return [Clear()] if known else []
 
     def on_unreadable(self, reason: str) -> list[Effect]:
         """Return the effects of an applied message that nobody can read: the removals in it are unknown."""
@@ -292,6 +296,11 @@ class EventSource:
     def delays_others(self, now: float) -> bool:
         """Return whether the source replays and has begun lately."""
         return self.attempt is not None and now < self._place_s
+
+    def _forget_life(self) -> None:
+        self._due = 0
+        self._heard = -1
+        self._missing = ""
 
     def _may_replay(self, now: float) -> bool:
         return self._replays and now >= self._no_replay_before_s

@@ -5,7 +5,7 @@ claim ends when the engine reports the prompt's last block. It also ends soon af
 the engine may never compute the prompt.
 """
 
-from collections.abc import Container
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Final
 
@@ -29,12 +29,13 @@ class Claims:
         self._blocks: dict[int, int] = {}
         # The requests of each prompt, by the prompt's last block.
         self._last: dict[int, set[str]] = {}
+        self._prompts: dict[int, tuple[int, ...]] = {}
         self._size = 0
 
     @property
-    def awaited(self) -> Container[int]:
-        """The last blocks of the claimed prompts, which change with the claims."""
-        return self._last.keys()
+    def awaited(self) -> Mapping[int, tuple[int, ...]]:
+        """The blocks of the claimed prompts by their last block, which change with the claims."""
+        return self._prompts
 
     def add(self, now: float, request_id: str, chain: TokenChain, *, expected_s: float) -> None:
         """Claim a request's prompt, whose first token is expected in ``expected_s`` seconds; extend a known claim."""
@@ -50,6 +51,7 @@ class Claims:
                 self._blocks[key] = self._blocks.get(key, 0) + 1
             self._size += len(keys)
             self._last.setdefault(keys[-1], set()).add(request_id)
+            self._prompts[keys[-1]] = keys
         self._claims[request_id] = (ends_s, keys)
         heappush(self._ends_s, (ends_s, request_id))
 
@@ -61,7 +63,7 @@ class Claims:
             requests = self._last[keys[-1]]
             requests.discard(request_id)
             if not requests:
-                del self._last[keys[-1]]
+                del self._last[keys[-1]], self._prompts[keys[-1]]
         for key in keys:
             count = self._blocks[key]
             if count > 1:
@@ -93,6 +95,7 @@ class Claims:
         self._ends_s.clear()
         self._blocks.clear()
         self._last.clear()
+        self._prompts.clear()
         self._size = 0
 
     def _expire(self, now: float) -> None:

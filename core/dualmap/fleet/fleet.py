@@ -5,6 +5,7 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import NamedTuple
@@ -232,6 +233,32 @@ class Fleet:
         """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
         self._caches.cut(request.member, request.request.chain, request.matched_tokens)
         self._reported.withdraw(request.member, request.request.id)
+
+    def renewed(self, now: float, queued: QueuedRequest) -> QueuedRequest:
+        """Return a request that leaves its member's queue, with the tokens that the member is expected to cache now.
+
+        The request's own blocks and claim do not count: the member has not computed them.
+        """
+        request, member = queued.request, queued.member
+        self._reported.withdraw(member, request.id)
+        view = self.view(now, request.chain, tokens=request.tokens)
+        matched_tokens = None
+        if view.reported is not None:
+            matched_tokens = view.reported.at_dispatch(member, queued.matched_tokens)
+        source = "records" if matched_tokens is None else "events"
+        if matched_tokens is None:
+            # The record contains the request's own blocks, unless the member has lost its cache since.
+            matched_tokens = min(queued.matched_tokens, view.recorded_tokens(member))
+        if (matched_tokens, source) == (queued.matched_tokens, queued.receipt.source):
+            return queued
+        return replace(
+            queued,
+            matched_tokens=matched_tokens,
+            compute_s=self._ledger.loads[member].speed.current.compute_s(
+                request.chain.tokens - matched_tokens, matched_tokens
+            ),
+            receipt=queued.receipt._replace(matched_tokens=matched_tokens, source=source),
+        )
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""

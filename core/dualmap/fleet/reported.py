@@ -68,17 +68,31 @@ class ReportedMatches:
             if reporter.followed:
                 yield member, self._matched(reporter)
 
+    def at_dispatch(self, member: str, matched_tokens: int) -> int | None:
+        """Return the cached tokens at a member that receives the prompt now, after a wait in the queue.
+
+        Claims count up to ``matched_tokens``, the prediction at the pick: later claims are of requests behind this one.
+        """
+        reporter = self._reporters.get(member)
+        if reporter is None or not reporter.followed:
+            return None
+        held, claimed = self._tokens_at(reporter)
+        return min(max(held, min(claimed, matched_tokens)), self._prompt_tokens)
+
     def _matched(self, reporter: _Reporter) -> int:
+        # The router cuts a prompt that is longer than the model's longest one.
+        return min(max(self._tokens_at(reporter)), self._prompt_tokens)
+
+    def _tokens_at(self, reporter: _Reporter) -> tuple[int, int]:
+        """Return how many tokens of the prompt a member holds, and how many are claimed for it."""
         block_tokens = reporter.residency.block_tokens
         if block_tokens is None:
-            return 0
+            return 0, 0
         chain = self._tokens.chain(block_tokens)
         if block_tokens not in self._found:
             self._found[block_tokens] = self._held.leading_blocks(chain)
-        reported = reporter.residency.matched_tokens(chain, self._found[block_tokens])
-        matched = max(reported, chain.reusable_tokens(reporter.claims.leading_blocks(self._now, chain)))
-        # The prompt's tokens may be an estimate, and candidates compare parts of it.
-        return min(matched * self._prompt_tokens // max(chain.tokens, 1), self._prompt_tokens)
+        held = reporter.residency.matched_tokens(chain, self._found[block_tokens])
+        return held, chain.reusable_tokens(reporter.claims.leading_blocks(self._now, chain))
 
 
 class ReportedCaches:
@@ -149,7 +163,7 @@ class ReportedCaches:
             return
         chain = tokens.chain(block_tokens)
         # A hit on all blocks is not reported.
-        if chain.keys and not reporter.residency.holds(chain.keys[-1]):
+        if not reporter.residency.is_held(chain):
             reporter.claims.add(now, request_id, chain, expected_s=expected_s)
 
     def withdraw(self, member: str, request_id: str) -> None:

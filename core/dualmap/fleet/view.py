@@ -70,6 +70,10 @@ class View:
         """Return a member as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         return self.look(self._instances[member], hint_tokens)
 
+    def recorded_tokens(self, member: str) -> int:
+        """Return how many tokens of the prompt a member caches by the router's own record."""
+        return self.chain.tokens_of(self._instances[member].index.matched_on(self.path))
+
     def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
         """Return an instance as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)

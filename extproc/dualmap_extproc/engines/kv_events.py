@@ -322,7 +322,8 @@ class _Source:
         self._unpacking: Iterator[Batch | Unreadable] | None = None
         self._unpacking_bytes = 0
         self._changes: list[KvChange] = [Clear()]
-        # Whether the numbers showed a restart after the last profile, so that its start time is no further restart.
+        # Whether a number or a refused connection showed a restart after the last profile, so that the start time of
+        # the next profile is no further restart.
         self._restarted = False
 
     def open(self, now: float) -> None:
@@ -353,8 +354,11 @@ class _Source:
             closed = isinstance(error, ProtocolError)
             self.fail(f"the connection was closed: {error}" if closed else "the connection was lost")
         else:
-            # The source still connects. An engine that starts answers only after minutes.
+            # The source still connects. An engine that starts answers only after minutes. Its cache is empty.
             self.close()
+            if isinstance(error, ConnectionRefusedError) and (effects := self.events.on_refused()):
+                self._restarted = True
+                self._act(effects)
         self.retry_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, RETRY_S[1])
 

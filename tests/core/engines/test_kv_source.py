@@ -384,3 +384,15 @@ def test_frames_are_read_from_the_back(frames: tuple[bytes, ...]) -> None:
 )
 def test_other_frames_are_the_end_or_nothing(frames: tuple[bytes, ...], read: ReplayEnd | None) -> None:
     assert read_frames(frames) == read
+
+
+def test_refused_connection_ends_the_life_of_the_engine() -> None:
+    source = started(0, 1, 2)
+    source.on_failed("the connection was lost")
+    source.connect()
+    assert numbers(source.on_refused()) == ["clear"]
+    assert (source.sequence, source.on_refused()) == (None, [])
+    # The next life is followed from its beginning.
+    source.start(20.0)
+    assert replay(source, 0, 1, END, now=21.0, start=0) == [0, 1]
+    assert source.state is SourceState.LIVE
