@@ -114,6 +114,18 @@ def test_all_routers_receive_kv_events_of_all_members() -> None:
     assert held == held[:1] * 3
 
 
+def test_prompt_that_another_router_placed_is_not_computed_twice() -> None:
+    # Pairs of equal prompts 0.4 s apart, each prompt of a pair at another router. A prefill takes 1.5 s.
+    asked = tuple(
+        replace(each, router=number % 2) for number, each in enumerate(one_block_prompts(0.0, 0.4, same=True))
+    )
+    plain = config(small_pool(4, policy="min_ttft"), routers=2, exchange=ReplicationConfig())
+    for followed in (plain, with_events(plain)):
+        first, second = Cluster(followed).run(asked)
+        assert first.router != second.router
+        assert (second.member, second.predicted_tokens) == (first.member, 80)
+
+
 def test_router_forgets_blocks_of_restarted_engine_at_its_first_event() -> None:
     failing = config(
         small_pool(1), engine=ROUND, events=(Fail(at_s=5.0, member="m-0"), Recover(at_s=5.5, member="m-0"))
