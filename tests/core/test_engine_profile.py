@@ -57,7 +57,7 @@ class TestMetrics:
             cache_tokens=63 * 32,
             waiting=3,
             running=2,
-            ranks=1,
+            ranks=(0,),
             asleep=False,
             started_s=1795149865.6,
         )
@@ -84,7 +84,23 @@ class TestMetrics:
         )
         profile = read_metrics("vLLM", page)
         assert (profile.running, profile.waiting, profile.kv_tokens, profile.block_tokens) == (6, 3, 480, 16)
-        assert profile.ranks == 3
+        assert profile.ranks == (0, 1, 2)
+
+    @pytest.mark.parametrize(
+        ("engine", "labels", "ranks"),
+        [
+            ("vLLM", ('engine="3"',), (3,)),
+            ("vLLM", ('engine="10"', 'engine="9"'), (9, 10)),
+            ("vLLM", ('engine="-1"', 'engine="many"', 'my_engine="7"'), (0,)),
+            ("SGLang", ('tp_rank="0"', 'tp_rank="1"'), (0,)),
+            ("SGLang", ('dp_rank="1",tp_rank="0"', 'dp_rank="1",tp_rank="1"', 'dp_rank="0",tp_rank="2"'), (0, 1)),
+            ("TensorRTLLM", ("",), (0,)),
+        ],
+    )
+    def test_ranks_are_those_of_the_label(self, engine: str, labels: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        dialect = DIALECTS[engine]
+        lines = [f"{name}{{{each}}} 0\n" for each in labels for name in (dialect.running, dialect.waiting)]
+        assert read_metrics(engine, "".join(lines).encode()).ranks == ranks
 
     def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))

@@ -112,6 +112,33 @@ def test_prompt_that_is_held_needs_no_claim():
     assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 48
 
 
+def test_forgotten_prompt_is_held_again_after_its_next_request():
+    of = router(members=1)
+    hashes = stored(63).hashes
+    # Two equal prompts are computed at the same time. The second store looks like a report. Then one copy is removed.
+    twice = replace(stored(63), new=False)
+    of.on_kv_events("m-0", 0, [Batch(events=(twice, twice, Removed(hashes=hashes[::-1])))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 0
+    decide(of, "a", known=tokens())
+    # The engine reuses the other copy, and stores the rest of the prompt.
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1, start=63, parent=62),))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 64
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 1024
+
+
+def test_prompt_with_a_forgotten_middle_is_held_again():
+    of = router(members=1)
+    twice = replace(stored(64), new=False)
+    of.on_kv_events("m-0", 0, [Batch(events=(twice, twice, Removed(hashes=(10,))))], LIVE)
+    decide(of, "a", known=tokens())
+    # The engine reuses all blocks, and stores what it generates.
+    generated = Stored(hashes=(500,), parent=63, tokens=pack_tokens(range(16)), block_tokens=16)
+    of.on_kv_events("m-0", 0, [Batch(events=(generated,))], LIVE)
+    assert of.status().endpoints[0].events.blocks == 65
+    of.on_aborted(1.0, "a")
+    assert decide(of, "b", now=1.0, known=tokens()).receipt.matched_tokens == 1024
+
+
 def test_claim_ends_when_the_engine_restarts():
     of = router(members=1)
     of.on_profile(0.0, "m-0", EngineProfile(started_s=1.0))
@@ -305,3 +332,43 @@ def test_reported_tokens_are_rounded_as_cached_tokens_show():
     decide(of, "u-8", now=100.0, known=tokens())
     of.on_finished(100.0, "u-8", Usage(prompt_tokens=1025, cached_tokens=112 * 8))
     assert matched(of, "c", now=200.0) == (896, "events")
+
+
+class TestPartial:
+    """Members of which messages are lost, such as those before the router's start."""
+
+    LOST = SourceStatus(state=SourceState.PARTIAL, sequence=500, reason="messages 0 to 499 are lost")
+
+    def router(self, *, policy: str = "dualmap") -> PoolRouter:
+        """Return a router with a member that has a prompt of which the engine reported only the last blocks."""
+        of = router(members=1, policy=policy)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(2, start=62, parent=61),))], self.LOST)
+        decide(of, "a", known=tokens())
+        of.on_finished(1.0, "a")
+        return of
+
+    def test_record_counts_where_the_events_lack_blocks(self):
+        for policy in ("dualmap", "min_ttft", "cache_affinity_global"):
+            of = self.router(policy=policy)
+            receipt = decide(of, "b", now=100.0, known=tokens()).receipt
+            assert (receipt.matched_tokens, receipt.source) == (1024, "records"), policy
+
+    def test_events_count_where_they_have_more_blocks(self):
+        of = router(members=1)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], self.LOST)
+        receipt = decide(of, "a", known=tokens()).receipt
+        assert (receipt.matched_tokens, receipt.source) == (640, "events")
+
+    def test_record_counts_after_blocks_were_forgotten(self):
+        of = router(members=1)
+        of.on_profile(0.0, "m-0", EngineProfile(block_tokens=16, cache_tokens=320))
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(20),)), Batch(events=(stored(1, start=20, parent=19),))], LIVE)
+        assert of.status().endpoints[0].events.state is SourceState.PARTIAL
+        decide(of, "a", known=tokens())
+        of.on_finished(1.0, "a")
+        assert decide(of, "b", now=100.0, known=tokens()).receipt.source == "records"
+
+    def test_restart_forgets_the_record(self):
+        of = self.router()
+        of.on_kv_events("m-0", 0, [Clear()], LIVE)
+        assert decide(of, "b", now=100.0, known=tokens()).receipt.matched_tokens == 0

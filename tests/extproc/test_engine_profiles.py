@@ -151,7 +151,7 @@ class TestProfiles:
                 running=2,
                 asleep=False,
                 started_s=100.0,
-                ranks=1,
+                ranks=(0,),
             )
 
     async def test_sglang_engine_is_described(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,8 +13,8 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from dualmap.engines.events import Batch
-from dualmap.engines.profile import EngineProfile, read_event_sources
+from dualmap.engines.events import Batch, Removed, Stored
+from dualmap.engines.profile import EngineProfile, read_event_sources, read_metrics
 from dualmap.engines.source import MESSAGE_BYTES_MAX, Message
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
 from dualmap.prompts.api import Api
@@ -24,11 +25,20 @@ from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
+from dualmap_sim.block_pool import EventBatch
+from dualmap_sim.errors import CannotPublish
+from dualmap_sim.kv_publisher import KvPublisher
+from dualmap_sim.server_settings import KvEventSettings
 from extproc import envoy_messages
 from extproc.event_publishers import BLOCK, CLEARED, Publisher, removed, stored
 
 PROMPT = list(range(100, 100 + 20 * BLOCK + 3))
+HASHES = tuple(range(1, 21))
+STORED = Stored(
+    hashes=HASHES, parent=None, tokens=array("I", PROMPT[: 20 * BLOCK]).tobytes(), block_tokens=BLOCK, group=0
+)
 KEY = b"k" * 32
+RANKS_HOST = "127.0.0.9"
 
 
 class Following:
@@ -126,6 +136,47 @@ async def following(
     finally:
         await follows.close()
         context.destroy(linger=0)
+
+
+async def ranks_of(count: int) -> tuple[KvEvents, list[KvPublisher]]:
+    """Return the ports of rank 0, and the simulated engine's publishers of the ranks of one member."""
+    first = KvPublisher(KvEventSettings(port=0, replay_port=0), host=RANKS_HOST)
+    first.start()
+    (source,) = read_event_sources(first.sources).event_sources
+    assert source.port is not None
+    assert source.replay_port is not None
+    ports, ranks = KvEvents(enabled=True, port=source.port, replay_port=source.replay_port), [first]
+    try:
+        for rank in range(1, count):
+            settings = KvEventSettings(port=ports.port, replay_port=ports.replay_port, rank=rank)
+            ranks.append(KvPublisher(settings, host=RANKS_HOST))
+            ranks[-1].start()
+    except CannotPublish:
+        # Another socket has the next port.
+        for each in ranks:
+            await each.close()
+        return await ranks_of(count)
+    return ports, ranks
+
+
+def page_of(*ranks: int) -> EngineProfile:
+    """Return what a vLLM without ``/kv_event_sources`` says about its ranks."""
+    lines = [f'vllm:num_requests_{kind}{{engine="{rank}"}} 0\n' for rank in ranks for kind in ("running", "waiting")]
+    return read_metrics("vLLM", "".join(lines).encode())
+
+
+@asynccontextmanager
+async def following_ranks(count: int) -> AsyncIterator[tuple[Following, list[KvPublisher]]]:
+    """Follow a member whose ports only the pool says."""
+    ports, ranks = await ranks_of(count)
+    follows = Following(engine=Engine(kv_events=ports))
+    follows.adopt(replace(follows.pool, members=(Member(id="m-0", address=RANKS_HOST, port=8000),)))
+    try:
+        yield follows, ranks
+    finally:
+        await follows.close()
+        for each in ranks:
+            await each.close()
 
 
 async def test_pick_goes_to_the_member_that_reported_the_prompt():
@@ -609,6 +660,53 @@ async def test_ranks_of_a_member_are_counted_apart():
         await first.publish(stored(1, PROMPT))
         await follows.has(number=0, state="Connecting", blocks=20)
         assert 'source="records"' in (follows.pick().receipt or "")
+
+
+async def test_ports_of_the_pool_are_followed_at_each_rank():
+    async with following_ranks(2) as (follows, ranks):
+        # Messages before the subscription come from the replay port of their rank.
+        for each in ranks:
+            each.publish(EventBatch(0, 0.0, (STORED,)))
+        follows.tell("m-0", page_of(0, 1))
+        await follows.has(state="Live", blocks=40, sequence=0, resyncs=2)
+        for each, left in zip(ranks, (20, 0), strict=True):
+            assert f"matched={20 * BLOCK}," in (follows.pick().receipt or "")
+            each.publish(EventBatch(1, 0.0, (Removed(hashes=HASHES, group=0),)))
+            await follows.has(state="Live", blocks=left)
+
+
+async def test_port_of_the_pool_is_above_the_base_for_a_later_rank():
+    async with following_ranks(2) as (follows, ranks):
+        ranks[1].publish(EventBatch(0, 0.0, (STORED,)))
+        follows.tell("m-0", page_of(1))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_ranks_of_a_metrics_page_may_change():
+    async with following_ranks(2) as (follows, ranks):
+        for each in ranks:
+            each.publish(EventBatch(0, 0.0, (STORED,)))
+        for said in ((0,), (0, 1), (1,)):
+            follows.tell("m-0", page_of(*said))
+            await follows.has(state="Live", blocks=20 * len(said), resyncs=len(said))
+        # A page that could not be read says nothing about ranks.
+        before = list(follows.events._sources.values())
+        follows.tell("m-0", EngineProfile(reason="silent"))
+        assert list(follows.events._sources.values()) == before
+
+
+async def test_rank_without_a_port_is_a_failed_member():
+    async with following_ranks(1) as (follows, _):
+        follows.tell("m-0", page_of(0, 65_000))
+        port = follows.pool.engine.kv_events.port + 65_000
+        await follows.has(state="Failed", reason=f"rank 65000: the subscription failed: there is no port {port}")
+
+
+async def test_ranks_of_a_metrics_page_are_bounded(monkeypatch):
+    monkeypatch.setattr(kv_events, "RANKS_MAX", 2)
+    async with following_ranks(1) as (follows, _):
+        follows.tell("m-0", page_of(*range(5)))
+        assert [each.rank for each in follows.events._sources] == [0, 1]
 
 
 async def test_source_limit_is_a_failed_member(monkeypatch):

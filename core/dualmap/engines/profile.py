@@ -47,10 +47,10 @@ class EngineProfile:
     can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
     that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
     engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
-    ``ranks`` is the number of the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start
-    time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router
-    read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same
-    ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
+    ``ranks`` are the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start time of the
+    engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router read the
+    load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
+    the same observation of the load. ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -64,7 +64,7 @@ class EngineProfile:
     waiting: int | None = None
     running: int | None = None
     kv_usage: float | None = None
-    ranks: int | None = None
+    ranks: tuple[int, ...] = ()
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
@@ -102,7 +102,8 @@ _FACTS: Final = tuple(each.name for each in fields(EngineProfile) if each.name !
 class Dialect:
     """How an engine of type ``engine`` names its metrics; ``path`` is the path of the page.
 
-    An engine that has the metric ``cache`` describes its memory in the metric's labels.
+    An engine that has the metric ``cache`` describes its memory in the metric's labels. ``rank`` is the label with the
+    data-parallel rank.
     """
 
     engine: str
@@ -110,6 +111,7 @@ class Dialect:
     running: str
     waiting: str
     usage: str
+    rank: str = ""
     cache: str = ""
     sleep: str = ""
     block_tokens: str = ""
@@ -124,6 +126,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
         usage="vllm:kv_cache_usage_perc",
+        rank="engine",
         cache="vllm:cache_config_info",
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
@@ -136,6 +139,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
         usage="sglang:token_usage",
+        rank="dp_rank",
         cache="sglang:cache_config_info",
         block_tokens="page_size",
         blocks="num_pages",
@@ -185,7 +189,7 @@ def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> Engi
         waiting=min(waiting, _REQUESTS_MAX),
         running=min(running, _REQUESTS_MAX),
         kv_usage=_usage(samples.get(dialect.usage, ())),
-        ranks=len(samples[dialect.running]),
+        ranks=_ranks(dialect, samples[dialect.running]),
         asleep=_asleep(samples.get(dialect.sleep, ())),
         started_s=_started_s(samples.get(_STARTED, ())),
         at_s=at_s,
@@ -296,6 +300,11 @@ def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
     if not block or not blocks or block > _BLOCK_MAX or block * blocks > _TOKENS_MAX:
         return None
     return block * (blocks - 1) or None
+
+
+def _ranks(dialect: Dialect, samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Return the data-parallel ranks in order. An engine without the label has rank 0 only."""
+    return tuple(sorted({_digits(each.label(dialect.rank)) or 0 for each in samples}))
 
 
 def _usage(samples: Sequence[Sample]) -> float | None:

@@ -54,7 +54,7 @@ TAIL_BYTES_MAX: Final = 16777216
 """The most bytes of token ids of a member's blocks that end inside an index block; above, such blocks are ignored."""
 GROUPS_MAX: Final = 64
 """The most groups of blocks of a member, over all ranks; the events of further groups are ignored."""
-REMOVED_MAX: Final = 4096
+REMOVED_MAX: Final = 2048
 """The most removed blocks of a member that the router stores because the engine may still have a copy."""
 INDEX_TOKENS_MIN: Final = 16
 """The smallest index block. Engines' smaller blocks are gathered, so that a pick does not search for every token."""
@@ -113,7 +113,7 @@ class Residency:
         self._groups: dict[tuple[int, int | None], _Group | None] = {}
         self._parked = ParkedStores()
         self._awaited = {} if awaited is None else awaited
-        self._arrived: dict[int, None] = {}
+        self._arrived: dict[tuple[int, int], None] = {}
         self._faults: dict[int, str] = {}
 
     @property
@@ -192,7 +192,7 @@ class Residency:
 
     def take_arrived(self) -> list[int]:
         """Return the awaited blocks that the engine stored since the last call."""
-        arrived, self._arrived = list(self._arrived), {}
+        arrived, self._arrived = [key for _, key in self._arrived], {}
         return arrived
 
     def matched_tokens(self, chain: TokenChain, found: Mapping[int, int] | None = None) -> int:
@@ -287,7 +287,7 @@ class Residency:
         else:
             slot = table.find(event.parent)
             if slot < 0 and event.parent in group.removed:
-                self._hold_again(group, event.parent)
+                self._hold_again(group, (event.parent,))
                 slot = table.find(event.parent)
             if slot < 0:
                 if self._parked.add(group.holder, event, event.parent):
@@ -341,10 +341,12 @@ class Residency:
         self._held.stored += stored
         counts.stored += stored
         for key in arrived:
-            if key in awaited and key not in self._arrived:
-                self._arrived[key] = None
+            if key in awaited and (group.holder, key) not in self._arrived:
+                self._arrived[group.holder, key] = None
                 if group.removed:
-                    self._hold_prompt(group, awaited[key])
+                    self._hold_again(
+                        group, [group.removed_keys[each] for each in awaited[key] if each in group.removed_keys]
+                    )
         return True
 
     def _remember(self, group: "_Group", block: int, link: int) -> None:
@@ -360,26 +362,24 @@ class Residency:
         group.removed[block] = link
         group.removed_keys[link >> KEY_SHIFT] = block
 
-    def _hold_prompt(self, group: "_Group", keys: Sequence[int]) -> None:
-        """Hold again the removed blocks of a prompt, because the engine has its last block."""
-        for key in keys:
-            block = group.removed_keys.get(key)
-            if block is not None:
-                self._hold_again(group, block)
-
-    def _hold_again(self, group: "_Group", block: int) -> None:
-        """Hold a removed block again, because the engine has another copy."""
-        link = group.removed.pop(block)
-        group.removed_keys.pop(link >> KEY_SHIFT, None)
-        table, whole = group.table, self.blocks >= BLOCKS_MAX or self._held.stored >= POOL_BLOCKS_MAX
-        if table.find(block) >= 0 or whole:
-            return
-        table.add(block, link, b"", ends=True)
-        # There may be still more copies.
-        table.doubt(table.find(block))
-        self._held.hold(group.holder, [link])
-        self._held.stored += 1
-        self.counts.held_again += 1
+    def _hold_again(self, group: "_Group", blocks: Sequence[int]) -> None:
+        """Hold removed blocks again, because the engine has other copies."""
+        table = group.table
+        free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
+        links: list[int] = []
+        for block in blocks:
+            link = group.removed.pop(block, None)
+            if link is None:
+                continue
+            group.removed_keys.pop(link >> KEY_SHIFT, None)
+            if table.find(block) < 0 and len(links) < free:
+                table.add(block, link, b"", ends=True)
+                # There may be still more copies.
+                table.doubt(table.find(block))
+                links.append(link)
+        self._held.hold(group.holder, links)
+        self._held.stored += len(links)
+        self.counts.held_again += len(links)
 
     def _leave(self, group: "_Group") -> None:
         self._parked.clear(group.holder)

@@ -329,6 +329,7 @@ class EventSource:
     def _forget_life(self) -> None:
         self._due = self._first = 0
         self._heard = -1
+        self._asleep = self._outdated = False
         self._missing = ""
 
     def _may_replay(self, now: float) -> bool:

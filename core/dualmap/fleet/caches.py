@@ -106,7 +106,7 @@ class Caches:
         """Return the prediction for a prompt that is dispatched to a member."""
         cache, profile = self._caches[member], self._profiles.get(member)
         self._usage.on_dispatched(now, origin)
-        if profile.ranks is not None and profile.ranks > 1:
+        if len(profile.ranks) > 1:
             # Each data-parallel rank has its own cache, and the router does not know which one serves a request.
             origin = origin._replace(comparable=False)
         return predict(

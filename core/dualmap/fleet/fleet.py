@@ -7,7 +7,6 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ from dualmap.engines.source import SourceStatus
 from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
-from dualmap.fleet.foreign import ForeignWork, Prompt
+from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.reported import ReportedCaches
@@ -39,9 +38,6 @@ from dualmap.requests import EndpointStatus, Request, Usage
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
 _OUTPUT_WEIGHT = 0.02
-# The same for the mean prompt tokens of a request, by which requests of other sources count.
-_PROMPT_TOKENS = 1000.0
-_PROMPT_WEIGHT = 0.02
 # The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
 # exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
@@ -78,7 +74,6 @@ class Fleet:
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
-        self._prompt_tokens = _PROMPT_TOKENS
         self.shares = FairShares(_credit_tokens(pool))
         """How much each client received, which decides whose queued request is next."""
         self._pool = pool
@@ -242,13 +237,12 @@ class Fleet:
         request, member = queued.request, queued.member
         self._reported.withdraw(member, request.id)
         view = self.view(now, request.chain, tokens=request.tokens)
-        matched_tokens = None
+        # The record contains the request's own blocks, unless the member has lost its cache since.
+        matched_tokens, source = min(queued.matched_tokens, view.recorded_tokens(member)), "records"
         if view.reported is not None:
-            matched_tokens = view.reported.at_dispatch(member, queued.matched_tokens)
-        source = "records" if matched_tokens is None else "events"
-        if matched_tokens is None:
-            # The record contains the request's own blocks, unless the member has lost its cache since.
-            matched_tokens = min(queued.matched_tokens, view.recorded_tokens(member))
+            reported = view.reported.at_dispatch(member, queued.matched_tokens, matched_tokens)
+            if reported is not None:
+                matched_tokens, source = reported, "events"
         if (matched_tokens, source) == (queued.matched_tokens, queued.receipt.source):
             return queued
         return replace(
@@ -264,7 +258,7 @@ class Fleet:
         """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
-        self._prompt_tokens += _PROMPT_WEIGHT * (request.chain.tokens - self._prompt_tokens)
+        self._foreign.on_dispatched(request.chain.tokens)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
@@ -517,21 +511,9 @@ class Fleet:
 
     def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> None:
         """Update the load of the requests at a member that came through no router."""
-        load, peers = self._ledger.loads[member], self._peers.load(member)
+        load = self._ledger.loads[member]
         load.end_overdue(now)
-        waiting, running = profile.waiting or 0, profile.running or 0
-        tokens = max(1, round(self._prompt_tokens))
-        prompt_s = load.speed.current.compute_s(tokens, 0)
-        own_prefills = sum(each.sequences for each in load.prefills.pending.values())
-        # Replicas report the time of their prefills, but not the number.
-        peers_prefills = min(peers.in_flight, ceil(peers.backlog_s / prompt_s))
-        foreign = self._foreign.count(
-            member,
-            max(0, waiting + running - load.kv.sequences - peers.in_flight),
-            max(0, waiting - own_prefills - peers_prefills),
-            Prompt(tokens=tokens, compute_s=prompt_s),
-            profile.used_tokens,
-        )
+        foreign = self._foreign.count(member, profile, load, self._peers.load(member))
         if foreign is not None:
             foreign = self._limits.clamp(foreign)
             if foreign.backlog_s:

@@ -1,8 +1,9 @@
 """What the members with KV events hold, as their engines report it.
 
 A member whose sources are all followed needs no assumption about its cache. For a request with token ids, its reported
-blocks then replace the router's own record. For a request without token ids, and for a member without events, the
-record counts as before.
+blocks then replace the router's own record. If messages of the member are lost, the record counts where it has more
+blocks: an engine never stores a prompt again that it always reuses. For a request without token ids, and for a member
+without events, the record counts as before.
 
 An engine reports a prompt after its prefill. Until then, the prompt counts by a claim: a claim of token ids for this
 router's requests, and a claim of text for requests without token ids and for those that other routers placed.
@@ -53,9 +54,19 @@ class _Reporter:
         self.claims.clear()
         self.text_claims.clear()
 
+    @property
+    def complete(self) -> bool:
+        """Whether no rank lacks blocks because of lost messages or another fault."""
+        return not any(
+            each.state is SourceState.PARTIAL or self.residency.fault(rank) for rank, each in self.ranks.items()
+        )
+
 
 class ReportedMatches:
-    """How many tokens of one prompt each followed member holds, as a mapping that is computed at its first use."""
+    """How many tokens of one prompt each followed member holds, as a mapping that is computed at its first use.
+
+    The router cuts a prompt that is longer than the model's longest one, to the tokens of ``text``.
+    """
 
     def __init__(
         self,
@@ -74,19 +85,19 @@ class ReportedMatches:
         self._reuse_step = reuse_step
         self._found: dict[int, Mapping[int, int]] = {}
 
-    def get(self, member: str) -> int | None:
-        """Return the cached tokens of the prompt at a member; None if the member's events are not followed."""
+    def get(self, member: str, recorded_tokens: int) -> int | None:
+        """Return the cached tokens of the prompt at a member; None if its record of ``recorded_tokens`` counts."""
         reporter = self._reporters.get(member)
-        return None if reporter is None or not reporter.followed else self._matched(member, reporter)
+        if reporter is None or not reporter.followed:
+            return None
+        return self._counted(member, reporter, max(self._tokens_at(reporter)), recorded_tokens)
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Yield each followed member and its cached tokens."""
-        for member, reporter in self._reporters.items():
-            if reporter.followed:
-                yield member, self._matched(member, reporter)
+    def __iter__(self) -> Iterator[str]:
+        """Yield each followed member."""
+        return (member for member, reporter in self._reporters.items() if reporter.followed)
 
-    def at_dispatch(self, member: str, matched_tokens: int) -> int | None:
-        """Return the cached tokens at a member that receives the prompt now, after a wait in the queue.
+    def at_dispatch(self, member: str, matched_tokens: int, recorded_tokens: int) -> int | None:
+        """Return ``get`` for a member that receives the prompt now, after a wait in the queue.
 
         Claims count up to ``matched_tokens``, the prediction at the pick: later claims are of requests behind this one.
         """
@@ -94,15 +105,12 @@ class ReportedMatches:
         if reporter is None or not reporter.followed:
             return None
         held, claimed = self._tokens_at(reporter)
-        return self._reusable(member, max(held, min(claimed, matched_tokens)))
+        return self._counted(member, reporter, max(held, min(claimed, matched_tokens)), recorded_tokens)
 
-    def _matched(self, member: str, reporter: _Reporter) -> int:
-        return self._reusable(member, max(self._tokens_at(reporter)))
-
-    def _reusable(self, member: str, tokens: int) -> int:
+    def _counted(self, member: str, reporter: _Reporter, tokens: int, recorded_tokens: int) -> int | None:
         """Return how many of cached tokens the engine reuses: models with several kinds of layers use larger steps."""
-        # The router cuts a prompt that is longer than the model's longest one.
-        return min(tokens - tokens % self._reuse_step(member), self._text.tokens)
+        matched = min(tokens - tokens % self._reuse_step(member), self._text.tokens)
+        return None if matched < recorded_tokens and not reporter.complete else matched
 
     def _tokens_at(self, reporter: _Reporter) -> tuple[int, int]:
         """Return how many tokens of the prompt a member holds, and how many are claimed for it."""

@@ -94,13 +94,12 @@ class View:
         """Return an instance as a candidate; the hint says what is known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)
         speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
-        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id)
+        matched_tokens = chain.tokens_of(instance.index.matched_on(self.path))
+        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id, matched_tokens)
+        hint_counts = True
         if reported_tokens is not None:
             matched_tokens = reported_tokens
             hint_counts = self.now - hint.since_s < speed.compute_s(hint.tokens, 0) + CLAIM_S
-        else:
-            matched_tokens = chain.tokens_of(instance.index.matched_on(self.path))
-            hint_counts = True
         if hint.tokens and hint_counts:
             hinted_blocks = min(hint.tokens, chain.tokens) // chain.block_tokens
             matched_tokens = max(matched_tokens, chain.tokens_of(hinted_blocks))
@@ -194,6 +193,10 @@ class Everyone:
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         cached = {positions[index]: tokens[blocks] for index, blocks in held.items() if index in positions}
         if self._view.reported is not None:
-            ids = self._roster.ids
-            cached.update((ids[member], reported) for member, reported in self._view.reported if member in ids)
+            for member in self._view.reported:
+                position = self._roster.ids.get(member)
+                if position is not None:
+                    recorded = cached.get(position, 0)
+                    reported = self._view.reported.get(member, recorded)
+                    cached[position] = recorded if reported is None else reported
         return cached

@@ -116,7 +116,7 @@ class KvEvents:
         self._follow()
 
     def on_profile(self, pool: str, member: str, profile: EngineProfile) -> None:
-        """Take the ports and the start time that a member's engine says."""
+        """Take the ports, the ranks and the start time that a member's engine says."""
         key = (pool, member)
         if key not in self._members:
             return
@@ -132,12 +132,14 @@ class KvEvents:
             if not profile.event_sources:
                 # The page with the sources is not answered at times, and the sources stay the same.
                 profile = profile.also(EngineProfile(event_sources=before.event_sources))
+            if not profile.ranks:
+                profile = profile.also(EngineProfile(ranks=before.ranks))
             if bool(profile.asleep) != bool(before.asleep):
                 for source in self._sources_of(key):
                     source.on_asleep(asleep=bool(profile.asleep))
                     self._queue(source)
         self._profiles[key] = profile
-        if before is None or before.event_sources != profile.event_sources:
+        if before is None or (before.event_sources, before.ranks) != (profile.event_sources, profile.ranks):
             self._follow()
 
     async def run(self) -> None:
@@ -525,7 +527,7 @@ class _Source:
 
 
 def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Address]:
-    """Return the publishers of a member: those that its engine says, else the one of the pool's specification."""
+    """Return the publishers of a member: those that its engine says, else those of the pool's specification."""
     events = pool.engine.kv_events
     address = partial(
         _Address,
@@ -536,7 +538,10 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
         host=member.address,
     )
     if not profile.event_sources:
-        return [address(rank=0, port=events.port, replay_port=events.replay_port, topic=events.topic)]
+        return [
+            address(rank=rank, port=events.port + rank, replay_port=events.replay_port + rank, topic=events.topic)
+            for rank in (profile.ranks or (0,))[:RANKS_MAX]
+        ]
     return [
         address(
             rank=source.rank,

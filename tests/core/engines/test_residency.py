@@ -438,6 +438,16 @@ class TestHeldAgain:
         member.send(store(103, parent=102))
         assert (member.blocks(), member.counts.held_again, member.residency.parked) == (2, 0, 1)
 
+    def test_blocks_of_every_dense_group(self) -> None:
+        member = Member()
+        for group in (0, 1):
+            twice = store(100, 101, 102, new=False, group=group)
+            member.send(twice, twice, remove(100, group=group))
+        assert member.blocks() == 0
+        member.await_prompt(4)
+        member.send(store(103, parent=102, group=0), store(103, parent=102, group=1))
+        assert (member.blocks(), member.counts.held_again) == (4, 2)
+
     def test_clear_forgets_removed_blocks(self) -> None:
         member = Member()
         member.send(store(100, 101), store(100, 101, new=False), remove(101), Cleared(), store(100))
