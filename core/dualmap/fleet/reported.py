@@ -108,7 +108,10 @@ class ReportedMatches:
         return self._counted(member, reporter, max(held, min(claimed, matched_tokens)), recorded_tokens)
 
     def _counted(self, member: str, reporter: _Reporter, tokens: int, recorded_tokens: int) -> int | None:
-        """Return how many of cached tokens the engine reuses: models with several kinds of layers use larger steps."""
+        """Return how many of the cached tokens the engine reuses; None if the record counts.
+
+        Models with several kinds of layers reuse larger steps than a block.
+        """
         matched = min(tokens - tokens % self._reuse_step(member), self._text.tokens)
         return None if matched < recorded_tokens and not reporter.complete else matched
 
