@@ -483,7 +483,7 @@ class Fleet:
         hashes = self._caches.add_placed(member.id, placement.hashes)
         compute_s = self._ledger.loads[member.id].speed.current.compute_s(len(hashes) * self._caches.block_tokens, 0)
         expected_s = self.queue_s(now, member.id) + compute_s
-        self._reported.claim_placed(min(placed_s, now), member.id, hashes, expected_s=expected_s)
+        self._reported.claim_placed(now, member.id, hashes, placed_s=min(placed_s, now), expected_s=expected_s)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""

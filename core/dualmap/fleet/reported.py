@@ -19,7 +19,7 @@ from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange, Residency
 from dualmap.engines.source import ForgetCopies, SourceState, SourceStatus
-from dualmap.fleet.claims import Claims
+from dualmap.fleet.claims import CLAIM_MAX_S, Claims
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import NO_EVENTS, EventsStatus, Request
@@ -209,10 +209,13 @@ class ReportedCaches:
         if not reporter.residency.is_held(chain):
             reporter.claims.add(now, request.id, chain.keys, expected_s=expected_s)
 
-    def claim_placed(self, placed_s: float, member: str, hashes: tuple[int, ...], *, expected_s: float) -> None:
+    def claim_placed(
+        self, now: float, member: str, hashes: tuple[int, ...], *, placed_s: float, expected_s: float
+    ) -> None:
         """Claim the text blocks of a prompt that another router sent to a member at ``placed_s``."""
         reporter = self._reporters.get(member)
-        if reporter is not None and hashes:
+        # A router that starts receives old placements as well.
+        if reporter is not None and hashes and now - placed_s < CLAIM_MAX_S:
             # Request ids of this router contain no space.
             reporter.text_claims.add(placed_s, f"placed {hashes[-1]:x}", hashes, expected_s=expected_s)
 
