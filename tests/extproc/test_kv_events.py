@@ -523,7 +523,7 @@ async def test_lost_connection_is_opened_again_and_replayed():
         await first.publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
         other = await first.replaced()
-        await follows.has(state="Failed", reason="the connection was lost", blocks=20)
+        await follows.has(state="Failed", reason=f"{first.place}: the connection was lost", blocks=20)
         follows.publishers = (other,)
         other.history([stored(1, PROMPT)], [removed(20)])
         # No message follows.
@@ -548,7 +548,8 @@ async def test_endless_message_closes_the_connection():
         await publisher.publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
         await publisher.send_frames(*[bytes(1_000_000)] * 6)
-        await follows.has(state="Failed", reason="the connection was closed: a message has more than 4194304 bytes")
+        says = f"{publisher.place}: the connection was closed: a message has more than 4194304 bytes"
+        await follows.has(state="Failed", reason=says)
         await publisher.subscribed()
         await follows.has(state="Live", blocks=20)
 

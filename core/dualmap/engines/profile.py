@@ -48,7 +48,8 @@ class EngineProfile:
     that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
     engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
     ``ranks`` are the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start time of the
-    engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router read the
+    engine's process, in seconds since 1970 on the engine's clock. ``publishes`` is whether the engine publishes KV
+    events, and ``event_sources`` says where. ``at_s`` is the time at which the router read the
     load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
     the same observation of the load. ``reason`` says what could not be read.
     """
@@ -68,6 +69,7 @@ class EngineProfile:
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
+    publishes: bool | None = None
     at_s: float | None = field(default=None, compare=False)
     reason: str = ""
 
@@ -75,6 +77,11 @@ class EngineProfile:
     def problem(self) -> str:
         """What could not be read, or that the engine sleeps; empty if neither."""
         return self.reason or ("the engine is asleep" if self.asleep else "")
+
+    @property
+    def events_problem(self) -> str:
+        """That the engine publishes no KV events; empty if it does, or if this is not known."""
+        return "the engine reports no KV events" if self.publishes is False else ""
 
     @property
     def used_tokens(self) -> int | None:
@@ -231,7 +238,10 @@ def read_models(document: object) -> EngineProfile:
 
 
 def read_event_sources(document: object) -> EngineProfile:
-    """Read the answer of vLLM's ``/kv_event_sources``: the publisher's configuration by data-parallel rank."""
+    """Read the answer of vLLM's ``/kv_event_sources``: the publisher's configuration by data-parallel rank.
+
+    A vLLM without ``--kv-events-config`` answers with an empty object.
+    """
     if not isinstance(document, Mapping):
         return EngineProfile(reason="/kv_event_sources is no object")
     sources: list[EventSource] = []
@@ -247,7 +257,11 @@ def read_event_sources(document: object) -> EngineProfile:
                     topic=_topic(source.get("topic")),
                 )
             )
-    return EngineProfile(event_sources=tuple(sorted(sources, key=lambda each: each.rank)))
+    is_whole = len(document) <= EVENT_SOURCES_MAX
+    return EngineProfile(
+        event_sources=tuple(sorted(sources, key=lambda each: each.rank)),
+        publishes=True if sources else False if is_whole else None,
+    )
 
 
 def read_server_info(document: object) -> EngineProfile:
@@ -255,13 +269,17 @@ def read_server_info(document: object) -> EngineProfile:
     if not isinstance(document, Mapping):
         return EngineProfile(reason="/server_info is no object")
     kv_tokens = _whole(document.get("max_total_num_tokens"), _TOKENS_MAX)
+    sources = _sglang_sources(document.get("kv_events"))
+    # Releases that do not report their publisher have no such key.
+    is_off = "kv_events" in document and document["kv_events"] is None
     return EngineProfile(
         version=_version(document.get("version")),
         block_tokens=_whole(document.get("page_size"), _BLOCK_MAX),
         kv_tokens=kv_tokens,
         cache_tokens=0 if document.get("disable_radix_cache") is True else kv_tokens,
         max_model_len=_whole(document.get("context_length"), _LENGTH_MAX),
-        event_sources=_sglang_sources(document.get("kv_events")),
+        event_sources=sources,
+        publishes=True if sources else False if is_off else None,
     )
 
 

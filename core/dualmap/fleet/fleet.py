@@ -14,7 +14,7 @@ from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
-from dualmap.engines.source import SourceStatus
+from dualmap.engines.source import SourceState, SourceStatus
 from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
@@ -33,7 +33,7 @@ from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
-from dualmap.requests import EndpointStatus, Request, Usage
+from dualmap.requests import EndpointStatus, EventsStatus, Request, Usage
 
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
@@ -601,8 +601,15 @@ class Fleet:
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
             engine=self._profiles.get(member.id),
-            events=self._reported.status(member.id),
+            events=self._events_status(member.id),
         )
+
+    def _events_status(self, member: str) -> EventsStatus:
+        """Return the state of a member's KV events. A member whose engine publishes none has no source."""
+        events = self._reported.status(member)
+        if events.state is SourceState.OFF and self._pool.engine.kv_events.enabled:
+            return replace(events, reason=self._profiles.get(member).events_problem)
+        return events
 
 
 def _credit_tokens(pool: Pool) -> int:

@@ -10,7 +10,7 @@ finds the gap.
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,6 +25,7 @@ from dualmap.engines.source import (
     Effect,
     EventSource,
     ReplayEnd,
+    SourceState,
     SourceStatus,
     read_frames,
     replays_to_begin,
@@ -54,6 +55,8 @@ RETRY_S: Final = (0.5, 10.0)
 """The shortest and the longest pause after a lost connection; each pause without a message between is twice as long."""
 ERROR_RETRY_S: Final = 60.0
 """The pause of a source after an unexpected error."""
+LOG_S: Final = 60.0
+"""A source that fails again is logged again after it was live for this time since the last log line."""
 _TICK_S: Final = 0.1
 # Two reports of the same start differ by rounding only.
 _SAME_START_S: Final = 1.0
@@ -96,6 +99,8 @@ class KvEvents:
         # The last profile of each member, and the last profile with event sources of its process.
         self._profiles: dict[tuple[str, str], EngineProfile] = {}
         self._sources: dict[_Address, _Source] = {}
+        # The ports that several members of a pool have, each with its pool and host.
+        self._shared: Set[tuple[str, str, int]] = frozenset()
         self._ready: deque[_Source] = deque()
         self._tick_s = 0.0
         self._waiting_bytes = 0
@@ -129,9 +134,9 @@ class KvEvents:
                 for source in self._sources_of(key):
                     source.on_other_start(self._loop.time())
                     self._queue(source)
-            if not profile.event_sources:
+            if not profile.event_sources and profile.publishes is None:
                 # The page with the sources is not answered at times, and the sources stay the same.
-                profile = profile.also(EngineProfile(event_sources=before.event_sources))
+                profile = profile.also(EngineProfile(event_sources=before.event_sources, publishes=before.publishes))
             if not profile.ranks:
                 profile = profile.also(EngineProfile(ranks=before.ranks))
             if bool(profile.asleep) != bool(before.asleep):
@@ -139,7 +144,9 @@ class KvEvents:
                     source.on_asleep(asleep=bool(profile.asleep))
                     self._queue(source)
         self._profiles[key] = profile
-        if before is None or (before.event_sources, before.ranks) != (profile.event_sources, profile.ranks):
+        if before is None or _publishers(before) != _publishers(profile):
+            if profile.events_problem:
+                _log.warning("KV events are off", pool=pool, member=member, reason=profile.events_problem)
             self._follow()
 
     async def run(self) -> None:
@@ -198,7 +205,24 @@ class KvEvents:
                 else:
                     source.open(self._loop.time())
                 self._queue(source)
+        self._warn_of_shared_ports()
         self._wake.set()
+
+    def _warn_of_shared_ports(self) -> None:
+        """Log each port that several members of a pool have: all of them get the events of one engine."""
+        members: dict[tuple[str, str, int], set[str]] = {}
+        for each in self._sources:
+            members.setdefault((each.pool, each.host, each.port), set()).add(each.member)
+        shared = {port: names for port, names in members.items() if len(names) > 1}
+        for port in shared.keys() - self._shared:
+            pool, host, number = port
+            _log.warning(
+                "Members have the same port of KV events",
+                pool=pool,
+                members=sorted(shared[port]),
+                address=_host_port(host, number),
+            )
+        self._shared = shared.keys()
 
     def _sources_of(self, key: tuple[str, str]) -> "list[_Source]":
         return [source for address, source in self._sources.items() if (address.pool, address.member) == key]
@@ -224,7 +248,7 @@ class KvEvents:
                 source.open(now)
                 self._queue(source)
             elif source.is_late(now):
-                source.lose(now, TimeoutError())
+                source.give_up(now)
                 self._queue(source)
         replaying = {id(each.events): each for each in self._sources.values() if each.is_replaying}
         for source in replaying.values():
@@ -235,7 +259,7 @@ class KvEvents:
             try:
                 source.begin_replay(now)
             except OSError as error:
-                source.fail(f"the replay failed: {error}", retry_s=now + RETRY_S[1])
+                source.fail(f"the replay failed: {_said(error)}", retry_s=now + RETRY_S[1])
             self._queue(source)
 
     def _turn(self, until_s: float) -> None:
@@ -291,7 +315,7 @@ class KvEvents:
         status = source.events.status
         if changes or status != source.shown:
             address = source.address
-            if status.reason and (status.state, status.reason) != (source.shown.state, source.shown.reason):
+            if source.is_news(status, self._loop.time()):
                 _log.warning(
                     "KV events are incomplete",
                     pool=address.pool,
@@ -319,6 +343,11 @@ class _Source:
         self.events = EventSource(replays=address.replay_port is not None, jitter=random.random())
         self.retry_s: float | None = None
         """The time of the next attempt to connect; None if the source is connected or connects."""
+        self._place = _host_port(address.host, address.port)
+        self._no_message = f"{self._place}: no message yet"
+        # What was logged, and when. A new hole of a partial source is nothing new.
+        self._logged: set[str] = set()
+        self._logged_s = 0.0
         self._loop = loop
         self._on_ready = partial(on_ready, self)
         self._live: ZmtpSocket | None = None
@@ -335,6 +364,19 @@ class _Source:
         # Whether a number or a refused connection showed a restart after the last profile, so that the start time of
         # the next profile is no further restart.
         self._restarted = False
+        if address.replay_port is None:
+            self.events.on_replay_problem("the engine reports no replay port")
+
+    def is_news(self, status: SourceStatus, now: float) -> bool:
+        """Return whether a status must be logged, which then counts as logged."""
+        if self.shown.state is SourceState.LIVE and now >= self._logged_s + LOG_S:
+            self._logged.clear()
+        said = status.state.value if status.state is SourceState.PARTIAL else status.reason
+        if not status.reason or said in self._logged or said == self._no_message:
+            return False
+        self._logged.add(said)
+        self._logged_s = now
+        return True
 
     def open(self, now: float) -> None:
         """Subscribe. The source begins when the publisher answers."""
@@ -343,7 +385,7 @@ class _Source:
             topic = self.address.topic.encode("utf-8", "surrogatepass")
             self._live = self._socket(b"SUB", (b"\x01" + topic,), self.address.port)
         except OSError as error:
-            self.fail(f"the subscription failed: {error}", retry_s=now + RETRY_S[1])
+            self.fail(f"the subscription failed: {_said(error)}", retry_s=now + RETRY_S[1])
             return
         self._late_s = now + CONNECT_S
         self.events.connect()
@@ -362,15 +404,22 @@ class _Source:
         """Close the connection after an error, and connect again later."""
         if self._late_s is None:
             closed = isinstance(error, ProtocolError)
-            self.fail(f"the connection was closed: {error}" if closed else "the connection was lost")
+            what = f"the connection was closed: {error}" if closed else "the connection was lost"
+            self.fail(f"{self._place}: {what}")
         else:
             # The source still connects. An engine that starts answers only after minutes. Its cache is empty.
             self.close()
+            self.events.on_waiting(f"{self._place}: {_said(error)}")
             if isinstance(error, ConnectionRefusedError) and (effects := self.events.on_refused()):
                 self._restarted = True
                 self._act(effects)
         self.retry_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+
+    def give_up(self, now: float) -> None:
+        """Close a connection that takes too long, and connect again later."""
+        awaited = "ZMTP greeting" if self._live is not None and self._live.is_connected else "connection"
+        self.lose(now, TimeoutError(f"no {awaited} within {CONNECT_S:g} s"))
 
     def close(self) -> None:
         """Close the sockets."""
@@ -421,6 +470,7 @@ class _Source:
         replay = self.events.begin_replay(now)
         assert self.address.replay_port is not None
         self._attempt = replay.attempt
+        self._on_replay_problem("no answer")
         request = (b"", replay.start.to_bytes(8, "big"))
         self._replay = self._socket(b"DEALER", request, self.address.replay_port)
 
@@ -469,8 +519,9 @@ class _Source:
             return False
         try:
             frames = self._replay.receive()
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
             # The attempt ends as a silent one.
+            self._on_replay_problem(_said(error))
             self._close_replay()
             return True
         message = read_frames(frames) if frames else None
@@ -491,13 +542,20 @@ class _Source:
         if self._late_s is not None and self._live.is_open:
             self._late_s = None
             self.events.start(now)
+            self.events.on_waiting(self._no_message)
         message = read_frames(frames) if frames else None
         if message is not None and not isinstance(message, ReplayEnd):
             self._pause_s = RETRY_S[0]
             effects = self.events.on_live(now, message)
             self._restarted |= any(isinstance(each, Clear) for each in effects)
             self._act(effects)
+        elif frames:
+            self.events.on_waiting(f"{self._place}: the messages are not those of KV events")
         return frames is not None
+
+    def _on_replay_problem(self, what: str) -> None:
+        assert self.address.replay_port is not None
+        self.events.on_replay_problem(f"replay at {_host_port(self.address.host, self.address.replay_port)}: {what}")
 
     def _act(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -537,6 +595,8 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
         incarnation=member.incarnation,
         host=member.address,
     )
+    if profile.events_problem:
+        return []
     if not profile.event_sources:
         return [
             address(rank=rank, port=events.port + rank, replay_port=events.replay_port + rank, topic=events.topic)
@@ -551,6 +611,20 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
         )
         for source in profile.event_sources[:RANKS_MAX]
     ]
+
+
+def _publishers(profile: EngineProfile) -> tuple[object, ...]:
+    """Return the facts on which a member's publishers depend."""
+    return profile.event_sources, profile.ranks, profile.publishes
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _said(error: Exception) -> str:
+    """Return what happened to a connection, such as "connection refused"."""
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _process(member: Member) -> tuple[str, str]:

@@ -67,6 +67,11 @@ class ZmtpSocket:
         return self._connection.is_open
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the port."""
+        return self._connected
+
+    @property
     def waiting_bytes(self) -> int:
         """The bytes that were received and not returned."""
         return self._connection.waiting_bytes

@@ -268,7 +268,7 @@ def _engine(profile: EngineProfile) -> str:
 
 def _events(events: EventsStatus) -> str:
     """Return the state of the KV events, empty for a pool without them."""
-    return "" if events.state is SourceState.OFF else events.state.value
+    return "" if events.state is SourceState.OFF and not events.reason else events.state.value
 
 
 def _short(number: float | None) -> float | None:

@@ -246,7 +246,7 @@ def _engines(status: PoolSnapshot) -> Iterator[Problem]:
     lost = {
         each.id: each.events.reason
         for each in status.endpoints
-        if each.events.state in (SourceState.PARTIAL, SourceState.FAILED)
+        if each.events.reason and each.events.state is not SourceState.SYNCING
     }
     if lost:
         yield Problem(level=Level.OK, text=f"The KV events of {_names(lost)} are incomplete ({_first(lost)}).")
