@@ -307,8 +307,21 @@ class TestDocuments:
         (read,) = read_event_sources({"0": {"enable_kv_cache_events": True, **source}}).event_sources
         assert (read.port, read.replay_port) == (port, None)
 
-    def test_event_source_that_is_off_is_left_out(self) -> None:
-        assert read_event_sources({"0": {"enable_kv_cache_events": False}}) == NO_PROFILE
+    @pytest.mark.parametrize("document", [{}, {"0": {"enable_kv_cache_events": False}}])
+    def test_event_source_that_is_off_is_left_out(self, document: dict[str, object]) -> None:
+        profile = read_event_sources(document)
+        assert profile == EngineProfile(publishes=False)
+        assert profile.events_problem == "the engine reports no KV events"
+        # Other pages do not say it.
+        assert EngineProfile(version="1").also(profile).also(EngineProfile(engine="vLLM")).publishes is False
+
+    @pytest.mark.parametrize(
+        ("document", "publishes"),
+        [({"kv_events": None}, False), ({}, None), ({"kv_events": []}, None),
+         ({"kv_events": {"endpoint_port_base": 1}}, True)],
+    )  # fmt: skip
+    def test_sglang_without_a_publisher_says_so(self, document: dict[str, object], publishes: bool | None) -> None:
+        assert read_server_info(document).publishes is publishes
 
     @pytest.mark.parametrize("document", [None, [], {"x": {}}, {"0": 1}, {"1" * 9: {}}, {"\N{SUPERSCRIPT TWO}": {}}])
     def test_invalid_event_sources_give_a_reason(self, document: object) -> None:
@@ -329,6 +342,7 @@ class TestDocuments:
                 EventSource(rank=0, port=5557, replay_port=5657, topic="kv"),
                 EventSource(rank=1, port=5558, replay_port=5658, topic="kv"),
             ),
+            publishes=True,
         )
 
     @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 import builders
 from dualmap.engines.events import Batch, Cleared, Removed, Stored
 from dualmap.engines.profile import EngineProfile
@@ -12,7 +14,7 @@ from dualmap.fleet.claims import CLAIM_S
 from dualmap.pools.pool import Engine, KvEvents
 from dualmap.prompts.blocks import BlockChain, chain_blocks
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding
-from dualmap.requests import NO_EVENTS, Decision, Request, Usage
+from dualmap.requests import NO_EVENTS, Decision, EventsStatus, Request, Usage
 from dualmap.router import PoolRouter
 
 IDS = list(range(1, 1026))
@@ -178,6 +180,13 @@ def test_pool_that_disables_events_forgets_blocks_and_ignores_reports():
     of.on_kv_events("m-0", 0, [Batch(events=(stored(40),))], LIVE)
     assert of.status().endpoints[0].events == NO_EVENTS
     assert decide(of, "r", known=tokens()).receipt.source == "records"
+
+
+@pytest.mark.parametrize(("enabled", "reason"), [(True, "the engine reports no KV events"), (False, "")])
+def test_member_whose_engine_publishes_nothing_is_off(enabled, reason):
+    of = router(members=1, enabled=enabled)
+    of.on_profile(0.0, "m-0", EngineProfile(engine="vLLM", publishes=False))
+    assert of.status().endpoints[0].events == EventsStatus(state=SourceState.OFF, reason=reason)
 
 
 def test_status_is_the_worst_rank_and_the_sum():

@@ -376,6 +376,9 @@ def test_snapshot_shows_state_and_problem_of_kv_events() -> None:
     columns = router.document()["pool"]["endpoints"]
     assert columns["events"] == ["Live", "Failed", ""]
     assert [len(each) for each in columns["events_problem"]] == [0, 120, 0]
+    router.picker.on_profile(0.0, "llm/qwen", "m-2", EngineProfile(publishes=False))
+    columns = router.document()["pool"]["endpoints"]
+    assert (columns["events"][2], columns["events_problem"][2]) == ("Off", "the engine reports no KV events")
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))

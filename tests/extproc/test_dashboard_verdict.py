@@ -175,6 +175,14 @@ def test_verdict_shows_joining_and_draining_members_as_information() -> None:
             {"events": EventsStatus(state=SourceState.PARTIAL, reason="messages 0 to 3 are lost")},
             "The KV events of m-1 are incomplete (m-1: messages 0 to 3 are lost).",
         ),
+        (
+            {"events": EventsStatus(state=SourceState.CONNECTING, reason="10.0.0.1:5557: connection refused")},
+            "The KV events of m-1 are incomplete (m-1: 10.0.0.1:5557: connection refused).",
+        ),
+        (
+            {"events": EventsStatus(state=SourceState.OFF, reason="the engine reports no KV events")},
+            "The KV events of m-1 are incomplete (m-1: the engine reports no KV events).",
+        ),
     ],
 )
 def test_verdict_shows_engine_states_as_information(change: dict[str, object], says: str) -> None:

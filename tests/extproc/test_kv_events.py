@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import random
 from array import array
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -765,3 +766,192 @@ async def test_unexpected_error_stops_one_source_only():
             await each.publish(stored(1, PROMPT))
         await follows.has(number=0, state="Failed", blocks=0, reason="an unexpected error: ZeroDivisionError")
         await follows.has(number=1, state="Live", blocks=20)
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]) -> AsyncIterator[int]:
+    """Serve connections on the first publisher's host; yield the port."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            answered = answer(reader, writer)
+            if asyncio.iscoroutine(answered):
+                await answered
+
+    server = await asyncio.start_server(accept, "127.0.0.2", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for each in writers:
+            each.close()
+
+
+async def free_port() -> int:
+    async with answering(stay_silent) as port:
+        return port
+
+
+async def zmtp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *frames: bytes) -> None:
+    """Answer the handshake of a subscriber, and send frames."""
+    writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    await reader.readexactly(64)
+    ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"PUB"
+    writer.write(bytes((4, len(ready))) + ready + b"".join(frames))
+
+
+def frames_of(*frames: bytes) -> bytes:
+    last = len(frames) - 1
+    return b"".join(bytes((number < last, len(each))) + each for number, each in enumerate(frames))
+
+
+def logged(caplog: pytest.LogCaptureFixture, sentence: str = "KV events are incomplete") -> list[str]:
+    return [each.__dict__["details"].get("reason", "") for each in caplog.records if each.getMessage() == sentence]
+
+
+async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    # Unread bytes would reset the connection.
+    await reader.readexactly(64)
+    writer.close()
+
+
+def answer_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def stay_silent(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+    pass
+
+
+async def send_one_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await zmtp(reader, writer, frames_of(b"alone"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "connection refused"),
+        (close_at_once, "the peer closed the connection"),
+        (answer_http, "the peer does not use ZMTP"),
+        (stay_silent, "no ZMTP greeting within 0.2 s"),
+        (zmtp, "no message yet"),
+        (send_one_frame, "the messages are not those of KV events"),
+    ],
+)
+async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog):
+    monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
+    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    async with following(replays=False) as follows, AsyncExitStack() as stack:
+        port = await stack.enter_async_context(answering(answer)) if answer else await free_port()
+        source = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        reason = f"127.0.0.2:{port}: {says}"
+        await follows.has(state="Connecting", reason=reason)
+        await asyncio.sleep(0.6)
+        await follows.has(state="Connecting", reason=reason)
+        assert logged(caplog) == ([] if says == "no message yet" else [reason])
+
+
+async def test_oversized_frame_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    connections = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await zmtp(reader, writer, b"\x02" + (1 << 62).to_bytes(8, "big"))
+
+    async with following(replays=False) as follows, answering(flood) as port:
+        source = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        await follows.until(lambda: connections >= 4)
+        assert logged(caplog) == [
+            f"127.0.0.2:{port}: the connection was closed: a message has more than {MESSAGE_BYTES_MAX} bytes"
+        ]
+
+
+async def test_numbers_without_order_are_partial_and_logged_once(caplog):
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await zmtp(reader, writer)
+        while not writer.is_closing():
+            number = random.getrandbits(62).to_bytes(8, "big")
+            writer.write(frames_of(b"", number, msgspec.msgpack.encode([1.5, [removed(1)], 0])))
+            await writer.drain()
+            await asyncio.sleep(0.003)
+
+    async with following() as follows, answering(publish) as port:
+        source = replace(follows.publishers[0].source, port=port, replay_port=await free_port())
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        await follows.has(state="Partial")
+        before = follows.status().sequence
+        await follows.until(lambda: follows.status().sequence != before)
+        await asyncio.sleep(1.0)
+        assert follows.status().state == "Partial"
+        assert follows.status().resyncs <= 3
+        (reason,) = logged(caplog)
+        assert reason.endswith("are lost (too many restarts and gaps in succession)")
+        assert follows.sample("dualmap_kv_resyncs_total", result="incomplete") == 1
+
+
+async def test_refused_replay_port_is_named():
+    async with following() as follows:
+        publisher, free = follows.publishers[0], await free_port()
+        await publisher.publish(removed(1), told=False)
+        source = replace(publisher.source, replay_port=free)
+        follows.tell("m-0", replace(publisher.profile(), event_sources=(source,)))
+        await publisher.subscribed()
+        await publisher.publish(stored(1, PROMPT))
+        reason = f"messages 0 to 0 are lost (replay at 127.0.0.2:{free}: connection refused)"
+        await follows.has(state="Partial", reason=reason)
+
+
+async def test_silent_replay_port_is_named():
+    def prepare(publisher: Publisher) -> None:
+        publisher.hangs = True
+
+    async with following(before=prepare) as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(removed(1), told=False)
+        await publisher.publish(stored(1, PROMPT))
+        place = f"{publisher.host}:{publisher.replay_port}"
+        await follows.has(state="Partial", reason=f"messages 0 to 0 are lost (replay at {place}: no answer)")
+
+
+async def test_engine_that_publishes_nothing_is_off_beside_a_publisher(caplog):
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        # The pool's ports are those of the first engine, which has the same address.
+        ports = KvEvents(enabled=True, port=publisher.port, replay_port=publisher.replay_port)
+        other = Member(id="m-1", address=publisher.host, port=8001)
+        pool = replace(follows.pool, engine=Engine(kv_events=ports), members=(*follows.pool.members, other))
+        follows.adopt(pool)
+        follows.tell("m-1", replace(read_event_sources({}), engine="vLLM"))
+        await follows.has(number=1, state="Off", reason="the engine reports no KV events")
+        # The page is not answered at times.
+        follows.tell("m-1", EngineProfile(engine="vLLM"))
+        await asyncio.sleep(0.3)
+        await follows.has(number=1, state="Off")
+        await follows.has(number=0, state="Live", blocks=20)
+        assert logged(caplog, "KV events are off") == ["the engine reports no KV events"]
+        # An engine that does not answer the page may publish.
+        follows.adopt()
+        follows.adopt(pool)
+        follows.tell("m-0", publisher.profile())
+        follows.tell("m-1", page_of(0))
+        await follows.has(number=1, state="Live")
+        shared = [each.__dict__["details"] for each in caplog.records if "same port" in each.getMessage()]
+        assert [(each["members"], each["address"]) for each in shared] == [(["m-0", "m-1"], publisher.place)]
+
+
+async def test_engine_that_publishes_no_longer_is_off():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        follows.tell("m-0", replace(read_event_sources({}), engine="vLLM", started_s=2000.0))
+        await follows.has(state="Off", blocks=0, reason="the engine reports no KV events")
+        follows.tell("m-0", follows.publishers[0].profile(started_s=3000.0))
+        await follows.has(state="Live")

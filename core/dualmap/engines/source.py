@@ -358,6 +358,7 @@ class EventSource:
         if now >= self._wanted_s + BACKOFF_S:
             self._succession = 0
         if self._succession >= REPLAYS_IN_SUCCESSION:
+            self._replay_problem = self._replay_problem or "too many restarts and gaps in succession"
             self._back_off(now)
         return self._replays and now >= self._no_replay_before_s
 

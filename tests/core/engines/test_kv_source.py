@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from random import Random
 
 import pytest
 
@@ -11,6 +12,7 @@ from dualmap.engines.source import (
     QUEUE_BYTES,
     QUEUE_MESSAGES,
     REPLAY_S,
+    REPLAYS_IN_SUCCESSION,
     REPLAYS_MAX,
     RETRY_S,
     SILENCE_S,
@@ -462,3 +464,73 @@ def test_lost_messages_are_requested_again() -> None:
     source.start(20.0)
     assert replay(source, 0, 1, 2, END, now=21.0, start=0) == [0, 1, 2]
     assert source.state is SourceState.LIVE
+
+
+@pytest.mark.parametrize("period", [0.001, 0.05, 1.5])
+def test_numbers_without_order_end_in_live_messages(period: float) -> None:
+    source = EventSource(replays=True)
+    source.on_replay_problem("replay at 127.0.0.2:5558: connection refused")
+    source.start(0.0)
+    order, states, applied = Random(7), [], 0
+    for step in range(int(20 / period)):
+        now = step * period
+        source.on_deadline(now)
+        if source.replay_wanted_s is not None and source.replay_wanted_s <= now:
+            source.begin_replay(now)
+        applied += len(
+            [each for each in source.on_live(now, message(order.getrandbits(62))) if isinstance(each, Apply)]
+        )
+        states.append(source.state)
+    assert source.resyncs == REPLAYS_IN_SUCCESSION
+    first = states.index(SourceState.PARTIAL)
+    assert first * period < 10.0
+    assert set(states[first:]) == {SourceState.PARTIAL}
+    assert applied >= len(states) - first
+    assert source.reason.endswith("are lost (replay at 127.0.0.2:5558: connection refused)")
+
+
+def test_numbers_without_order_are_replayed_again_after_the_backoff() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    live(source, 5, 4, 3, 2, now=0.0)
+    assert source.state is SourceState.PARTIAL
+    live(source, 1, now=BACKOFF_S)
+    assert (source.state, source.resyncs) == (SourceState.SYNCING, REPLAYS_IN_SUCCESSION + 1)
+
+
+def test_gaps_that_replays_fill_are_not_in_succession() -> None:
+    source = started(0)
+    for number in range(1, 40, 2):
+        live(source, number + 1, now=10.0 + number)
+        assert replay(source, number, END, now=10.0 + number) == [number, number + 1]
+        assert source.state is SourceState.LIVE
+
+
+def test_restarts_after_a_while_are_replayed() -> None:
+    source = started(0, 1)
+    live(source, 2)
+    for number in range(1, 10):
+        now = number * BACKOFF_S + 10.0
+        assert live(source, 0, now=now) == ["clear"]
+        assert replay(source, 0, END, now=now) == [0]
+        assert source.state is SourceState.LIVE
+
+
+def test_answer_ends_the_problem_of_a_replay() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    source.on_replay_problem("no answer")
+    assert replay(source, 3, END) == [3]
+    assert source.reason == "messages 0 to 2 are lost"
+
+
+def test_source_that_waits_says_why() -> None:
+    source = without_replays()
+    source.on_waiting("no message yet")
+    assert (source.state, source.reason) == (SourceState.CONNECTING, "no message yet")
+    source.on_failed("the connection was lost")
+    source.connect()
+    assert (source.state, source.reason) == (SourceState.CONNECTING, "the connection was lost")
+    source.start(1.0)
+    assert live(source, 0) == [0]
+    assert (source.state, source.reason) == (SourceState.LIVE, "")
