@@ -61,7 +61,7 @@ class Publisher:
 
     @property
     def place(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"port {self.port}"
 
     @property
     def source(self) -> EventSource:

@@ -176,8 +176,8 @@ def test_verdict_shows_joining_and_draining_members_as_information() -> None:
             "The KV events of m-1 are incomplete (m-1: messages 0 to 3 are lost).",
         ),
         (
-            {"events": EventsStatus(state=SourceState.CONNECTING, reason="10.0.0.1:5557: connection refused")},
-            "The KV events of m-1 are incomplete (m-1: 10.0.0.1:5557: connection refused).",
+            {"events": EventsStatus(state=SourceState.CONNECTING, reason="port 5557: connection refused")},
+            "The KV events of m-1 are incomplete (m-1: port 5557: connection refused).",
         ),
         (
             {"events": EventsStatus(state=SourceState.OFF, reason="the engine reports no KV events")},

@@ -847,7 +847,7 @@ async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog
         port = await stack.enter_async_context(answering(answer)) if answer else await free_port()
         source = replace(follows.publishers[0].source, port=port)
         follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
-        reason = f"127.0.0.2:{port}: {says}"
+        reason = f"port {port}: {says}"
         await follows.has(state="Connecting", reason=reason)
         await asyncio.sleep(0.6)
         await follows.has(state="Connecting", reason=reason)
@@ -868,7 +868,7 @@ async def test_oversized_frame_is_logged_once(monkeypatch, caplog):
         follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
         await follows.until(lambda: connections >= 4)
         assert logged(caplog) == [
-            f"127.0.0.2:{port}: the connection was closed: a message has more than {MESSAGE_BYTES_MAX} bytes"
+            f"port {port}: the connection was closed: a message has more than {MESSAGE_BYTES_MAX} bytes"
         ]
 
 
@@ -903,7 +903,7 @@ async def test_refused_replay_port_is_named():
         follows.tell("m-0", replace(publisher.profile(), event_sources=(source,)))
         await publisher.subscribed()
         await publisher.publish(stored(1, PROMPT))
-        reason = f"messages 0 to 0 are lost (replay at 127.0.0.2:{free}: connection refused)"
+        reason = f"messages 0 to 0 are lost (replay port {free}: connection refused)"
         await follows.has(state="Partial", reason=reason)
 
 
@@ -915,8 +915,8 @@ async def test_silent_replay_port_is_named():
         publisher = follows.publishers[0]
         await publisher.publish(removed(1), told=False)
         await publisher.publish(stored(1, PROMPT))
-        place = f"{publisher.host}:{publisher.replay_port}"
-        await follows.has(state="Partial", reason=f"messages 0 to 0 are lost (replay at {place}: no answer)")
+        says = f"messages 0 to 0 are lost (replay port {publisher.replay_port}: no answer)"
+        await follows.has(state="Partial", reason=says)
 
 
 async def test_engine_that_publishes_nothing_is_off_beside_a_publisher(caplog):
@@ -944,7 +944,9 @@ async def test_engine_that_publishes_nothing_is_off_beside_a_publisher(caplog):
         follows.tell("m-1", page_of(0))
         await follows.has(number=1, state="Live")
         shared = [each.__dict__["details"] for each in caplog.records if "same port" in each.getMessage()]
-        assert [(each["members"], each["address"]) for each in shared] == [(["m-0", "m-1"], publisher.place)]
+        assert [(each["members"], each["address"]) for each in shared] == [
+            (["m-0", "m-1"], f"{publisher.host}:{publisher.port}")
+        ]
 
 
 async def test_engine_that_publishes_no_longer_is_off():

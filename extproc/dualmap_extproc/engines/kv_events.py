@@ -321,6 +321,7 @@ class KvEvents:
                     pool=address.pool,
                     member=address.member,
                     rank=address.rank,
+                    address=_host_port(address.host, address.port),
                     state=status.state.value,
                     reason=status.reason,
                 )
@@ -343,7 +344,8 @@ class _Source:
         self.events = EventSource(replays=address.replay_port is not None, jitter=random.random())
         self.retry_s: float | None = None
         """The time of the next attempt to connect; None if the source is connected or connects."""
-        self._place = _host_port(address.host, address.port)
+        # Without the address, because the dashboard shows reasons but no addresses.
+        self._place = f"port {address.port}"
         self._no_message = f"{self._place}: no message yet"
         # What was logged, and when. A new hole of a partial source is nothing new.
         self._logged: set[str] = set()
@@ -554,8 +556,7 @@ class _Source:
         return frames is not None
 
     def _on_replay_problem(self, what: str) -> None:
-        assert self.address.replay_port is not None
-        self.events.on_replay_problem(f"replay at {_host_port(self.address.host, self.address.replay_port)}: {what}")
+        self.events.on_replay_problem(f"replay port {self.address.replay_port}: {what}")
 
     def _act(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
