@@ -381,3 +381,64 @@ class TestPartial:
         of = self.router()
         of.on_kv_events("m-0", 0, [Clear()], LIVE)
         assert decide(of, "b", now=100.0, known=tokens()).receipt.matched_tokens == 0
+
+
+def served(
+    of: PoolRouter, request_id: str, *, cached: int, now: float = 1.0, client: int = 0, comparable: bool = True
+) -> None:
+    """Serve the prompt, of which the engine had cached ``cached`` tokens."""
+    request = Request(
+        id=request_id, chain=text_chain(), arrived_s=now, tokens=tokens(), client=client, comparable=comparable
+    )
+    assert isinstance(of.on_request(now, request).answer, Decision)
+    of.on_finished(now, request_id, Usage(prompt_tokens=1025, cached_tokens=cached))
+
+
+def test_record_counts_after_most_counts_contradict_the_events():
+    """As with a publisher that hangs, and with a wrong topic."""
+    for blocks, cached in ((64, 0), (64, 512), (1, 1024)):
+        of = router(members=1)
+        of.on_kv_events("m-0", 0, [Batch(events=(stored(blocks),))], LIVE)
+        for number in range(7):
+            # The claim of the request before has ended.
+            served(of, f"wrong-{number}", cached=cached, now=100.0 * number)
+        assert of.status().endpoints[0].events.state is SourceState.LIVE
+        served(of, "wrong-7", cached=cached, now=700.0)
+        status = of.status().endpoints[0].events
+        assert status.state is SourceState.PARTIAL
+        assert "counts other cached tokens" in status.reason
+        assert decide(of, "r", now=800.0, known=tokens()).receipt.source == "records"
+        of.on_kv_events("m-0", 0, [Clear(), Batch(events=(stored(64),))], LIVE)
+        assert decide(of, "s", now=800.0, known=tokens()).receipt.source == "events"
+
+
+def test_few_or_small_differences_contradict_no_events():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    for number in range(40):
+        served(of, f"small-{number}", cached=1024 - 32)
+        served(of, f"right-{number}", cached=1024)
+        served(of, f"incomparable-{number}", cached=0, comparable=False)
+        if number % 2:
+            served(of, f"wrong-{number}", cached=0)
+    assert of.status().endpoints[0].events.state is SourceState.LIVE
+
+
+def test_one_of_several_clients_contradicts_no_events():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(64),))], LIVE)
+    for number in range(40):
+        served(of, f"hostile-{number}", cached=0, client=1)
+        served(of, f"other-{number}", cached=1024, client=2)
+    assert of.status().endpoints[0].events.state is SourceState.LIVE
+
+
+def test_claims_contradict_no_events():
+    of = router(members=1)
+    of.on_kv_events("m-0", 0, [Batch(events=(stored(1),))], LIVE)
+    for number in range(20):
+        decide(of, f"first-{number}", known=tokens())
+    for number in range(20):
+        # The engine computes equal prompts at the same time.
+        of.on_finished(1.0, f"first-{number}", Usage(prompt_tokens=1025, cached_tokens=16))
+    assert of.status().endpoints[0].events.state is SourceState.LIVE

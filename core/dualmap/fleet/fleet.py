@@ -259,14 +259,16 @@ class Fleet:
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
         self._foreign.on_dispatched(request.chain.tokens)
+        prediction = self._caches.predict(now, queued.member, request.chain, Origin.of(request), queued.matched_tokens)
+        if queued.receipt.source == "events" and prediction.origin.comparable:
+            is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
+            prediction = prediction._replace(is_held=is_held)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(
-                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
-            ),
+            prediction=prediction,
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -334,8 +336,18 @@ class Fleet:
         if usage.prompt_tokens is None:
             return
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
-        if prediction is not None:
-            self._caches.learn(now, prediction, usage)
+        if prediction is None:
+            return
+        self._caches.learn(now, prediction, usage)
+        if prediction.is_held and usage.cached_tokens is not None:
+            self._reported.judge(
+                now,
+                prediction.member,
+                prediction.origin.client,
+                matched_tokens=prediction.matched_tokens,
+                cached_tokens=usage.cached_tokens,
+                step=self._caches.reuse_step(prediction.member),
+            )
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""

@@ -20,6 +20,7 @@ from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange, Residency
 from dualmap.engines.source import ForgetCopies, SourceState, SourceStatus
 from dualmap.fleet.claims import CLAIM_MAX_S, Claims
+from dualmap.fleet.event_trust import CONTRADICTED, EventTrust
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import NO_EVENTS, EventsStatus, Request
@@ -33,6 +34,8 @@ _WORST_FIRST: Final = (
     SourceState.LIVE,
 )
 _FOLLOWED: Final = frozenset((SourceState.SYNCING, SourceState.PARTIAL, SourceState.LIVE))
+# A prediction by held blocks is wrong if it differs by more than this many blocks from the engine's count.
+_TOLERANCE_BLOCKS: Final = 2
 
 
 @dataclass(slots=True)
@@ -43,11 +46,18 @@ class _Reporter:
     claims: Claims
     text_claims: Claims = field(default_factory=Claims)
     ranks: dict[int, SourceStatus] = field(default_factory=dict)
+    trust: EventTrust = field(default_factory=EventTrust)
 
     @property
     def followed(self) -> bool:
         """Whether the router knows what every rank holds."""
-        return all(each.state in _FOLLOWED and each.sequence is not None for each in self.ranks.values())
+        return not self.trust.contradicted and all(
+            each.state in _FOLLOWED and each.sequence is not None for each in self.ranks.values()
+        )
+
+    def fault(self, rank: int) -> str:
+        """Return why the blocks of a rank are not all known, apart from lost messages; empty if they are."""
+        return CONTRADICTED if self.trust.contradicted else self.residency.fault(rank)
 
     def end_claims(self) -> None:
         """End all claims, because the member lost its cache."""
@@ -173,6 +183,7 @@ class ReportedCaches:
                 residency.forget_copies(rank)
             else:
                 residency.clear(rank)
+                reporter.trust = EventTrust()
                 cleared = True
         if cleared:
             reporter.end_claims()
@@ -219,6 +230,26 @@ class ReportedCaches:
             # Request ids of this router contain no space.
             reporter.text_claims.add(placed_s, f"placed {hashes[-1]:x}", hashes, expected_s=expected_s)
 
+    def holds_matched(self, member: str, tokens: PromptTokens | None, matched_tokens: int) -> bool:
+        """Return whether a member holds the matched blocks of a prompt, so that no claim explains the match."""
+        reporter = self._reporters.get(member)
+        if tokens is None or reporter is None or not reporter.followed:
+            return False
+        block_tokens = reporter.residency.block_tokens
+        if block_tokens is None or matched_tokens < block_tokens:
+            return matched_tokens == 0
+        keys = tokens.chain(block_tokens).keys
+        return reporter.residency.holds(keys[min(matched_tokens // block_tokens, len(keys)) - 1])
+
+    def judge(
+        self, now: float, member: str, client: int, *, matched_tokens: int, cached_tokens: int, step: int
+    ) -> None:
+        """Compare a match of held blocks with the tokens that the engine had cached; ``step`` is its reuse step."""
+        reporter = self._reporters.get(member)
+        if reporter is not None:
+            tolerance = _TOLERANCE_BLOCKS * max(reporter.residency.block_tokens or 0, step)
+            reporter.trust.judge(now, client, is_wrong=abs(cached_tokens - matched_tokens) > tolerance)
+
     def withdraw(self, member: str, request_id: str) -> None:
         """End the claim of a request that a member will not compute."""
         reporter = self._reporters.get(member)
@@ -254,7 +285,7 @@ class ReportedCaches:
         reporter = self._reporters.get(member)
         if reporter is None or not reporter.ranks:
             return NO_EVENTS
-        ranks, faults = reporter.ranks, {rank: reporter.residency.fault(rank) for rank in reporter.ranks}
+        ranks, faults = reporter.ranks, {rank: reporter.fault(rank) for rank in reporter.ranks}
         states = {_state(each, faults[rank]) for rank, each in ranks.items()}
         reasons = {
             rank: reason

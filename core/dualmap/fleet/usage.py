@@ -232,8 +232,9 @@ class Prediction(NamedTuple):
 
     ``reports`` is what the member's engine has reported so far. ``computed`` are the parts of the prompt that the
     member is known to have had in its cache. ``was_dropped`` is true if the next block of the prompt was dropped.
-    ``engine_block_tokens`` is the block of the member's engine, None if it is not known. A prediction holds no index:
-    the router keeps the predictions of ended requests for long.
+    ``engine_block_tokens`` is the block of the member's engine, None if it is not known. ``is_held`` is true if KV
+    events reported the matched blocks. A prediction holds no index: the router keeps the predictions of ended requests
+    for long.
     """
 
     member: str
@@ -247,6 +248,7 @@ class Prediction(NamedTuple):
     computed: tuple[Computed, ...]
     was_dropped: bool
     engine_block_tokens: int | None
+    is_held: bool = False
 
 
 def predict(
