@@ -14,6 +14,7 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from dualmap.engines import source
 from dualmap.engines.events import Batch, Removed, Stored
 from dualmap.engines.profile import EngineProfile, read_event_sources, read_metrics
 from dualmap.engines.source import MESSAGE_BYTES_MAX, Message
@@ -893,6 +894,22 @@ async def test_numbers_without_order_are_partial_and_logged_once(caplog):
         (reason,) = logged(caplog)
         assert reason.endswith("are lost (too many restarts and gaps in succession)")
         assert follows.sample("dualmap_kv_resyncs_total", result="incomplete") == 1
+
+
+async def test_holes_before_and_after_a_backoff_are_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(source, "BACKOFF_S", 0.2)
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await zmtp(reader, writer)
+        for number in range(100, 10_000, 2):
+            writer.write(frames_of(b"", number.to_bytes(8, "big"), b"\xc1"))
+            await asyncio.sleep(0.02)
+
+    async with following() as follows, answering(publish) as port:
+        place = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(place,)))
+        await follows.until(lambda: follows.status().resyncs >= 4)
+        assert len(logged(caplog)) == 1
 
 
 async def test_refused_replay_port_is_named():

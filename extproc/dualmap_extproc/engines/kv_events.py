@@ -61,6 +61,8 @@ _TICK_S: Final = 0.1
 # Two reports of the same start differ by rounding only.
 _SAME_START_S: Final = 1.0
 
+# In the other states, a reason is about lost messages.
+_NOT_CONNECTED: Final = frozenset((SourceState.CONNECTING, SourceState.FAILED))
 # What a waiting message takes beside its payload.
 _MESSAGE_BYTES: Final = 256
 
@@ -373,7 +375,7 @@ class _Source:
         """Return whether a status must be logged, which then counts as logged."""
         if self.shown.state is SourceState.LIVE and now >= self._logged_s + LOG_S:
             self._logged.clear()
-        said = status.state.value if status.state is SourceState.PARTIAL else status.reason
+        said = status.reason if status.state in _NOT_CONNECTED else SourceState.PARTIAL.value
         if not status.reason or said in self._logged or said == self._no_message:
             return False
         self._logged.add(said)
