@@ -5,8 +5,8 @@ interpreter's lock. A request whose ids are not there within TOKENIZE_MS is rout
 source. The reading processes render the bodies that they parse, so that only the tokenizer remains for a thread.
 
 A thread cannot be stopped, and random letters take more than a second for each MiB. The longest texts therefore have
-a thread of their own. Its work is of use also after the deadline: the tokenizer's cache then has the text of the
-request, with which the conversation's next request begins.
+a thread of their own. Its work is of use also after the deadline: the tokenizer's cache then has the text with which
+the conversation's next request begins.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
 A thread that waits for a file system does not keep the router from exiting.
