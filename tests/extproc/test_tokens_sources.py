@@ -394,6 +394,38 @@ async def test_another_source_is_compared_anew(files: Sources) -> None:
     await server.close()
 
 
+async def test_folder_that_does_not_answer_is_reported_and_delays_no_other(
+    files: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(files.pool, name="other")
+    source = Tokenizer(source=TokenSource.FILES, path=str(write_tokenizer(tmp_path / "other")))
+    released, hanging, version_of = Event(), files.pool.engine.tokenizer.path, sources.version_of
+    calls: list[str] = []
+
+    def hang(folder: str, *names: str) -> object:
+        calls.append(folder)
+        if folder == hanging:
+            released.wait(60)
+        return version_of(folder, *names)
+
+    monkeypatch.setattr(sources, "version_of", hang)
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    monkeypatch.setattr(sources, "READ_S", 0.05)
+    files.tokenizers.set_pools([files.pool, replace(other, engine=Engine(tokenizer=source))])
+    running = asyncio.create_task(files.tokenizers.run())
+    await until(lambda: len(calls) > 5)
+    monkeypatch.setattr(sources, "READ_S", 30.0)
+    said = files.tokenizers.status(files.pool.id, ())
+    assert (said["ready"], said["reason"]) == (True, f"{hanging} cannot be read within 0.05 s")
+    assert files.tokenizers.status(other.id, ())["ready"]
+    assert calls.count(hanging) == 1
+    assert len([each for each in caplog.messages if "Rejected tokenizer" in each]) == 1
+    assert await files.tokens(chat()) is not None
+    released.set()
+    await until(lambda: not files.tokenizers.status(files.pool.id, ())["reason"])
+    running.cancel()
+
+
 async def test_renderer_receives_the_body_unchanged() -> None:
     received: list[bytes] = []
 

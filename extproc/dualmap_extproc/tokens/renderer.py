@@ -131,7 +131,7 @@ def _said(error: Exception) -> str:
             return f"no TLS connection ({type(error).__name__})"
         case OSError():
             # Resolvers have negative numbers. Other texts are asyncio's, and name the address once more.
-            named = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            named = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             return f"no connection ({named or type(error).__name__})"
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientPayloadError():
             return "no valid HTTP answer (it ends early)"

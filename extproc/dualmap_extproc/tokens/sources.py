@@ -9,7 +9,7 @@ a thread of their own. Its work is of use also after the deadline: the tokenizer
 the conversation's next request begins.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
-A thread that waits for a file system does not keep the router from exiting.
+A file system that does not answer delays neither the tokenizers of other folders nor the router's exit.
 """
 
 import asyncio
@@ -51,6 +51,8 @@ RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
 NAMES: Final = (VOCABULARY, CONFIG, TEMPLATE)
 """The files of a tokenizer."""
+READ_S: Final = 30.0
+"""The longest time to read a tokenizer; measured ones take less than a second."""
 _THREADS: Final = 2
 _POLL_S: Final = 5.0
 Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int]"]]
@@ -70,12 +72,14 @@ class PoolTokenizers:
         # The last valid tokenizer of each pool, with the folder that it was read from.
         self._files: dict[str, _Folder] = {}
         # What is wrong with the newest version of each pool's folder.
-        self._problems: dict[str, tuple[Version, str]] = {}
+        self._problems: dict[str, tuple[Version | None, str]] = {}
         # What is logged about each pool's chat template.
         self._logged_templates: dict[str, str] = {}
         # The number of each pool's source, with another one for each version of its files.
         self._numbers: dict[str, int] = {}
         self._next_number = count(1).__next__
+        # The reading of each folder that has not ended.
+        self._reading: dict[str, Future[Any]] = {}
         self._renderer = Renderer()
         self._faults = RendererFaults()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
@@ -102,6 +106,7 @@ class PoolTokenizers:
         for pool_id in before.keys() | self._wanted.keys():
             if self._wanted.get(pool_id) != before.get(pool_id):
                 self._faults.forget(pool_id)
+                self._problems.pop(pool_id, None)
                 self._numbers[pool_id] = self._next_number()
         for pool_id in self._numbers.keys() - self._wanted.keys():
             del self._numbers[pool_id]
@@ -235,7 +240,11 @@ class PoolTokenizers:
     async def _refresh(self, pool: str, path: str) -> None:
         """Read a pool's tokenizer if it is new or changed; keep the last valid one if it cannot be read."""
         folder = self._files.get(pool)
-        version = await _read(partial(version_of, path, *NAMES))
+        try:
+            version = await self._read(path, partial(version_of, path, *NAMES))
+        except TokenizerError as error:
+            self._reject(pool, None, error)
+            return
         if folder is not None and folder.path == path and folder.version == version:
             self._problems.pop(pool, None)
             return
@@ -243,17 +252,37 @@ class PoolTokenizers:
             return
         same = [each for each in self._files.values() if each.path == path and each.version == version]
         try:
-            read = same[0] if same else await _read(partial(_Folder, path))
+            read = same[0] if same else await self._read(path, partial(_Folder, path))
         except Exception as error:  # noqa: BLE001  # no content of a file may end the router
-            kept = "keeping the last valid version" if folder is not None else "routing by bytes"
-            _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
-            self._problems[pool] = (version, str(error))
+            self._reject(pool, version, error)
             return
         if self._paths().get(pool) == path:
             self._files[pool] = read
             self._numbers[pool] = self._next_number()
             self._problems.pop(pool, None)
             _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
+
+    def _reject(self, pool: str, version: Version | None, error: Exception) -> None:
+        """Keep what is wrong with a version, None if it is not known; log it once."""
+        before = self._problems.get(pool)
+        self._problems[pool] = (version, str(error))
+        if before != self._problems[pool]:
+            kept = "keeping the last valid version" if pool in self._files else "routing by bytes"
+            _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
+
+    async def _read(self, path: str, work: Callable[[], _Result]) -> _Result:
+        """Return the result of reading a folder. Raises TokenizerError if that takes too long."""
+        before = self._reading.get(path)
+        if before is None or before.done():
+            self._reading[path] = result = _in_daemon_thread(work)
+            try:
+                async with asyncio.timeout(READ_S):
+                    found = await asyncio.wrap_future(result)
+                del self._reading[path]
+                return found
+            except TimeoutError:
+                pass
+        raise TokenizerError(f"{path} cannot be read within {READ_S:g} s")
 
     def _template_problem(self, pool: str) -> str:
         folder = self._files.get(pool)
@@ -331,8 +360,8 @@ class _Folder:
         self.tokenizer = FilesTokenizer(path)
 
 
-async def _read(work: Callable[[], _Result]) -> _Result:
-    """Return the result of reading files in a thread. The interpreter does not wait for the thread at its end."""
+def _in_daemon_thread(work: Callable[[], _Result]) -> Future[_Result]:
+    """Return the later result of a thread for which the interpreter does not wait at its end."""
     result: Future[_Result] = Future()
 
     def run() -> None:
@@ -346,7 +375,7 @@ async def _read(work: Callable[[], _Result]) -> _Result:
             result.set_exception(TokenizerError(repr(error)))
 
     Thread(target=run, name="read-tokenizer", daemon=True).start()
-    return await asyncio.wrap_future(result)
+    return result
 
 
 def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api, within_s: float) -> "array[int]":
