@@ -30,6 +30,8 @@ _PATHS: Final = {
 _FAULTS: Final = (401, 403, 404, 405)
 # An id takes less than 16 bytes, and a token has at least one byte of the request.
 _ANSWER_OF_A_BYTE: Final = 16
+# A word of these is in every request with media, whose answer may contain tensors.
+_MEDIA: Final = (b"image", b"audio", b"video")
 _CHUNK_BYTES: Final = 64 * 1024
 
 
@@ -88,7 +90,7 @@ class Renderer:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     answer += chunk
                     if len(answer) > ANSWER_MAX_BYTES:
-                        kind = RendererFault if len(body) * _ANSWER_OF_A_BYTE < ANSWER_MAX_BYTES else UnsupportedRequest
+                        kind = UnsupportedRequest if _has_large_answer(body) else RendererFault
                         raise kind(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
                 return bytes(answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -121,6 +123,11 @@ def ids_in(answer: bytes, field: str = "token_ids") -> "array[int]":
         return array("I", prompt[field])
     except (TypeError, OverflowError):
         raise RendererFault(f"the answer's {field} are not ids of tokens") from None
+
+
+def _has_large_answer(body: bytes) -> bool:
+    """Return whether the right answer to a request may be too large."""
+    return len(body) * _ANSWER_OF_A_BYTE >= ANSWER_MAX_BYTES or any(each in body for each in _MEDIA)
 
 
 def _said(error: Exception) -> str:
