@@ -22,6 +22,15 @@ def test_parity_below_99_percent_is_not_trusted() -> None:
     assert (parity.trusts(CHAT), parity.trusts(TOOLS), parity.distrusted) == (False, True, (CHAT,))
 
 
+def test_parity_trusts_another_source_of_a_class() -> None:
+    parity = TokenParity()
+    for _ in range(2):
+        parity.compare(CHAT, 1, 2)
+    renewed = CHAT._replace(source=1)
+    assert (parity.trusts(CHAT), parity.trusts(renewed)) == (False, True)
+    assert parity.compare(renewed, 7, 7).trusted
+
+
 def test_parity_is_trusted_again_after_equal_counts() -> None:
     parity = TokenParity()
     parity.compare(CHAT, 1, 2)

@@ -133,4 +133,4 @@ def test_tokenize_refuses_an_unreadable_folder(tmp_path: Path) -> None:
 
 def test_tokenize_reports_an_engine_that_does_not_answer(pool_file: Path) -> None:
     result = run(pool_file, "--engine", "http://127.0.0.1:1")
-    assert (result.exit_code, "no valid HTTP answer" in result.stderr) == (2, True)
+    assert (result.exit_code, "no connection (Connection refused)" in result.stderr) == (2, True)

@@ -1,6 +1,7 @@
 """Tests of tokenizing requests with the files of a model."""
 
 import json
+import os
 from array import array
 from pathlib import Path
 from random import Random
@@ -226,6 +227,14 @@ def test_folder_that_cannot_be_read_is_refused(folder: Path, name: str, content:
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(TokenizerError, match=named):
+        FilesTokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_pipe_in_a_folder_is_refused_without_waiting(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(TokenizerError, match=f"{name} is not a regular file"):
         FilesTokenizer(str(folder))
 
 

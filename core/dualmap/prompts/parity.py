@@ -4,6 +4,8 @@ A class is a model, an API, and whether the request has tools. Token ids that ar
 probably wrong for others as well: another template, another version of the tokenizer. The router therefore stops using
 the ids of a class when more than a few recent counts differ, and uses them again when all recent counts are equal. With
 one limit for both, a class with a few mismatches would change all the time.
+
+Comparisons with one tokenizer say nothing about another one, so each has classes of its own.
 """
 
 from collections import OrderedDict, deque
@@ -20,11 +22,12 @@ CLASSES_MAX: Final = 1024
 
 
 class TokenClass(NamedTuple):
-    """Requests whose ids are right or wrong together."""
+    """Requests whose ids are right or wrong together. ``source`` is the number of the tokenizer of their ids."""
 
     model: str
     api: Api
     has_tools: bool
+    source: int = 0
 
 
 class Compared(NamedTuple):

@@ -42,6 +42,11 @@ class FilesTokenizer:
         if not self.cached:
             self._encoder.enable_segment_cache(0)
 
+    @property
+    def problem(self) -> str:
+        """Why chat completions have no ids; empty if they have."""
+        return self._texts.problem
+
     def ids(self, body: object, api: Api, within_s: float = math.inf) -> "array[int]":
         """Return the token ids of a parsed request body. Raises UnsupportedRequest if they cannot be computed.
 

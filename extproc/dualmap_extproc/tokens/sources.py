@@ -9,15 +9,18 @@ a thread of their own. Its work is of use also after the deadline: the tokenizer
 the conversation's next request begins.
 
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
+A file system that does not answer delays neither the tokenizers of other folders nor the router's exit.
 """
 
 import asyncio
 import time
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeAlias
+from itertools import count
+from threading import Thread
+from typing import Any, Final, TypeAlias, TypeVar
 
 import orjson
 
@@ -48,9 +51,13 @@ RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
 NAMES: Final = (VOCABULARY, CONFIG, TEMPLATE)
 """The files of a tokenizer."""
+READ_S: Final = 30.0
+"""The longest time to read a tokenizer; measured ones take less than a second."""
 _THREADS: Final = 2
 _POLL_S: Final = 5.0
 Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int]"]]
+
+_Result = TypeVar("_Result")
 
 _log = get_logger(__name__)
 
@@ -65,7 +72,14 @@ class PoolTokenizers:
         # The last valid tokenizer of each pool, with the folder that it was read from.
         self._files: dict[str, _Folder] = {}
         # What is wrong with the newest version of each pool's folder.
-        self._problems: dict[str, tuple[Version, str]] = {}
+        self._problems: dict[str, tuple[Version | None, str]] = {}
+        # What is logged about each pool's chat template.
+        self._logged_templates: dict[str, str] = {}
+        # The number of each pool's source, with another one for each version of its files.
+        self._numbers: dict[str, int] = {}
+        self._next_number = count(1).__next__
+        # The reading of each folder that has not ended.
+        self._reading: dict[str, Future[Any]] = {}
         self._renderer = Renderer()
         self._faults = RendererFaults()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
@@ -89,13 +103,17 @@ class PoolTokenizers:
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Use the sources of these pools from now on. ``run`` reads new tokenizers."""
         before, self._wanted = self._wanted, {pool.id: pool.engine.tokenizer for pool in pools}
-        for pool_id, wanted in before.items():
-            if self._wanted.get(pool_id) != wanted:
+        for pool_id in before.keys() | self._wanted.keys():
+            if self._wanted.get(pool_id) != before.get(pool_id):
                 self._faults.forget(pool_id)
-        for pool in self._files.keys() - self._paths().keys():
-            del self._files[pool]
-        for pool in self._problems.keys() - self._paths().keys():
-            del self._problems[pool]
+                self._problems.pop(pool_id, None)
+                self._numbers[pool_id] = self._next_number()
+        for pool_id in self._numbers.keys() - self._wanted.keys():
+            del self._numbers[pool_id]
+        known: tuple[dict[str, Any], ...] = (self._files, self._problems, self._logged_templates)
+        for each in known:
+            for pool_id in each.keys() - self._paths().keys():
+                del each[pool_id]
         self._logged = {each for each in self._logged if each[0] in self._wanted}
         self._changed.set()
 
@@ -104,6 +122,7 @@ class PoolTokenizers:
         while True:
             for pool, path in self._paths().items():
                 await self._refresh(pool, path)
+                self._log_template(pool)
             self._changed.clear()
             try:
                 async with asyncio.timeout(_POLL_S):
@@ -112,15 +131,21 @@ class PoolTokenizers:
                 continue
 
     def status(self, pool: str, distrusted: Sequence[TokenClass]) -> dict[str, object]:
-        """Return the state of a pool's source as JSON values, with the classes whose ids are not used."""
+        """Return the state of a pool's source as JSON values, with the classes whose ids are not used.
+
+        Classes of an earlier source, or of an earlier version of its files, are left out.
+        """
         wanted = self._wanted.get(pool, Tokenizer())
-        reason = self._problems[pool][1] if pool in self._problems else self._faults.reason(pool)
+        problem = self._problems[pool][1] if pool in self._problems else self._template_problem(pool)
+        reason = problem or self._faults.reason(pool)
         return {
             "source": wanted.source.value,
             "ready": pool in self._files or (wanted.source is TokenSource.RENDERER and not reason),
             "reason": reason,
             "distrusted": [
-                {"model": each.model, "api": each.api.name.lower(), "tools": each.has_tools} for each in distrusted
+                {"model": each.model, "api": each.api.name.lower(), "tools": each.has_tools}
+                for each in distrusted
+                if each.source == self._numbers.get(pool)
             ],
         }
 
@@ -133,7 +158,7 @@ class PoolTokenizers:
             return None
         if sum(each == wanted for each in self._pending.values()) >= PENDING_MAX:
             return None
-        requests = TokenClass(model=prompt.model, api=api, has_tools=prompt.has_tools)
+        requests = TokenClass(prompt.model, api, prompt.has_tools, source=self._numbers[pool])
         size_bytes = sum(map(len, chunks))
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
@@ -215,7 +240,11 @@ class PoolTokenizers:
     async def _refresh(self, pool: str, path: str) -> None:
         """Read a pool's tokenizer if it is new or changed; keep the last valid one if it cannot be read."""
         folder = self._files.get(pool)
-        version = await asyncio.to_thread(version_of, path, *NAMES)
+        try:
+            version = await self._read(path, partial(version_of, path, *NAMES))
+        except TokenizerError as error:
+            self._reject(pool, None, error)
+            return
         if folder is not None and folder.path == path and folder.version == version:
             self._problems.pop(pool, None)
             return
@@ -223,16 +252,52 @@ class PoolTokenizers:
             return
         same = [each for each in self._files.values() if each.path == path and each.version == version]
         try:
-            read = same[0] if same else await asyncio.to_thread(_Folder, path)
+            read = same[0] if same else await self._read(path, partial(_Folder, path))
         except Exception as error:  # noqa: BLE001  # no content of a file may end the router
-            kept = "keeping the last valid version" if folder is not None else "routing by bytes"
-            _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
-            self._problems[pool] = (version, str(error))
+            self._reject(pool, version, error)
             return
         if self._paths().get(pool) == path:
             self._files[pool] = read
+            self._numbers[pool] = self._next_number()
             self._problems.pop(pool, None)
             _log.info("Read tokenizer", pool=pool, path=path, cached=read.tokenizer.cached)
+
+    def _reject(self, pool: str, version: Version | None, error: Exception) -> None:
+        """Keep what is wrong with a version, None if it is not known; log it once."""
+        before = self._problems.get(pool)
+        self._problems[pool] = (version, str(error))
+        if before != self._problems[pool]:
+            kept = "keeping the last valid version" if pool in self._files else "routing by bytes"
+            _log.error("Rejected tokenizer", pool=pool, reason=str(error), instead=kept)
+
+    async def _read(self, path: str, work: Callable[[], _Result]) -> _Result:
+        """Return the result of reading a folder. Raises TokenizerError if that takes too long."""
+        before = self._reading.get(path)
+        if before is None or before.done():
+            self._reading[path] = result = _in_daemon_thread(work)
+            try:
+                async with asyncio.timeout(READ_S):
+                    found = await asyncio.wrap_future(result)
+                del self._reading[path]
+                return found
+            except TimeoutError:
+                pass
+        raise TokenizerError(f"{path} cannot be read within {READ_S:g} s")
+
+    def _template_problem(self, pool: str) -> str:
+        folder = self._files.get(pool)
+        return "" if folder is None else folder.tokenizer.problem
+
+    def _log_template(self, pool: str) -> None:
+        """Log what is wrong with a pool's chat template, and when it works again, once each."""
+        problem = self._template_problem(pool)
+        if problem == self._logged_templates.get(pool, ""):
+            return
+        self._logged_templates[pool] = problem
+        if problem:
+            _log.warning("Chat completions have no token ids, routing them by bytes", pool=pool, reason=problem)
+        else:
+            _log.info("Chat completions have token ids again", pool=pool)
 
     def _later(
         self,
@@ -293,6 +358,24 @@ class _Folder:
         # First, so that a change during the reading is seen later.
         self.version = version_of(path, *NAMES)
         self.tokenizer = FilesTokenizer(path)
+
+
+def _in_daemon_thread(work: Callable[[], _Result]) -> Future[_Result]:
+    """Return the later result of a thread for which the interpreter does not wait at its end."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001  # the caller gets every error
+            result.set_exception(error)
+        except BaseException as error:  # noqa: BLE001  # a panic of the tokenizer's library
+            result.set_exception(TokenizerError(repr(error)))
+
+    Thread(target=run, name="read-tokenizer", daemon=True).start()
+    return result
 
 
 def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api, within_s: float) -> "array[int]":

@@ -18,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dualmap_extproc.tokens.messages import Json, UnsupportedRequest, prepared_messages, prepared_tools
 
+FAILURES_MAX: Final = 5
+"""A template that fails for so many requests before it renders one does not work."""
 # The function that the router adds to templates.
 _CHECK_TIME: Final = "_check_time"
 
@@ -39,6 +41,10 @@ class ChatTemplate:
         except TemplateError as error:
             raise TemplateFault(f"the chat template is invalid: {error.message}") from error
         self._names = dict(names)
+        self.problem = ""
+        """Why the template does not work; empty if it works, or as long as too few requests have failed."""
+        self._works = False
+        self._failures = 0
 
     def render(self, body: Mapping[str, object], within_s: float = math.inf) -> str:
         """Return the prompt text of a chat request. Raises UnsupportedRequest if it cannot be computed.
@@ -55,10 +61,20 @@ class ChatTemplate:
         messages = prepared_messages(body.get("messages"), wrap_parts=self._wrap_parts)
         values = {**self._names, **given, **settings, "tools": prepared_tools(body.get("tools"))}
         try:
-            return self._template.render({**values, "messages": messages, _CHECK_TIME: _time_check(within_s)})
+            text = self._template.render({**values, "messages": messages, _CHECK_TIME: _time_check(within_s)})
         except Exception as error:
             # A template may fail in any way, for example for an unexpected order of roles.
+            self._count_failure(error)
             raise UnsupportedRequest(f"the chat template failed: {error}") from error
+        self._works, self.problem = True, ""
+        return text
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if not self._works and self._failures == FAILURES_MAX:
+            # Only the error's name, because its text may contain text of the request.
+            named = type(error).__name__
+            self.problem = f"the chat template failed for the first {FAILURES_MAX} chat requests ({named})"
 
 
 def _environment() -> Environment:
@@ -102,7 +118,7 @@ def _time_check(within_s: float) -> Callable[[], None]:
 
     def check() -> None:
         if time.thread_time() > until_s:
-            raise UnsupportedRequest("it takes too long")
+            raise TimeoutError("it takes too long")
 
     return check
 
@@ -119,7 +135,7 @@ def _as_json(
 
 
 def _raise(message: str) -> None:
-    raise UnsupportedRequest(message)
+    raise TemplateError(message)
 
 
 def _now(layout: str) -> str:
