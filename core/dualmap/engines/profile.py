@@ -52,7 +52,8 @@ class EngineProfile:
     engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router read the
     load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
     the same observation of the load. ``mismatch`` says what the member's pool names and the engine does not serve.
-    ``reason`` says what could not be read.
+    ``is_stranger`` is true if a program without the pages of such an engine answers. ``reason`` says what could not be
+    read.
     """
 
     engine: str = ""
@@ -72,6 +73,7 @@ class EngineProfile:
     event_sources: tuple[EventSource, ...] = ()
     at_s: float | None = field(default=None, compare=False)
     mismatch: str = ""
+    is_stranger: bool = False
     reason: str = ""
 
     @property

@@ -182,7 +182,11 @@ class _AskedEngine:
 
     def _tell(self) -> None:
         """Report the engine's profile. The pages have precedence, because they contain the engine's settings."""
-        profile, mismatch = self._load.also(self._facts), self._find_mismatch()
+        profile, mismatch = self._load.also(self._facts), self._served_instead
+        if self._dialect is not None and self._unknown >= {self._dialect.path, _MODELS}:
+            mismatch = f"no {self._type} engine answers: {self._dialect.path} and {_MODELS} are not there"
+            # The former engine's list says nothing about this program.
+            profile = replace(profile, models=(), adapters=(), is_stranger=True)
         if mismatch != self._mismatch:
             self._mismatch = mismatch
             if mismatch:
@@ -193,14 +197,6 @@ class _AskedEngine:
             self._report(self._pool, self._member.id, replace(profile, mismatch=mismatch))
         except Exception as error:  # noqa: BLE001  # One profile's fault must not stop further profiles.
             self._log(error)
-
-    def _find_mismatch(self) -> str:
-        """Return what the pool names and the engine does not serve; empty if nothing is known of that."""
-        if self._dialect is not None and self._unknown >= {self._dialect.path, _MODELS}:
-            return (
-                f"the program at this address is no {self._type}: it knows neither {self._dialect.path} nor {_MODELS}"
-            )
-        return self._served_instead
 
     async def _ask_load(self, connection: EngineConnection) -> bool:
         """Read the metrics page; return whether it contains the load, or the type of engine has none."""

@@ -233,7 +233,7 @@ def _members(status: PoolSnapshot) -> Iterator[Problem]:
 
 
 def _engines(status: PoolSnapshot) -> Iterator[Problem]:
-    """Yield what is wrong with engines, or not known of them."""
+    """Yield what is wrong with engines, and what the router does not know of them."""
     asleep = [each.id for each in status.endpoints if each.engine.asleep]
     if asleep:
         yield Problem(level=Level.OK, text=f"{_names(asleep)} {_be(asleep)} asleep.")
