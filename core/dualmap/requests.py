@@ -31,7 +31,7 @@ class Request:
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
     ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model. ``model`` is the name
-    of the base model in the request, the pool's or an alias; empty for an adapter, or if it is not known.
+    that the request contains: the pool's, an alias or an adapter; empty if it is not known.
     """
 
     id: str

@@ -195,7 +195,7 @@ class PoolRouter:
             self._fleet.on_loads(said_s, peer, update.loads, age_s=age_s)
         self._chooser.tree.merge(said_s, update.hotness)
         for placement in update.placements:
-            self._fleet.on_placement(placement)
+            self._fleet.on_placement(now, said_s, placement)
         self._adopt(said_s, update.bindings, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 

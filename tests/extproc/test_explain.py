@@ -61,6 +61,7 @@ def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: 
     assert result.stdout.startswith(f"{receipt['chosen']} ({receipt['address']}) gets this request of pool llm/qwen.")
     assert f"Reason: {receipt['reason']}" in result.stdout
     assert f"Pair: {receipt['pair'][0]} and {receipt['pair'][1]}" in result.stdout
+    assert f"Tokens that {receipt['chosen']} holds: known from the router's own records." in result.stdout
 
 
 def test_explain_says_that_an_adapter_is_not_known_to_be_loaded(pool_file: str) -> None:

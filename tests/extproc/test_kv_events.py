@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -337,6 +338,35 @@ async def test_another_start_time_forgets_blocks_and_replays():
         follows.tell("m-0", publisher.profile(started_s=2000.0))
         await follows.has(state="Live", blocks=3, sequence=2)
         assert publisher.asked[-1] == 0
+
+
+async def test_engine_that_slept_has_no_blocks_after_a_replay():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20, state="Live")
+        follows.tell("m-0", publisher.profile(asleep=True))
+        await follows.has(blocks=0)
+        follows.tell("m-0", publisher.profile(asleep=False))
+        # The lost message is replayed, and those before the sleep are not.
+        await publisher.publish(stored(30, [3] * BLOCK), told=False)
+        await publisher.publish(stored(31, [4] * BLOCK))
+        await follows.has(state="Live", blocks=2, sequence=2)
+        assert publisher.asked == [0, 1]
+        assert "matched=0," in (follows.pick().receipt or "")
+
+
+async def test_router_that_starts_while_an_engine_sleeps_applies_no_replay():
+    context = zmq.asyncio.Context()
+    publisher = Publisher(context, "127.0.0.2")
+    publisher.history([stored(1, PROMPT)])
+    publisher.profile = partial(publisher.profile, asleep=True)  # type: ignore[method-assign]
+    follows = Following(publisher)
+    try:
+        await follows.has(state="Live", blocks=0, sequence=0)
+    finally:
+        await follows.close()
+        context.destroy(linger=0)
 
 
 async def test_another_incarnation_starts_without_blocks():

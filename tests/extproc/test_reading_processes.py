@@ -20,6 +20,7 @@ from dualmap_extproc.reading.processes import PROCESSES, WAITING_MAX, ReadingPro
 from dualmap_extproc.reading.worker import Templates
 from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.reading import Bounds, LargeBody
+from dualmap_extproc.tokens.rendering import PromptTexts
 from extproc.envoy_messages import chat
 from extproc.tokenizer_files import write_tokenizer
 from waiting import until
@@ -299,6 +300,17 @@ def test_rendered_text_above_the_limit_is_dropped(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 4)
     assert render(folder, body, Api.CHAT) == Rendered("four", special=False)
     monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 3)
+    assert render(folder, body, Api.CHAT) is None
+
+
+def test_any_failure_of_a_template_leaves_a_body_unrendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, body = str(write_tokenizer(tmp_path / "tokenizer")), json.loads(chat("Hi", model="m"))
+    render = Templates()
+
+    def fail(*_: object) -> None:
+        raise KeyError("hostile")
+
+    monkeypatch.setattr(PromptTexts, "rendered", fail)
     assert render(folder, body, Api.CHAT) is None
 
 

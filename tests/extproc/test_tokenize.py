@@ -95,6 +95,8 @@ def test_tokenize_compares_with_an_engine(pool_file: Path, engine: ThreadingHTTP
         ("/v1/messages/render", {"system": "be kind", "messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/responses/render", {"input": "hi"}),
         ("/v1/completions/render", {"prompt": [1, 2, 3]}),
+        ("/v1/chat/completions/render", {"messages": [], "reasoning_effort": "high"}),
+        ("/v1/chat/completions/render", {"messages": [], "documents": [{"text": "a"}]}),
     ],
 )
 def test_engine_renders_what_its_tokenize_cannot(

@@ -276,6 +276,35 @@ def test_cache_gives_the_ids_of_a_tokenizer_without_it(
             assert cached.ids(body, Api.COMPLETIONS) == plain.ids(body, Api.COMPLETIONS), text[:end]
 
 
+class Panic(BaseException):
+    """What a panic of the tokenizer's library raises."""
+
+
+def test_panic_of_the_library_is_an_unsupported_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panicking:
+        def encode_batch_flat(self, *_: object, **__: object) -> None:
+            raise Panic
+
+    tokenizer = FilesTokenizer(str(folder))
+    monkeypatch.setattr(tokenizer, "_encoder", Panicking())
+    with pytest.raises(UnsupportedRequest, match="cannot be tokenized"):
+        tokenizer.ids({"prompt": "hello"}, Api.COMPLETIONS)
+
+
+def test_macro_that_calls_itself_too_often_is_unsupported() -> None:
+    twice = "{%- macro f(n) %}{%- if n %}{{ f(n - 1) }}{{ f(n - 1) }}{%- endif %}{%- endmacro %}"
+    template = ChatTemplate(twice + "{{ f(messages | length) }}", {})
+    assert template.render({"messages": [USER]}, 10.0) == ""
+    with pytest.raises(UnsupportedRequest, match="it takes too long"):
+        template.render({"messages": [USER] * 60}, 0.01)
+
+
+def test_deeply_nested_arguments_are_unsupported() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 3000}}
+    with pytest.raises(UnsupportedRequest, match="nested too deeply"):
+        prepared_messages([{"role": "assistant", "tool_calls": [call]}], wrap_parts=False)
+
+
 def test_cache_of_prefixes_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CACHE_BYTES", 64 * 1024)
     tokenizer = FilesTokenizer(str(folder))

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from aiohttp import web
@@ -18,6 +21,7 @@ from dualmap_extproc.request.observations import Observation, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens
 from dualmap_extproc.tokens import faults, renderer, sources
 from dualmap_extproc.tokens.faults import RenderedRequests, RendererFaults
+from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.rendering import PromptTexts, TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from extproc.envoy_messages import pool
@@ -163,6 +167,76 @@ async def test_rendered_text_that_cannot_be_tokenized_has_no_tokens(files: Sourc
     assert await later is None
 
 
+async def test_nested_arguments_have_no_tokens(files: Sources) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 3000}}
+    for filling in ("", "x" * 10_000):
+        messages = [{"role": "user", "content": filling}, {"role": "assistant", "tool_calls": [call]}]
+        assert await files.tokens(json.dumps({"model": "m", "messages": messages}).encode()) is None
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError, KeyError])
+async def test_any_failure_of_the_tokenizer_is_logged_once(
+    files: Sources, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("hostile")
+
+    monkeypatch.setattr(FilesTokenizer, "ids", fail)
+    for body in (chat(), chat("x" * 10_000)) * 2:
+        assert await files.tokens(body) is None
+    assert len([each for each in caplog.messages if "Tokenizing failed" in each]) == 1
+
+
+NESTED = "{%- for a in messages %}" * 3 + "x" + "{%- endfor %}" * 3
+
+
+@pytest.fixture
+async def nested(tmp_path: Path) -> AsyncIterator[Sources]:
+    folder = write_tokenizer(tmp_path / "tokenizer", template=NESTED)
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(folder)))
+    served.serve()
+    yield served
+    await served.tokenizers.close()
+
+
+def many_messages(size: int) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": ""}] * (size // 12 - 10)}).encode()
+
+
+async def test_template_that_loops_too_long_has_no_tokens(nested: Sources) -> None:
+    body = many_messages(sources.INLINE_BYTES)
+    began_s = time.thread_time()
+    assert await nested.tokens(body) is None
+    assert time.thread_time() - began_s < 20 * sources.INLINE_RENDER_S
+    assert await nested.tokens(chat()) is not None
+
+
+async def test_template_that_loops_too_long_in_a_thread_has_no_tokens(nested: Sources) -> None:
+    body = many_messages(4 * sources.INLINE_BYTES)
+    assert await asyncio.gather(nested.tokens(body), nested.tokens(body)) == [None, None]
+    # Both threads are free again.
+    await asyncio.wait_for(asyncio.wrap_future(nested.tokenizers._threads.submit(lambda: None)), timeout=10)
+
+
+async def test_long_texts_leave_threads_to_others(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, encoded = Event(), FilesTokenizer.encoded
+
+    def slow(self: FilesTokenizer, rendered: Rendered) -> "array[int]":
+        if len(rendered.text) > sources.LONG_TEXT:
+            released.wait(30)
+        return encoded(self, rendered)
+
+    monkeypatch.setattr(FilesTokenizer, "encoded", slow)
+    long = replace(read(chat()), rendered=Rendered("a" * (sources.LONG_TEXT + 1), special=False))
+    for _ in range(3):
+        files.tokenizers.tokens(files.pool.id, long, (b"",), Api.CHAT, small=False, done=lambda _, __: None)
+    await asyncio.sleep(0)
+    try:
+        assert await files.tokens(chat("x" * 10_000)) is not None
+    finally:
+        released.set()
+
+
 async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "TOKENIZE_MS", 0)
     assert await files.tokens(chat("x" * 10_000)) is None
@@ -273,6 +347,33 @@ async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytes
     released.set()
     await served.tokenizers.close()
     await server.close()
+
+
+async def test_slow_renderer_does_not_delay_another() -> None:
+    released = asyncio.Event()
+
+    async def wait(_: web.Request) -> web.Response:
+        await released.wait()
+        return web.Response()
+
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"token_ids": [1]})
+
+    slow_server, slow = await rendering(wait)
+    server, healthy = await rendering(give)
+    other = replace(slow.pool, name="other", engine=healthy.pool.engine)
+    slow.tokenizers.set_pools([slow.pool, other])
+    for _ in range(sources.PENDING_MAX):
+        assert isinstance(slow.ask([chat()], lambda _, __: None), Pending)
+    assert slow.ask([chat()], lambda _, __: None) is None
+    slow.pool = other
+    assert await slow.tokens(chat()) is not None
+    assert slow.tokenizers.status(other.id, ())["reason"] == ""
+    released.set()
+    for served in (slow, healthy):
+        await served.tokenizers.close()
+    for each in (slow_server, server):
+        await each.close()
 
 
 class FailingRenderer:

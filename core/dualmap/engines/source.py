@@ -17,6 +17,8 @@ is already known from a replay. The steps after a subscription or a gap:
 4. After the mark, or after the last attempt, the queue is applied.
 
 A partial source remains partial until the engine's next life. Its live messages are applied.
+
+An engine that sleeps has emptied its cache, and may never report that. Its earlier messages are never applied again.
 """
 
 from collections import deque
@@ -152,6 +154,11 @@ class EventSource:
         self._missing = ""
         self._due = 0
         self._heard = -1
+        # The messages before this number are older than the engine's last sleep.
+        self._first = 0
+        self._asleep = False
+        # Whether the engine slept during the present replay.
+        self._outdated = False
         self._queue: deque[Message] = deque()
         self._queued_bytes = 0
         self._attempts = 0
@@ -251,6 +258,24 @@ class EventSource:
         self._forget_life()
         return [Clear()] if known else []
 
+    def on_lost(self) -> list[Effect]:
+        """Return the effects of a driver that lost messages it had not applied. The next start requests them again."""
+        self._due = self._first
+        return [Clear()]
+
+    def on_sleep(self) -> list[Effect]:
+        """Return the effects of an engine that sleeps. Until ``on_wake``, all that a replay brings is older as well."""
+        self._asleep = self._outdated = True
+        self._first = self._due = max(self._due, self._heard + 1)
+        self._missing = ""
+        self._queue.clear()
+        self._queued_bytes = 0
+        return [Clear()]
+
+    def on_wake(self) -> None:
+        """Apply replayed messages again: the engine no longer sleeps."""
+        self._asleep = False
+
     def on_unreadable(self, reason: str) -> list[Effect]:
         """Return the effects of an applied message that nobody can read: the removals in it are unknown."""
         self._missing = reason
@@ -263,6 +288,7 @@ class EventSource:
         self.replay_wanted_s = None
         self._is_first_answer = True
         self._progressed = False
+        self._outdated = self._asleep
         self._silent_s = now + SILENCE_S
         self._place_s = now + PLACE_S
         if self._last_s is None:
@@ -279,7 +305,10 @@ class EventSource:
         is_first, self._is_first_answer = self._is_first_answer, False
         effects: list[Effect] = []
         if answer.number == self._due or (is_first and answer.number > self._due):
-            effects = self._skip_to(answer.number) + self._apply(answer)
+            if self._outdated:
+                self._first = self._due = answer.number + 1
+            else:
+                effects = self._skip_to(answer.number) + self._apply(answer)
             self._progressed = True
         elif answer.number > self._due:
             return self._end_attempt(now, complete=False)
@@ -298,8 +327,9 @@ class EventSource:
         return self.attempt is not None and now < self._place_s
 
     def _forget_life(self) -> None:
-        self._due = 0
+        self._due = self._first = 0
         self._heard = -1
+        self._asleep = self._outdated = False
         self._missing = ""
 
     def _may_replay(self, now: float) -> bool:

@@ -148,7 +148,7 @@ class Fleet:
     def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
         """Return a view of the members for one prompt of a client."""
         behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
-        reported = self._reported.matches(now, tokens, chain.tokens)
+        reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
         return View(
             now,
             chain,
@@ -274,14 +274,16 @@ class Fleet:
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
         self._foreign.on_dispatched(request.chain.tokens)
+        prediction = self._caches.predict(now, queued.member, request.chain, Origin.of(request), queued.matched_tokens)
+        if queued.receipt.source == "events" and prediction.origin.comparable:
+            is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
+            prediction = prediction._replace(is_held=is_held)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(
-                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
-            ),
+            prediction=prediction,
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -349,8 +351,18 @@ class Fleet:
         if usage.prompt_tokens is None:
             return
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
-        if prediction is not None:
-            self._caches.learn(now, prediction, usage)
+        if prediction is None:
+            return
+        self._caches.learn(now, prediction, usage)
+        if prediction.is_held and usage.cached_tokens is not None:
+            self._reported.judge(
+                now,
+                prediction.member,
+                prediction.origin.client,
+                matched_tokens=prediction.matched_tokens,
+                cached_tokens=usage.cached_tokens,
+                step=self._caches.reuse_step(prediction.member),
+            )
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
@@ -410,7 +422,11 @@ class Fleet:
         restarted = _restarted(before, profile)
         if restarted or (profile.asleep and not before.asleep):
             self._caches.forget(member)
-            self._reported.forget_claims(member)
+            # An engine that restarted may have reported new blocks already. An engine that sleeps has none.
+            if profile.asleep:
+                self._reported.forget(member)
+            else:
+                self._reported.forget_claims(member)
         if restarted and self._foreign.forget(member):
             self._update_others({member})
         facts = _facts(profile) != _facts(before)
@@ -484,11 +500,18 @@ class Fleet:
                 self._ledger.loads[member].others.busy(said_s)
         self._update_others(self._peers.hear(said_s, peer, loads))
 
-    def on_placement(self, placement: Placement) -> None:
-        """Record the endpoint to which another replica sent a prompt, up to the blocks of the longest prompt."""
+    def on_placement(self, now: float, placed_s: float, placement: Placement) -> None:
+        """Record that another replica sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
+
+        The claim of the prompt assumes that the prompt waits for the member's present backlog.
+        """
         member = self._membership.at(placement.endpoint)
-        if member is not None:
-            self._caches.add_placed(member.id, placement.hashes)
+        if member is None:
+            return
+        hashes = self._caches.add_placed(member.id, placement.hashes)
+        compute_s = self._ledger.loads[member.id].speed.current.compute_s(len(hashes) * self._caches.block_tokens, 0)
+        expected_s = self.queue_s(now, member.id) + compute_s
+        self._reported.claim_placed(now, member.id, hashes, placed_s=min(placed_s, now), expected_s=expected_s)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""
@@ -558,9 +581,9 @@ class Fleet:
             self._reported.withdraw(request.member, request.request_id)
 
     def _claim(self, now: float, placed: QueuedRequest) -> None:
-        request, waited_s = placed.request, max(0.0, now - placed.request.arrived_s)
+        waited_s = max(0.0, now - placed.request.arrived_s)
         expected_s = max(0.0, placed.predicted_ttft_s - waited_s)
-        self._reported.claim(now, placed.member, request.id, request.tokens, expected_s=expected_s)
+        self._reported.claim(now, placed.member, placed.request, expected_s=expected_s)
 
     def _dispatch_window_s(self, now: float) -> float:
         window_s = self._pool.routing.queue.dispatch_window_s

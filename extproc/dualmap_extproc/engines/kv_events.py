@@ -126,15 +126,18 @@ class KvEvents:
             if started_s is None:
                 profile = profile.also(EngineProfile(started_s=last_s))
             elif last_s is not None and abs(started_s - last_s) > _SAME_START_S:
-                for address, source in self._sources.items():
-                    if (address.pool, address.member) == key:
-                        source.on_other_start(self._loop.time())
-                        self._queue(source)
+                for source in self._sources_of(key):
+                    source.on_other_start(self._loop.time())
+                    self._queue(source)
             if not profile.event_sources:
                 # The page with the sources is not answered at times, and the sources stay the same.
                 profile = profile.also(EngineProfile(event_sources=before.event_sources))
             if not profile.ranks:
                 profile = profile.also(EngineProfile(ranks=before.ranks))
+            if bool(profile.asleep) != bool(before.asleep):
+                for source in self._sources_of(key):
+                    source.on_asleep(asleep=bool(profile.asleep))
+                    self._queue(source)
         self._profiles[key] = profile
         if before is None or (before.event_sources, before.ranks) != (profile.event_sources, profile.ranks):
             self._follow()
@@ -188,12 +191,17 @@ class KvEvents:
                 full = len(self._sources) >= SOURCES_MAX
                 source = _Source(address, self._loop, self._on_ready)
                 self._sources[address] = source
+                if self._profiles.get((address.pool, address.member), NO_PROFILE).asleep:
+                    source.on_asleep(asleep=True)
                 if full:
                     source.fail(f"the router follows {SOURCES_MAX} sources already")
                 else:
                     source.open(self._loop.time())
                 self._queue(source)
         self._wake.set()
+
+    def _sources_of(self, key: tuple[str, str]) -> "list[_Source]":
+        return [source for address, source in self._sources.items() if (address.pool, address.member) == key]
 
     def _on_ready(self, source: "_Source") -> None:
         self._queue(source)
@@ -347,7 +355,7 @@ class _Source:
         if self._effects or self._unpacking is not None:
             # The position of the source is behind these messages, and they are lost.
             self._drop_effects()
-            self._changes += [each for each in self.events.on_restart(self._loop.time()) if isinstance(each, Clear)]
+            self._changes += [each for each in self.events.on_lost() if isinstance(each, Clear)]
         self.events.on_failed(reason)
 
     def lose(self, now: float, error: Exception) -> None:
@@ -390,6 +398,13 @@ class _Source:
             self._restarted = False
         else:
             self._act(self.events.on_restart(now))
+
+    def on_asleep(self, *, asleep: bool) -> None:
+        """The engine has fallen asleep, or it is awake again."""
+        if asleep:
+            self._act(self.events.on_sleep())
+        else:
+            self.events.on_wake()
 
     @property
     def is_replaying(self) -> bool:

@@ -18,7 +18,7 @@ from dualmap_extproc.tokens.messages import UnsupportedRequest
 ANSWER_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest answer. The ids of the longest prompts take about a megabyte."""
 CONNECTIONS_MAX: Final = 16
-"""The most requests to all renderers at the same time."""
+"""The most requests to one renderer at the same time."""
 _PATHS: Final = {
     Api.CHAT: "/v1/chat/completions/render",
     Api.COMPLETIONS: "/v1/completions/render",
@@ -66,7 +66,7 @@ class Renderer:
     async def _post(self, url: str, body: bytes) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_MAX),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
                 timeout=aiohttp.ClientTimeout(),

@@ -4,6 +4,7 @@ The reading processes use this module as well, so it imports no tokenizer.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -49,17 +50,20 @@ class PromptTexts:
         except TemplateFault as fault:
             raise TokenizerError(f"{path}: {fault}") from fault
 
-    def rendered(self, body: object, api: Api) -> Rendered:
-        """Return the text of a parsed request body. Raises UnsupportedRequest if it cannot be computed."""
+    def rendered(self, body: object, api: Api, within_s: float = math.inf) -> Rendered:
+        """Return the text of a parsed request body. Raises UnsupportedRequest if it cannot be computed.
+
+        ``within_s`` is the most CPU time of a chat template.
+        """
         if not isinstance(body, dict):
             raise UnsupportedRequest("the body is not an object")
         if api is Api.CHAT or (api is Api.TOKENIZE and "messages" in body):
-            return Rendered(self._chat(body), special=False)
+            return Rendered(self._chat(body, within_s), special=False)
         if api is Api.COMPLETIONS or (api is Api.TOKENIZE and "prompt" in body):
             return Rendered(_completion(body), special=body.get("add_special_tokens", True) is not False)
         raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) need the source Renderer")
 
-    def _chat(self, body: Mapping[str, object]) -> str:
+    def _chat(self, body: Mapping[str, object], within_s: float) -> str:
         for name in _CHAT_UNSUPPORTED:
             if body.get(name):
                 raise UnsupportedRequest(f"the field {name} needs the source Renderer")
@@ -67,7 +71,7 @@ class PromptTexts:
         template = template or self._templates.get("default")
         if template is None:
             raise UnsupportedRequest("the tokenizer has no chat template")
-        return template.render(body)
+        return template.render(body, within_s)
 
 
 def read_file(path: Path) -> str:

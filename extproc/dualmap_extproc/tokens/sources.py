@@ -4,6 +4,10 @@ Short prompts are tokenized at once. Longer ones are tokenized in threads, where
 interpreter's lock. A request whose ids are not there within TOKENIZE_MS is routed by its bytes, as in a pool without a
 source. The reading processes render the bodies that they parse, so that only the tokenizer remains for a thread.
 
+A thread cannot be stopped, and random letters take more than a second for each MiB. The longest texts therefore have
+a thread of their own. Its work is of use also after the deadline: the tokenizer's cache then has the text with which
+the conversation's next request begins.
+
 The files of a tokenizer may change. A version that cannot be read is logged once, and the last valid one stays in use.
 """
 
@@ -13,7 +17,7 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import orjson
 
@@ -33,9 +37,13 @@ from dualmap_extproc.tokens.rendering import CONFIG, TEMPLATE, TokenizerError, V
 TOKENIZE_MS: Final = 200
 """The longest time in milliseconds that a request waits for its token ids."""
 INLINE_BYTES: Final = 8 * 1024
-"""The largest body that is tokenized at once. Rendering and tokenizing it takes at most about two milliseconds."""
+"""The largest body that is tokenized at once. This takes less than a millisecond, or ten for hundreds of messages."""
+INLINE_RENDER_S: Final = 0.01
+"""The most CPU time of a chat template that is rendered at once."""
+LONG_TEXT: Final = 256 * 1024
+"""The most bytes of a body, or characters of a rendered one, that do not wait for the thread of long texts."""
 PENDING_MAX: Final = 64
-"""The most requests that wait for token ids; further ones are routed by bytes."""
+"""The most requests that wait for one tokenizer or renderer; further ones are routed by bytes."""
 RENDERED_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest body that is sent to a renderer."""
 NAMES: Final = (VOCABULARY, CONFIG, TEMPLATE)
@@ -45,7 +53,6 @@ _POLL_S: Final = 5.0
 Compute: TypeAlias = Callable[[], Coroutine[Any, Any, "array[int]"]]
 
 _log = get_logger(__name__)
-_P = ParamSpec("_P")
 
 
 class PoolTokenizers:
@@ -62,7 +69,10 @@ class PoolTokenizers:
         self._renderer = Renderer()
         self._faults = RendererFaults()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
-        self._pending: set[asyncio.Task[None]] = set()
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
+        self._pending: dict[asyncio.Task[None], Tokenizer] = {}
+        # The kinds of failures that were logged, with their pools.
+        self._logged: set[tuple[str, type[Exception]]] = set()
         self._changed = asyncio.Event()
 
     def start(self, pools: Sequence[Pool]) -> None:
@@ -86,6 +96,7 @@ class PoolTokenizers:
             del self._files[pool]
         for pool in self._problems.keys() - self._paths().keys():
             del self._problems[pool]
+        self._logged = {each for each in self._logged if each[0] in self._wanted}
         self._changed.set()
 
     async def run(self) -> None:
@@ -118,27 +129,33 @@ class PoolTokenizers:
     ) -> Tokens | Pending | None:
         """Return the tokens of a body, or None, or call ``done`` later (``request.tokens``)."""
         wanted = self._wanted.get(pool)
-        if wanted is None or wanted.source is TokenSource.ESTIMATE or len(self._pending) >= PENDING_MAX:
+        if wanted is None or wanted.source is TokenSource.ESTIMATE:
+            return None
+        if sum(each == wanted for each in self._pending.values()) >= PENDING_MAX:
             return None
         requests = TokenClass(model=prompt.model, api=api, has_tools=prompt.has_tools)
         size_bytes = sum(map(len, chunks))
         if wanted.source is TokenSource.RENDERER:
             if size_bytes > RENDERED_MAX_BYTES:
                 return None
-            return self._rendered(RenderedRequests(pool, prompt.model, api), wanted.url, chunks, requests, done)
+            return self._rendered(RenderedRequests(pool, prompt.model, api), wanted, chunks, requests, done)
         folder = self._files.get(pool)
         if folder is None:
             return None
         if not small:
             if prompt.rendered is None:
                 return None
-            return self._later(
-                pool, requests, partial(self._in_thread, folder.tokenizer.encoded, prompt.rendered), done
-            )
+            length, encode = len(prompt.rendered.text), partial(folder.tokenizer.encoded, prompt.rendered)
+            return self._later(pool, wanted, requests, partial(self._in_thread, length, encode), done)
         if size_bytes > INLINE_BYTES:
-            return self._later(pool, requests, partial(self._in_thread, _ids_of, folder, chunks, api), done)
+            encode = partial(_ids_of, folder, chunks, api, TOKENIZE_MS / 1000)
+            return self._later(pool, wanted, requests, partial(self._in_thread, size_bytes, encode), done)
         began_s = time.perf_counter()
-        ids = _ids_or_none(folder, chunks, api)
+        ids = None
+        try:
+            ids = _ids_of(folder, chunks, api, INLINE_RENDER_S)
+        except Exception as error:  # noqa: BLE001  # the request is routed, whatever is wrong with it or the tokenizer
+            self._log_failure(pool, error)
         self._report(Tokenized(now=self._clock(), pool=pool, seconds=time.perf_counter() - began_s))
         return None if ids is None else Tokens(ids, requests)
 
@@ -147,11 +164,17 @@ class PoolTokenizers:
         for task in self._pending:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
         await self._renderer.close()
 
     def _rendered(
-        self, requests: RenderedRequests, url: str, chunks: Sequence[bytes], tokens: TokenClass, done: TokensDone
+        self,
+        requests: RenderedRequests,
+        wanted: Tokenizer,
+        chunks: Sequence[bytes],
+        tokens: TokenClass,
+        done: TokensDone,
     ) -> Pending | None:
         """Ask a renderer, unless its last answers were faults."""
         if not self._faults.usable(self._clock(), requests):
@@ -159,7 +182,7 @@ class PoolTokenizers:
 
         async def compute() -> "array[int]":
             try:
-                ids = await self._renderer.ids(url, chunks, requests.api)
+                ids = await self._renderer.ids(wanted.url, chunks, requests.api)
             except RendererFault as fault:
                 self._failed(requests, str(fault))
                 raise
@@ -169,8 +192,8 @@ class PoolTokenizers:
             self._answered(requests)
             return ids
 
-        late = partial(self._failed, requests, f"{url} did not answer within {TOKENIZE_MS} ms")
-        return self._later(requests.pool, tokens, compute, done, late)
+        late = partial(self._failed, requests, f"{wanted.url} did not answer within {TOKENIZE_MS} ms")
+        return self._later(requests.pool, wanted, tokens, compute, done, late)
 
     def _failed(self, requests: RenderedRequests, reason: str) -> None:
         if self._faults.failed(self._clock(), requests, reason):
@@ -214,6 +237,7 @@ class PoolTokenizers:
     def _later(
         self,
         pool: str,
+        wanted: Tokenizer,
         requests: TokenClass,
         compute: Compute,
         done: TokensDone,
@@ -221,8 +245,8 @@ class PoolTokenizers:
     ) -> Pending:
         """Call ``done`` with the ids that are computed. After the deadline, call ``late``, and ``done`` without ids."""
         task = asyncio.create_task(self._wait(pool, requests, compute, done, late))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        self._pending[task] = wanted
+        task.add_done_callback(self._pending.pop)
 
         def cancel() -> None:
             task.cancel()
@@ -240,17 +264,25 @@ class PoolTokenizers:
         except TimeoutError:
             late()
             _log.debug("Routing by bytes", pool=pool, reason="the deadline has passed")
-        except UnsupportedRequest as error:
-            _log.debug("Routing by bytes", pool=pool, reason=str(error))
-        except Exception as error:  # noqa: BLE001  # the request is routed, whatever is wrong with the tokenizer
-            _log.error("Tokenizing failed, routing by bytes", pool=pool, error=repr(error))
+        except Exception as error:  # noqa: BLE001  # the request is routed, whatever is wrong with it or the tokenizer
+            self._log_failure(pool, error)
         now = self._clock()
         self._report(Tokenized(now=now, pool=pool, seconds=now - began_s))
         done(now, None if ids is None else Tokens(ids, requests))
 
-    async def _in_thread(self, compute: Callable[_P, "array[int]"], *given: _P.args, **more: _P.kwargs) -> "array[int]":
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(compute, *given, **more))
+    def _log_failure(self, pool: str, error: Exception) -> None:
+        """Log why a request has no ids: each kind of unexpected failure once, because clients may repeat it."""
+        if isinstance(error, UnsupportedRequest):
+            if _log.debugging:
+                _log.debug("Routing by bytes", pool=pool, reason=str(error))
+        elif (pool, type(error)) not in self._logged:
+            self._logged.add((pool, type(error)))
+            _log.error("Tokenizing failed, routing by bytes", pool=pool, error=repr(error)[:200])
+
+    async def _in_thread(self, length: int, compute: Callable[[], "array[int]"]) -> "array[int]":
+        """Compute the ids of a text of about ``length`` characters."""
+        threads = self._threads if length <= LONG_TEXT else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(threads, compute)
 
 
 class _Folder:
@@ -263,16 +295,6 @@ class _Folder:
         self.tokenizer = FilesTokenizer(path)
 
 
-def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int]":
+def _ids_of(folder: _Folder, chunks: Sequence[bytes], api: Api, within_s: float) -> "array[int]":
     """Return the ids of a body. Raises UnsupportedRequest if the tokenizer's files do not tell them."""
-    return folder.tokenizer.ids(orjson.loads(b"".join(chunks)), api)
-
-
-def _ids_or_none(folder: _Folder, chunks: Sequence[bytes], api: Api) -> "array[int] | None":
-    """Return the ids of a body; None if the tokenizer's files do not tell them."""
-    try:
-        return _ids_of(folder, chunks, api)
-    except UnsupportedRequest as error:
-        if _log.debugging:
-            _log.debug("Routing by bytes", reason=str(error))
-        return None
+    return folder.tokenizer.ids(orjson.loads(b"".join(chunks)), api, within_s)

@@ -396,3 +396,69 @@ def test_refused_connection_ends_the_life_of_the_engine() -> None:
     source.start(20.0)
     assert replay(source, 0, 1, END, now=21.0, start=0) == [0, 1]
     assert source.state is SourceState.LIVE
+
+
+def test_sleeping_engine_loses_its_blocks_and_waiting_messages() -> None:
+    source = started(0, 1)
+    assert live(source, 3) == []
+    assert numbers(source.on_sleep()) == ["clear"]
+    source.on_wake()
+    # The replay of message 2, which was requested before, brings nothing new.
+    assert replay(source, 2, 3, END, start=4) == []
+    assert (source.state, source.reason) == (SourceState.LIVE, "")
+    assert live(source, 4, now=11.0) == [4]
+
+
+def test_replay_never_applies_messages_before_a_sleep() -> None:
+    source = started(0, 1, 2)
+    source.on_sleep()
+    source.on_wake()
+    assert live(source, 3) == [3]
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("the connection was lost")
+    source.start(20.0)
+    assert replay(source, 3, END, now=21.0, start=3) == [3]
+    assert source.state is SourceState.LIVE
+
+
+def test_replay_of_a_sleeping_engine_is_not_applied() -> None:
+    source = EventSource(replays=True)
+    source.on_sleep()
+    source.start(0.0)
+    assert replay(source, 5, 6, 7, END) == []
+    assert (source.state, source.sequence) == (SourceState.LIVE, 7)
+    source.on_wake()
+    assert live(source, 8, now=11.0) == [8]
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("the connection was lost")
+    source.start(20.0)
+    assert replay(source, 8, END, now=21.0, start=8) == [8]
+
+
+def test_replay_that_began_before_the_sleep_ends_without_effects() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    wanted = source.begin_replay(0.0)
+    assert numbers(source.on_replayed(0.0, wanted.attempt, message(0))) == [0]
+    source.on_sleep()
+    source.on_wake()
+    assert numbers(source.on_replayed(0.0, wanted.attempt, message(1))) == []
+    assert numbers(source.on_replayed(0.0, wanted.attempt, END)) == []
+    assert (source.state, source.sequence) == (SourceState.LIVE, 1)
+
+
+def test_engine_that_restarts_after_a_sleep_is_followed_from_its_beginning() -> None:
+    source = started(0, 1, 2)
+    source.on_sleep()
+    # The next report of the new process, which is awake, may come later.
+    assert live(source, 0) == ["clear"]
+    assert replay(source, 0, 1, END, start=0) == [0, 1]
+
+
+def test_lost_messages_are_requested_again() -> None:
+    source = started(0, 1, 2)
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("too many of its messages waited")
+    source.start(20.0)
+    assert replay(source, 0, 1, 2, END, now=21.0, start=0) == [0, 1, 2]
+    assert source.state is SourceState.LIVE
