@@ -100,8 +100,8 @@ def explain(
         tokenizer = pool.engine.tokenizer
         if pool.id == outcome.pool and tokenizer.path and not (Path(tokenizer.path) / "tokenizer.json").is_file():
             click.echo(
-                f"dualmap explain: {tokenizer.path} contains no tokenizer.json on this machine. A router with this pool "
-                "file does not start without it.",
+                f"dualmap explain: {tokenizer.path} contains no tokenizer.json on this machine. A router with this "
+                "pool file does not start without it.",
                 err=True,
             )
 
