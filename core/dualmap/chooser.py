@@ -128,8 +128,8 @@ class Chooser:
 
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
-        ring = self._fleet.ring(queued.request.subset)
         request = queued.request
+        ring, _ = self._fleet.rings(request)
         view = self._fleet.view(now, request.chain, client=request.client, tokens=request.tokens)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]

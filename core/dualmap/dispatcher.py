@@ -81,14 +81,19 @@ class Dispatcher:
     def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
         """Choose new members for queued requests without a usable member.
 
-        A member is usable if it may be picked and is in ``stayed``. Unplaced requests, which have no member, also get a
-        member.
+        A member is usable if it may be picked for the request and is in ``stayed``. Unplaced requests, which have no
+        member, also get a member.
         """
         outcomes: list[Outcome] = []
         ring = self._fleet.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
         # Remove all these requests before the first is placed: each placement may dispatch other queued requests.
-        leaving = [queued for member, queue in self._queue.queues.items() if member not in usable for queued in queue]
+        leaving = [
+            queued
+            for member, queue in self._queue.queues.items()
+            for queued in queue
+            if member not in usable or member not in self._fleet.rings(queued.request)[0].ids
+        ]
         for queued in leaving:
             self._withdraw(queued)
         for queued in leaving:

@@ -71,6 +71,15 @@ RULES = (
         named="spec.engine.kvEvents.enabled",
     ),
     Rule(
+        "spec.engine.kvEvents",
+        accepted=({"port": 6000}, {"port": 5558, "replayPort": 5557}),
+        refused=(
+            ({"port": 5558}, "5558 is not accepted; give another port than kvEvents.port"),
+            ({"port": 9, "replayPort": 9}, "9 is not accepted; give another port than kvEvents.port"),
+        ),
+        named="spec.engine.kvEvents.replayPort",
+    ),
+    Rule(
         "spec.engine.tokenizer",
         accepted=({"source": "Estimate"}, {"source": "Files", "path": "tokenizers/q"}),
         refused=tuple(
@@ -104,7 +113,15 @@ RULES = (
         accepted=("",),
         refused=tuple(
             (url, f'"{url}" is not accepted; give http://HOST:PORT or https://HOST:PORT, optionally with a path')
-            for url in ("r:8000", "tcp://r:8000", "http://user@r:8000", "http://r:8000/?a=b")
+            for url in (
+                "r:8000",
+                "tcp://r:8000",
+                "http://user@r:8000",
+                "http://r:8000/?a=b",
+                "http://r",
+                "http://r:65536",
+                "http://[2001:db8::1]",
+            )
         ),
     ),
     Rule(

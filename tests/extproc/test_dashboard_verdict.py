@@ -191,6 +191,14 @@ def test_verdict_shows_engine_states_as_information(change: dict[str, object], s
     assert [problem.text for problem in found.problems] == [says]
 
 
+def test_verdict_warns_of_engines_that_do_not_fit_the_pool() -> None:
+    unfit = {"engine": EngineProfile(mismatch="serves [other], not m")}
+    (problem,) = verdict(past(met=100), status(m_1=unfit)).problems
+    assert (problem.level, problem.text) == (Level.WARN, "m-1 does not fit the pool (m-1: serves [other], not m).")
+    (problem,) = verdict(past(met=100), status(m_1=unfit, m_2=unfit)).problems
+    assert problem.text == "m-1 and m-2 do not fit the pool (m-1: serves [other], not m)."
+
+
 def test_verdict_names_one_reason_of_many_engines() -> None:
     unread = {f"m_{number}": {"engine": EngineProfile(reason="x" * 500)} for number in range(5)}
     (problem,) = verdict(past(met=100), status(6, **unread)).problems

@@ -13,7 +13,7 @@ from dualmap.prompts.api import Api
 from dualmap_extproc.tokens import files
 from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest, prepared_messages, prepared_tools
-from dualmap_extproc.tokens.rendering import TokenizerError
+from dualmap_extproc.tokens.rendering import MAX_BYTES, TokenizerError
 from dualmap_extproc.tokens.template import ChatTemplate
 from extproc.tokenizer_files import SPECIAL, TEMPLATE, byte_letters, tokenizer_json, write_tokenizer
 from shared_data import shared_file
@@ -35,6 +35,14 @@ def text_of(ids: "array[int]") -> str:
         for each in ids
     ]
     return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_file_above_the_limit_is_refused(folder: Path, name: str) -> None:
+    with open(folder / name, "a+b") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(TokenizerError, match=f"{name} is larger than 67108864 bytes"):
+        FilesTokenizer(str(folder))
 
 
 def test_chat_is_rendered_and_tokenized(folder: Path) -> None:

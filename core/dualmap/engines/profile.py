@@ -6,7 +6,7 @@ the facts of this answer. No reader raises an error: an answer that cannot be re
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Final, Self
@@ -21,6 +21,7 @@ MODELS_MAX: Final = 1024
 """The most models of one engine's list. The models of a longer list are not known."""
 EVENT_SOURCES_MAX: Final = 256
 _VERSION_MAX: Final = 64
+_NAMES_SHOWN: Final = 3
 _TOKENS_MAX: Final = 10**10
 _LENGTH_MAX: Final = 10**8
 _BLOCK_MAX: Final = 2**20
@@ -51,7 +52,9 @@ class EngineProfile:
     engine's process, in seconds since 1970 on the engine's clock. ``publishes`` is whether the engine publishes KV
     events, and ``event_sources`` says where. ``at_s`` is the time at which the router read the
     load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
-    the same observation of the load. ``reason`` says what could not be read.
+    the same observation of the load. ``mismatch`` says what the member's pool names and the engine does not serve.
+    ``is_stranger`` is true if a program without the pages of such an engine answers. ``reason`` says what could not be
+    read.
     """
 
     engine: str = ""
@@ -71,12 +74,28 @@ class EngineProfile:
     event_sources: tuple[EventSource, ...] = ()
     publishes: bool | None = None
     at_s: float | None = field(default=None, compare=False)
+    mismatch: str = ""
+    is_stranger: bool = False
     reason: str = ""
 
     @property
     def problem(self) -> str:
-        """What could not be read, or that the engine sleeps; empty if neither."""
-        return self.reason or ("the engine is asleep" if self.asleep else "")
+        """What does not fit the pool, what could not be read, or that the engine sleeps; empty if none of these."""
+        problem = "; ".join(each for each in (self.mismatch, self.reason) if each)
+        return problem or ("the engine is asleep" if self.asleep else "")
+
+    def lacks(self, name: str) -> bool:
+        """Whether the engine's list of models is known and does not contain a name."""
+        return bool(self.models) and name not in self.models
+
+    def served_instead(self, names: Iterable[str]) -> str:
+        """Return which of the names the engine lacks, and what it lists instead; empty if it lacks none."""
+        unlisted = [each for each in names if self.lacks(each)]
+        if not unlisted:
+            return ""
+        adapters = frozenset(self.adapters)
+        own = [each for each in self.models if each not in adapters]
+        return f"serves [{_few(own)}], not {_few(unlisted)}"
 
     @property
     def events_problem(self) -> str:
@@ -357,6 +376,11 @@ def _sglang_sources(value: object) -> tuple[EventSource, ...]:
         for rank in range(ranks or 1)
         if base + rank <= 65_535 and (replay or 0) + rank <= 65_535
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _version(value: object) -> str:

@@ -15,12 +15,12 @@ from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceState, SourceStatus
-from dualmap.fleet.adapters import LoadedAdapters
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
+from dualmap.fleet.listed_models import ListedModels
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
@@ -69,7 +69,7 @@ class Fleet:
         self._peers = Peers()
         self._foreign = ForeignWork()
         self._profiles = Profiles(pool)
-        self._adapters = LoadedAdapters(self._membership.members)
+        self._models = ListedModels(self._membership.members)
         self._specified_adapters = frozenset(pool.model.adapters)
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
@@ -113,15 +113,30 @@ class Fleet:
         if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
         """
         if not request.adapter:
-            return self._membership.ring(request.subset), None
-        of = self._adapters.of(request.adapter)
+            return self.rings_of_model(request.subset, request.model)
+        of = self._models.of(request.adapter)
         lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
         loaded = self._membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
         return self._membership.ring(request.subset, lacking), loaded
 
+    def rings_of_model(self, subset: frozenset[str] | None, model: str) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members for a name of the base model, and over those preferred (None: all).
+
+        Members that are known not to list the name are left out if their type of engine rejects other names. Otherwise,
+        they are only not preferred: most of these engines answer a request for any name. Members where no engine
+        answers are not preferred either, because a proxy may hide only the pages that the router reads.
+        """
+        lacking = self._models.of(model).lacking if model else frozenset[str]()
+        avoided = lacking | self._models.strangers if model else lacking
+        if not avoided:
+            return self._membership.ring(subset), None
+        excluded = lacking if self._pool.engine.checks_names else frozenset[str]()
+        preferred = self._membership.ring_of(subset, avoided) if avoided != excluded else None
+        return self._membership.ring(subset, excluded), preferred
+
     def adapter_state(self, adapter: str, member: str) -> str:
         """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
-        return self._adapters.of(adapter).state(member) if adapter else ""
+        return self._models.of(adapter).state(member) if adapter else ""
 
     def endpoint(self, member: str) -> str | None:
         """Return a member's endpoint, or None if the member has left."""
@@ -418,12 +433,13 @@ class Fleet:
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
-        if profile.models != before.models:
-            self._adapters.put(member, profile.models)
+        listed = (profile.models, profile.is_stranger) != (before.models, before.is_stranger)
+        if listed:
+            self._models.put(member, profile.models, is_stranger=profile.is_stranger)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         facts = facts or self._profiles.adapters is not adapters
-        changed = ProfileChange(facts=facts, ring=self._profiles.asleep != asleep)
+        changed = ProfileChange(facts=facts, ring=listed or self._profiles.asleep != asleep)
         # Without a load, or with the load of an earlier report, the last report stays valid for some time.
         is_new = profile.at_s is None or profile.at_s != before.at_s
         if profile.waiting is None or profile.running is None or not is_new:
@@ -457,7 +473,7 @@ class Fleet:
         self._reported.adopt(pool, stayed)
         self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
-        self._adapters.adopt(self._membership.members, self._profiles.members)
+        self._models.adopt(self._membership.members, self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.

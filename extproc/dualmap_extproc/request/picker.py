@@ -288,6 +288,7 @@ class Picker:
             tokens=self._tokens(pool, prompt, adapter, tokens),
             sequences=prompt.sequences,
             adapter=adapter or pool.model.adapter_of(prompt.lora_name),
+            model=prompt.model,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router

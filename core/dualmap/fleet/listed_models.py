@@ -1,14 +1,14 @@
-"""Which members have a LoRA adapter loaded, as their engines' lists of models say."""
+"""Which members list a model's name or a LoRA adapter, as their engines' lists of models say."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 
-class AdapterMembers(NamedTuple):
-    """The members of a pool for one adapter. Members whose list of models is not known are in ``absent`` only.
+class ModelMembers(NamedTuple):
+    """The members of a pool for one name. Members whose list of models is not known are in ``absent`` only.
 
-    ``loaded`` are the members that list the adapter, and ``absent`` are all others. ``lacking`` are the members with a
-    list that does not contain the adapter.
+    ``loaded`` are the members that list the name, and ``absent`` are all others. ``lacking`` are the members with a
+    list that does not contain the name.
     """
 
     loaded: frozenset[str]
@@ -22,25 +22,28 @@ class AdapterMembers(NamedTuple):
         return "absent" if member in self.lacking else "unknown"
 
 
-class LoadedAdapters:
+class ListedModels:
     """The models that each member of a pool lists."""
 
     def __init__(self, members: Iterable[str]) -> None:
         self._members = frozenset(members)
         self._models: dict[str, frozenset[str]] = {}
-        self._of: dict[str, AdapterMembers] = {}
+        self._of: dict[str, ModelMembers] = {}
+        self.strangers: frozenset[str] = frozenset()
+        """The members where no engine answers."""
 
-    def of(self, adapter: str) -> AdapterMembers:
-        """Return the members for an adapter that the pool serves."""
-        found = self._of.get(adapter)
+    def of(self, name: str) -> ModelMembers:
+        """Return the members for a name of the pool's model, or an adapter, that the pool serves."""
+        found = self._of.get(name)
         if found is None:
-            loaded = frozenset(member for member, models in self._models.items() if adapter in models)
-            found = AdapterMembers(loaded, self._members - loaded, frozenset(self._models) - loaded)
-            self._of[adapter] = found
+            loaded = frozenset(member for member, models in self._models.items() if name in models)
+            found = ModelMembers(loaded, self._members - loaded, frozenset(self._models) - loaded)
+            self._of[name] = found
         return found
 
-    def put(self, member: str, models: Collection[str]) -> None:
+    def put(self, member: str, models: Collection[str], *, is_stranger: bool = False) -> None:
         """Set the models that a member lists; empty if its list is not known."""
+        self.strangers = self.strangers | {member} if is_stranger else self.strangers - {member}
         if models:
             self._models[member] = frozenset(models)
         else:
@@ -51,4 +54,5 @@ class LoadedAdapters:
         """Set the members of the pool; only those in ``known`` keep their models."""
         self._members = frozenset(members)
         self._models = {member: models for member, models in self._models.items() if member in known}
+        self.strangers &= frozenset(known)
         self._of.clear()
