@@ -264,9 +264,11 @@ class ReportedCaches:
 
     def forget(self, member: str) -> None:
         """Forget the blocks and the claims of a member whose engine emptied its cache without an event."""
-        if member in self._reporters:
-            self._reporters[member].end_claims()
-            self._reporters[member].residency.clear()
+        reporter = self._reporters.get(member)
+        if reporter is not None:
+            reporter.end_claims()
+            reporter.residency.clear()
+            reporter.trust = EventTrust()
 
     def resize(self, member: str, profile: EngineProfile) -> None:
         """Take the size of a member's cache from its profile."""
