@@ -296,8 +296,6 @@ async def stale_after_restart(lab: Lab, replicas: Replicas) -> list[Seen]:
     engine = lab.engines[0]
     await engine.kill()
     await engine.start()
-    # The engine has a first step, as after any other request of its new life.
-    await engine.post("/v1/completions", {"model": MODEL, "prompt": text("warm", 50), "max_tokens": 1})
     await asyncio.sleep(3.0)
     return await all_of(replicas, prompts) + await all_of(replicas, prompts)
 

@@ -53,8 +53,7 @@ class EngineProfile:
     events, and ``event_sources`` says where. ``at_s`` is the time at which the router read the
     load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
     the same observation of the load. ``mismatch`` says what the member's pool names and the engine does not serve.
-    ``is_stranger`` is true if a program without the pages of such an engine answers. ``reason`` says what could not be
-    read.
+    ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -75,7 +74,6 @@ class EngineProfile:
     publishes: bool | None = None
     at_s: float | None = field(default=None, compare=False)
     mismatch: str = ""
-    is_stranger: bool = False
     reason: str = ""
 
     @property

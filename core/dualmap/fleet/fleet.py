@@ -123,16 +123,14 @@ class Fleet:
         """Return the rings over the members for a name of the base model, and over those preferred (None: all).
 
         Members that are known not to list the name are left out if their type of engine rejects other names. Otherwise,
-        they are only not preferred: most of these engines answer a request for any name. Members where no engine
-        answers are not preferred either, because a proxy may hide only the pages that the router reads.
+        they are only not preferred: most of these engines answer a request for any name.
         """
         lacking = self._models.of(model).lacking if model else frozenset[str]()
-        avoided = lacking | self._models.strangers if model else lacking
-        if not avoided:
+        if not lacking:
             return self._membership.ring(subset), None
-        excluded = lacking if self._pool.engine.checks_names else frozenset[str]()
-        preferred = self._membership.ring_of(subset, avoided) if avoided != excluded else None
-        return self._membership.ring(subset, excluded), preferred
+        if self._pool.engine.checks_names:
+            return self._membership.ring(subset, lacking), None
+        return self._membership.ring(subset), self._membership.ring_of(subset, lacking)
 
     def adapter_state(self, adapter: str, member: str) -> str:
         """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
@@ -433,9 +431,9 @@ class Fleet:
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
-        listed = (profile.models, profile.is_stranger) != (before.models, before.is_stranger)
+        listed = profile.models != before.models
         if listed:
-            self._models.put(member, profile.models, is_stranger=profile.is_stranger)
+            self._models.put(member, profile.models)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         facts = facts or self._profiles.adapters is not adapters

@@ -29,8 +29,6 @@ class ListedModels:
         self._members = frozenset(members)
         self._models: dict[str, frozenset[str]] = {}
         self._of: dict[str, ModelMembers] = {}
-        self.strangers: frozenset[str] = frozenset()
-        """The members where no engine answers."""
 
     def of(self, name: str) -> ModelMembers:
         """Return the members for a name of the pool's model, or an adapter, that the pool serves."""
@@ -41,9 +39,8 @@ class ListedModels:
             self._of[name] = found
         return found
 
-    def put(self, member: str, models: Collection[str], *, is_stranger: bool = False) -> None:
+    def put(self, member: str, models: Collection[str]) -> None:
         """Set the models that a member lists; empty if its list is not known."""
-        self.strangers = self.strangers | {member} if is_stranger else self.strangers - {member}
         if models:
             self._models[member] = frozenset(models)
         else:
@@ -54,5 +51,4 @@ class ListedModels:
         """Set the members of the pool; only those in ``known`` keep their models."""
         self._members = frozenset(members)
         self._models = {member: models for member, models in self._models.items() if member in known}
-        self.strangers &= frozenset(known)
         self._of.clear()

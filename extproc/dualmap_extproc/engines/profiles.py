@@ -186,7 +186,7 @@ class _AskedEngine:
         if self._dialect is not None and self._unknown >= {self._dialect.path, _MODELS}:
             mismatch = f"no {self._type} engine answers: {self._dialect.path} and {_MODELS} are not there"
             # The former engine's list says nothing about this program.
-            profile = replace(profile, models=(), adapters=(), is_stranger=True)
+            profile = replace(profile, models=(), adapters=())
         if mismatch != self._mismatch:
             self._mismatch = mismatch
             if mismatch:
