@@ -41,7 +41,7 @@ from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
 
-PROMPT_KB = (1, 12, 65)
+PROMPT_KB = (1, 12, 65, 220)
 MEMBERS = 8
 SYSTEM_PROMPTS = 64
 LEAST_SHARE = 0.05

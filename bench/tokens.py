@@ -22,7 +22,7 @@ from bench.decisions import pool_of
 
 from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
-from dualmap.prompts.prompt import Prompt
+from dualmap.prompts.prompt import Prompt, Rendered
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.reading.processes import ReadingProcesses
 from dualmap_extproc.request.reading import Bounds, LargeBody, read_small
@@ -53,6 +53,15 @@ def bodies(size_kb: int, seed: int) -> Iterator[bytes]:
             messages.append({"role": "assistant" if len(messages) % 2 == 0 else "user", "content": text})
             size += len(text) + 30
         yield orjson.dumps({"model": "m", "messages": messages})
+
+
+def unusual_texts(size: int) -> Iterator[tuple[str, str]]:
+    """Yield texts of ``size`` characters that a client may send to keep a thread busy, with their names."""
+    chosen = random.Random(size)
+    yield "random words", "".join(chosen.choices("abcdefghij klmnop ", k=size))
+    yield "random letters without spaces", "".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=size))
+    yield "one word, repeated without spaces", ("hello" * size)[:size]
+    yield "spaces", " " * size
 
 
 def next_turn(body: bytes, number: int) -> bytes:
@@ -201,6 +210,11 @@ def main(folder: str) -> None:
     for size_kb in SIZES_KB:
         tokens, cold, warm, template = times_ms(folder, tokenizer, size_kb)
         print(f"| {size_kb} KB | {tokens} | {cold:.2f} | {warm:.2f} | {template:.2f} |")
+    print("\n| text of 1 MiB | tokens | ms |\n|---|---|---|")
+    for name, text in unusual_texts(KB * KB):
+        began_s = time.perf_counter()
+        tokens = len(tokenizer.encoded(Rendered(text, special=False)))
+        print(f"| {name} | {tokens} | {(time.perf_counter() - began_s) * 1000:.0f} |")
     print()
     del tokenizer
     asyncio.run(measure(folder))

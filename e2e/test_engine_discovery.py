@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
@@ -38,6 +39,17 @@ async def _routed(sims: tuple[Engine, Engine], tmp_path: Path) -> AsyncIterator[
         yield deployment
 
 
+async def served_and_lost(deployment: Deployment, count: int = 20) -> tuple[set[str], int]:
+    """Return the members of several short requests, and the number of requests that were not answered with 200."""
+    members, lost = set(), 0
+    for number in range(count):
+        body = {"model": "qwen-model", "messages": [{"role": "user", "content": f"hi {number}"}], "max_tokens": 1}
+        reply = await deployment.ask(body)
+        members.add(receipt(reply)["chosen"])
+        lost += reply.status != 200
+    return members, lost
+
+
 async def described(deployment: Deployment) -> bool:
     return all(each["engine"]["version"] for each in (await deployment.page(POOL)).values())
 
@@ -60,7 +72,7 @@ async def test_engines_are_described_and_their_adapters_served(routed: Deploymen
             "block_tokens": 16,
             "kv_tokens": 190_000,
             "adapters": ["sql"],
-            "events": {"state": "Off"},
+            "events": {"state": "Off", "sequence": None, "blocks": 0, "gaps": 0, "resyncs": 0, "reason": ""},
             "reason": "",
         }
     reply = await routed.ask({"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
@@ -113,3 +125,59 @@ async def test_asleep_engine_gets_requests_only_if_all_are_asleep(
 
         await until(awake, "the engine is awake", timeout_s=20.0)
         assert await chosen(routed) == {"left", "right"}
+
+
+@pytest.fixture(name="qwen_engines")
+def _qwen_engines(tmp_path: Path) -> tuple[Engine, Engine]:
+    """Two engines that are not started; the second one can be replaced."""
+    kept, replaced = (Engine(directory=tmp_path, name=name, arguments=("--speed", "10")) for name in ("kept", "gone"))
+    return kept, replaced
+
+
+async def test_member_whose_engine_has_another_model_gets_no_requests(
+    qwen_engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    kept, replaced = qwen_engines
+    async with kept, replaced:
+        document = pool_document([kept.member, replaced.member], spec={"routing": {"policy": "round_robin"}})
+        async with Deployment({POOL: document}, mode=Mode.STREAMED, directory=tmp_path) as deployment:
+            await until(lambda: described(deployment), "the engines are described", timeout_s=20.0)
+            assert await served_and_lost(deployment) == ({"kept", "gone"}, 0)
+            await replaced.stop()
+            other = ("--speed", "10", "--model", "other")
+            async with Engine(directory=tmp_path, name="other", port=replaced.port, arguments=other):
+                await until_reason(deployment, "serves [other], not qwen-model")
+                assert await served_and_lost(deployment, 60) == ({"kept"}, 0)
+            assert deployment.router.output().count("Engine does not fit its pool") == 1
+            await replaced.start()
+            await until_reason(deployment, "")
+            assert await served_and_lost(deployment) == ({"kept", "gone"}, 0)
+
+
+async def test_member_without_an_engine_is_named(qwen_engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+    kept, replaced = qwen_engines
+    async with kept, replaced:
+        discovery = {"discovery": {"interval": "1s"}}
+        spec = {"routing": {"policy": "round_robin"}, "engine": discovery}
+        document = pool_document([kept.member, replaced.member], spec=spec)
+        async with Deployment({POOL: document}, mode=Mode.STREAMED, directory=tmp_path) as deployment:
+            await until(lambda: described(deployment), "the engines are described", timeout_s=20.0)
+            await replaced.stop()
+            runner = web.AppRunner(web.Application())
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", replaced.port).start()
+            try:
+                await until_reason(deployment, "no vLLM engine answers: /metrics and /v1/models are not there")
+                assert deployment.router.output().count("Engine does not fit its pool") == 1
+            finally:
+                await runner.cleanup()
+
+
+async def until_reason(deployment: Deployment, text: str) -> None:
+    """Wait until the second engine's reason begins with a text, or is empty for an empty text."""
+
+    async def found() -> bool:
+        reason = (await deployment.page(POOL))["gone"]["engine"]["reason"]
+        return bool(reason.startswith(text) if text else not reason)
+
+    await until(found, f"the reason is {text!r}", timeout_s=30.0)

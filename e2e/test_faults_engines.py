@@ -124,13 +124,18 @@ async def test_single_engine_answering_503_gets_few_requests(system: ReplicatedS
     async with traffic.running():
         async with sick(system.engines[:1]) as (place,):
             incident = traffic.incident()
+
+            async def tried() -> bool:
+                return len(place.received) >= 3
+
+            await until(tried, "three requests reach the failing engine", timeout_s=RECOVERY_TIMEOUT_S)
             await traffic.flowing(60)
             drawn = len(place.received)
         answered = incident.everyone
         await wait_until_used(system, system.engines[0])
     incident.report(f"one of three engines answers 503 ({drawn} requests tried there)")
     assert failed(incident.later) == []
-    assert 3 <= drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
+    assert drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
 
 
 async def test_request_with_all_engines_answering_503_is_retried_once(system: ReplicatedSystem) -> None:

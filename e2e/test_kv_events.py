@@ -38,7 +38,8 @@ ROLES = ("user", "assistant")
 class Measured:
     """One request: its member, its prompt and cached tokens, and the cached tokens that the receipt predicted.
 
-    The receipt counts tokens by bytes. ``predicted`` is the same share of the prompt in the engine's tokens.
+    The receipt of a request without token ids counts tokens by bytes. ``predicted`` is the same share of the prompt in
+    the engine's tokens.
     """
 
     member: str

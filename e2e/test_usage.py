@@ -25,7 +25,17 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
 LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
+# The usage of the Messages API: the prompt has all three kinds of tokens.
+MESSAGES = b'{"input_tokens":1,"output_tokens":3,"cache_creation_input_tokens":1,"cache_read_input_tokens":8}'
+# The usage of the Responses API if the engine calls its own tools: the sum of two prompts, and each prompt.
+TURNS = (
+    b'{"input_tokens":30,"input_tokens_details":{"cached_tokens":27,"cache_write_tokens":0,'
+    b'"input_tokens_per_turn":[10,20],"cached_tokens_per_turn":[8,19]},"output_tokens":3,"output_tokens_details":'
+    b'{"reasoning_tokens":0,"tool_output_tokens":0,"output_tokens_per_turn":[1,2]},"total_tokens":33}'
+)
 FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
+UNKNOWN_CACHE = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3"}
+TOTAL = {names.TAG_PROMPT_TOKENS: "30", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "27"}
 # Tests insert an error at this line of the script.
 LOOP = "for chunk in handle:bodyChunks() do"
 POOL = names.cluster_name("llm", "qwen")
@@ -35,6 +45,16 @@ SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\
 def quoted(text: bytes) -> bytes:
     """Return a response body whose content is ``text`` as a JSON string."""
     return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
+
+
+def message_events(start: bytes, end: bytes) -> bytes:
+    """Return a stream of the Messages API with these usages in its events message_start and message_delta."""
+    return (
+        b'event: message_start\ndata: {"type":"message_start","message":{"content":[],"usage":' + start + b"}}\n\n"
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a \\"usage\\":{"}}\n\n'
+        b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":' + end + b"}"
+        b'\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
+    )
 
 
 # Content type, body and expected tags by the case's name.
@@ -56,6 +76,46 @@ READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
         b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":10,'
         b'"input_tokens_details":{"cached_tokens":8},"output_tokens":3,"output_tokens_details":{"cached_tokens":1}}}}'
         b"\n\n",
+        FOUND,
+    ),
+    "responses, the first turn of several": (JSON, b'{"output":[],"usage":' + TURNS + b"}", FOUND),
+    "responses, without turns": (JSON, b'{"usage":' + TURNS.replace(b"10,20", b"").replace(b"8,19", b"") + b"}", TOTAL),
+    "messages": (JSON, b'{"content":[],"usage":' + MESSAGES + b"}", FOUND),
+    "messages, written by json.dumps": (JSON, json.dumps({"usage": json.loads(MESSAGES)}).encode(), FOUND),
+    "messages, all tokens cached": (
+        JSON,
+        b'{"usage":{"input_tokens":0,"cache_read_input_tokens":10,"output_tokens":3}}',
+        {**FOUND, names.TAG_CACHED_TOKENS: "10"},
+    ),
+    "messages, cache not reported": (JSON, b'{"usage":{"input_tokens":10,"output_tokens":3}}', UNKNOWN_CACHE),
+    "messages, cache unknown": (
+        JSON,
+        b'{"usage":{"input_tokens":10,"cache_creation_input_tokens":null,"cache_read_input_tokens":null,'
+        b'"output_tokens":3}}',
+        UNKNOWN_CACHE,
+    ),
+    "stream of messages": (EVENTS, message_events(b'{"input_tokens":10,"output_tokens":0}', MESSAGES), FOUND),
+    "stream of messages, cache not reported": (
+        EVENTS,
+        message_events(b'{"input_tokens":10,"output_tokens":0}', b'{"input_tokens":10,"output_tokens":3}'),
+        UNKNOWN_CACHE,
+    ),
+    "stream of messages, prompt at its start only": (
+        EVENTS,
+        message_events(b'{"input_tokens":2,"output_tokens":0,"cache_read_input_tokens":8}', b'{"output_tokens":3}'),
+        FOUND,
+    ),
+    **{
+        f"messages, {value.decode()[:8]} cached tokens": (
+            JSON,
+            b'{"usage":{"input_tokens":2,"output_tokens":3,"cache_read_input_tokens":' + value + b"}}",
+            {names.TAG_COMPLETION_TOKENS: "3"},
+        )
+        for value in (b"-8", b"true", b'"8"', b"8.5", b"[8]", b"{}")
+    },
+    "total beside the cached tokens of messages": (
+        JSON,
+        b'{"usage":{"prompt_tokens":10,"completion_tokens":3,"cache_read_input_tokens":8}}',
         FOUND,
     ),
     "embeddings": (JSON, b'{"data":[],"usage":{"prompt_tokens":7}}', {names.TAG_PROMPT_TOKENS: "7"}),
@@ -217,6 +277,23 @@ class TestUsageThroughRouter:
         for number, answer in enumerate(answers, start=1):
             engines.left.answer = engines.right.answer = answer
             assert (await ask_by_http2(deployment)).status == 200
+            await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", counted + 8 * number, pool=pool)
+
+    async def test_cached_tokens_of_each_api_are_counted(self, engines: SharedEngines, deployment: Deployment) -> None:
+        pool = "llm/scripted"
+        counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
+        start = b'{"input_tokens":10,"output_tokens":0}'
+        completed = b'data: {"type":"response.completed","response":{"usage":' + TURNS + b"}}\n\n"
+        message, item = chat("scripted"), {"model": "scripted-model", "input": "hello"}
+        answers = [
+            ("/v1/messages", message, whole(b'{"content":[],"usage":' + MESSAGES + b"}")),
+            ("/v1/messages", message, sse([message_events(start, MESSAGES)])),
+            ("/v1/responses", item, whole(b'{"output":[],"usage":' + TURNS + b"}")),
+            ("/v1/responses", item, sse([b'data: {"response":{"usage":null}}\n\n', completed])),
+        ]
+        for number, (path, body, answer) in enumerate(answers, start=1):
+            engines.left.answer = engines.right.answer = answer
+            assert (await http2(deployment.envoy.port, path=path, body=json.dumps(body).encode())).status == 200
             await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", counted + 8 * number, pool=pool)
 
     async def test_response_without_usage_counts_as_finished(

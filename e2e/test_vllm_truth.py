@@ -194,6 +194,19 @@ async def ask(replicas: Replicas, body: dict[str, Any], path: str = CHAT) -> See
     )
 
 
+async def ask_for_stream(replicas: Replicas, body: dict[str, Any], path: str) -> None:
+    """Send a request through Envoy whose answer is a stream with usage."""
+    options = {"stream_options": {"include_usage": True}} if path in (CHAT, COMPLETIONS) else {}
+    data = json.dumps({**body, "stream": True, **options}).encode()
+    reply = await http1(replicas.envoy.url + path, body=data, headers={"content-type": "application/json"})
+    assert reply.status == 200, reply
+
+
+async def total(replicas: Replicas, name: str) -> float:
+    """Return the sum of both routers' values of a metric of the pool."""
+    return sum([await router.metric(name, pool=f"llm/{POOL}") for router in replicas.routers])
+
+
 def prompt_and_cached(usage: dict[str, Any]) -> tuple[int, int]:
     """Return the tokens of a prompt and the cached ones of them, from the usage of any API."""
     if "prompt_tokens" in usage:
@@ -283,8 +296,6 @@ async def stale_after_restart(lab: Lab, replicas: Replicas) -> list[Seen]:
     engine = lab.engines[0]
     await engine.kill()
     await engine.start()
-    # The engine has a first step, as after any other request of its new life.
-    await engine.post("/v1/completions", {"model": MODEL, "prompt": text("warm", 50), "max_tokens": 1})
     await asyncio.sleep(3.0)
     return await all_of(replicas, prompts) + await all_of(replicas, prompts)
 
@@ -331,6 +342,7 @@ async def test_every_api_is_predicted_with_a_renderer(lab: Lab, tmp_path: Path) 
         (MESSAGES, {"system": long, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
         (RESPONSES, {"instructions": long + " respond", "input": "hi", "max_output_tokens": 1}),
     ]
+    cached = 0
     async with lab.routed(tmp_path, events=True, tokenizer=renderer) as replicas:
         for path, body in bodies:
             first, second = [await ask(replicas, {**body, "model": MODEL}, path) for _ in range(2)]
@@ -338,6 +350,14 @@ async def test_every_api_is_predicted_with_a_renderer(lab: Lab, tmp_path: Path) 
             assert first.right, (path, first)
             assert second.right, (path, second)
             assert second.cached >= 5 * BLOCK_TOKENS, (path, second)
+            await ask_for_stream(replicas, {**body, "model": MODEL}, path)
+            cached += first.cached + 2 * second.cached
+
+        async def counted() -> bool:
+            return await total(replicas, "dualmap_measured_cached_tokens_total") == cached
+
+        await until(counted, f"the routers count {cached} cached tokens", timeout_s=10.0)
+        assert await total(replicas, "dualmap_tokenizer_mismatches_total") == 0
 
 
 async def test_reset_cache_is_stale_for_one_request_at_most(lab: Lab, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Final
 
 import click
 from bench.truth.cases import BLOCK_TOKENS, RATES, Case, Knowledge, Run, kinds
+from bench.truth.goodput import ATTAINMENT, goodput, goodput_table
 from bench.truth.measures import Figures, measure
 from bench.truth.tables import Cells, tables
-from bench.virtual import ENGINES, REQUESTS, run_all, workloads
+from bench.virtual import ENGINES, REQUESTS, SLO_TTFT_S, run_all, workloads
 
 _SAMPLES: Final = 3
 _QUICK_REQUESTS: Final = 400
@@ -28,6 +29,12 @@ _QUICK_REQUESTS: Final = 400
 @click.option("--samples", default=_SAMPLES, type=click.IntRange(1, 5), help="Number of runs of each cell.")
 @click.option("--quick", is_flag=True, help=f"Measure one short run of {_QUICK_REQUESTS} requests of each cell.")
 @click.option(
+    "--goodput",
+    "with_goodput",
+    is_flag=True,
+    help="Search instead the highest rate that meets the SLO, with one sample of each cell. Takes ten minutes.",
+)
+@click.option(
     "--processes",
     is_flag=True,
     help="Measure small caches with engines, router and Envoy as processes and KV events over sockets, in real time.",
@@ -37,7 +44,14 @@ _QUICK_REQUESTS: Final = 400
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures into this PNG file.")
 def truth(
-    *, cases: tuple[str, ...], samples: int, quick: bool, processes: bool, json_file: Path | None, plot: Path | None
+    *,
+    cases: tuple[str, ...],
+    samples: int,
+    quick: bool,
+    with_goodput: bool,
+    processes: bool,
+    json_file: Path | None,
+    plot: Path | None,
 ) -> None:
     """Compare what routers can know about their engines' caches, and what this knowledge brings.
 
@@ -49,6 +63,7 @@ def truth(
     Example:
       python -m bench truth
       python -m bench truth --case bypass --case small --json truth.json --plot truth.png
+      python -m bench truth --goodput
       python -m bench truth --processes
     """
     if processes:
@@ -61,11 +76,18 @@ def truth(
         Run(case=case, knowledge=knowledge, workload=workload, sample=sample, requests=requests, rate=RATES[workload])
         for requests in (_QUICK_REQUESTS if quick else REQUESTS,)
         for workload in workloads()
-        for sample in range(1 if quick else samples)
+        for sample in range(1 if quick or with_goodput else samples)
         for case in Case
         if not cases or str(case) in cases
         for knowledge in kinds(case)
     ]
+    if with_goodput:
+        rates = list(zip(runs, run_all(goodput, runs), strict=True))
+        click.echo(f"Highest rate with {ATTAINMENT:.0%} of the requests within the SLO of {SLO_TTFT_S:g} s.\n")
+        click.echo(goodput_table(rates))
+        if json_file is not None:
+            json_file.write_text(json.dumps([{**asdict(run), "goodput": rate} for run, rate in rates], indent=1))
+        return
     measured = list(zip(runs, run_all(measure, runs), strict=True))
     found = _by_workload(measured)
     click.echo(f"{ENGINES} engines with blocks of {BLOCK_TOKENS} tokens. Mean of the samples (lowest to highest).")

@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
+from dualmap.fleet.view import NO_HINT, Hint
 from dualmap.keys.hotness import HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
@@ -75,10 +76,10 @@ class Chooser:
         if binding is None:
             pair = tuple([view.candidate(each) for each in members])
         else:
-            home, hint_tokens = binding.host, binding.hint_tokens
-            pair = tuple([view.candidate(each, hint_tokens if each == home else 0) for each in members])
+            home, hint = binding.host, Hint(binding.hint_tokens, binding.moved_s)
+            pair = tuple([view.candidate(each, hint if each == home else NO_HINT) for each in members])
             if home in ring.ids:
-                host = next((each for each in pair if each.id == home), None) or view.candidate(home, hint_tokens)
+                host = next((each for each in pair if each.id == home), None) or view.candidate(home, hint)
         return Situation(
             request_id=request.id,
             prompt_tokens=chain.tokens,
@@ -127,8 +128,8 @@ class Chooser:
 
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
-        ring = self._fleet.ring(queued.request.subset)
         request = queued.request
+        ring, _ = self._fleet.rings(request)
         view = self._fleet.view(now, request.chain, client=request.client, tokens=request.tokens)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]

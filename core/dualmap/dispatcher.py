@@ -81,14 +81,19 @@ class Dispatcher:
     def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
         """Choose new members for queued requests without a usable member.
 
-        A member is usable if it may be picked and is in ``stayed``. Unplaced requests, which have no member, also get a
-        member.
+        A member is usable if it may be picked for the request and is in ``stayed``. Unplaced requests, which have no
+        member, also get a member.
         """
         outcomes: list[Outcome] = []
         ring = self._fleet.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
         # Remove all these requests before the first is placed: each placement may dispatch other queued requests.
-        leaving = [queued for member, queue in self._queue.queues.items() if member not in usable for queued in queue]
+        leaving = [
+            queued
+            for member, queue in self._queue.queues.items()
+            for queued in queue
+            if member not in usable or member not in self._fleet.rings(queued.request)[0].ids
+        ]
         for queued in leaving:
             self._withdraw(queued)
         for queued in leaving:
@@ -239,7 +244,7 @@ class Dispatcher:
             if not self._fleet.has_room(member, queued.request.chain.tokens, waited_s=waited_s):
                 break
             self._queue.take(queued)
-            outcomes.append(self._dispatch(now, queued))
+            outcomes.append(self._dispatch(now, self._fleet.renewed(now, queued)))
 
     def _dispatch(self, now: float, queued: QueuedRequest) -> Decision:
         """Record that a request is sent to its member; return its decision."""

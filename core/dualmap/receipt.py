@@ -34,9 +34,10 @@ class CandidateReceipt(NamedTuple):
 class Receipt(NamedTuple):
     """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because".
 
-    ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the router's own ``records``.
-    ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``, ``absent`` or ``unknown``. It
-    is empty for the base model.
+    ``matched_tokens`` is what the chosen member is assumed to cache when the request is sent to it. The ``candidates``
+    are as they were at the choice. ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the
+    router's own ``records``. ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``,
+    ``absent`` or ``unknown``. It is empty for the base model.
     """
 
     pool: str

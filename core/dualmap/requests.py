@@ -30,7 +30,8 @@ class Request:
     report other cached tokens for this request than it caches (``dualmap.prompts.cached_counts``). ``tokens`` are the
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
-    ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model.
+    ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model. ``model`` is the name
+    that the request contains: the pool's, an alias or an adapter; empty if it is not known.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Request:
     tokens: PromptTokens | None = None
     sequences: int = 1
     adapter: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

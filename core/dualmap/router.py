@@ -63,7 +63,8 @@ class PoolRouter:
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
-        members = self._fleet.ring(subset).members
+        ring, preferred = self._fleet.rings_of_model(subset, self._pool.model.name)
+        members = (ring if preferred is None else preferred).members
         turn = self._bodiless_sequence
         self._bodiless_sequence += 1
         return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
@@ -194,7 +195,7 @@ class PoolRouter:
             self._fleet.on_loads(said_s, peer, update.loads, age_s=age_s)
         self._chooser.tree.merge(said_s, update.hotness)
         for placement in update.placements:
-            self._fleet.on_placement(placement)
+            self._fleet.on_placement(now, said_s, placement)
         self._adopt(said_s, update.bindings, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 

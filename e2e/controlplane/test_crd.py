@@ -56,6 +56,75 @@ RULES = (
         ),
     ),
     Rule(
+        "spec.engine",
+        accepted=(
+            {"kvEvents": {"enabled": True}, "tokenizer": {"source": "Files", "path": "/etc/dualmap/tokenizers/q"}},
+            {"kvEvents": {"enabled": False}},
+        ),
+        refused=(
+            (
+                {"kvEvents": {"enabled": True}},
+                "true is not accepted while engine.tokenizer.source is Estimate, because KV events contain token ids; "
+                "give Files or Renderer",
+            ),
+        ),
+        named="spec.engine.kvEvents.enabled",
+    ),
+    Rule(
+        "spec.engine.kvEvents",
+        accepted=({"port": 6000}, {"port": 5558, "replayPort": 5557}),
+        refused=(
+            ({"port": 5558}, "5558 is not accepted; give another port than kvEvents.port"),
+            ({"port": 9, "replayPort": 9}, "9 is not accepted; give another port than kvEvents.port"),
+        ),
+        named="spec.engine.kvEvents.replayPort",
+    ),
+    Rule(
+        "spec.engine.tokenizer",
+        accepted=({"source": "Estimate"}, {"source": "Files", "path": "tokenizers/q"}),
+        refused=tuple(
+            (value, f'"{path}" is not accepted; give a folder with the source Files, and nothing with {source}')
+            for value, path, source in (
+                ({"source": "Files"}, "", "Files"),
+                ({"path": "/q"}, "/q", "Estimate"),
+                ({"source": "Renderer", "url": "http://r:8000", "path": "/q"}, "/q", "Renderer"),
+            )
+        ),
+        named="spec.engine.tokenizer.path",
+    ),
+    Rule(
+        "spec.engine.tokenizer",
+        accepted=(
+            {"source": "Renderer", "url": "http://127.0.0.1:8000"},
+            {"source": "Renderer", "url": "https://[2001:db8::1]:8000/v1"},
+        ),
+        refused=tuple(
+            (value, f'"{url}" is not accepted; give an address with the source Renderer, and nothing with {source}')
+            for value, url, source in (
+                ({"source": "Renderer"}, "", "Renderer"),
+                ({"url": "http://r:8000"}, "http://r:8000", "Estimate"),
+                ({"source": "Files", "path": "/q", "url": "http://r:8000"}, "http://r:8000", "Files"),
+            )
+        ),
+        named="spec.engine.tokenizer.url",
+    ),
+    Rule(
+        "spec.engine.tokenizer.url",
+        accepted=("",),
+        refused=tuple(
+            (url, f'"{url}" is not accepted; give http://HOST:PORT or https://HOST:PORT, optionally with a path')
+            for url in (
+                "r:8000",
+                "tcp://r:8000",
+                "http://user@r:8000",
+                "http://r:8000/?a=b",
+                "http://r",
+                "http://r:65536",
+                "http://[2001:db8::1]",
+            )
+        ),
+    ),
+    Rule(
         "spec.workload",
         accepted=({"template": TEMPLATE}, {"selector": SELECTOR}),
         refused=(
@@ -257,7 +326,7 @@ def test_every_crd_validation_rule_has_a_test() -> None:
     assert Counter(rules(schema)) == Counter([*(rule.path for rule in RULES), *OTHER_RULES])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.named or rule.path)
 def test_crd_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
     made = make(cluster, namespace, [pool(rule.path, value) for value in rule.accepted], check=True)
     assert made.count("created (server dry run)") == len(rule.accepted)

@@ -103,7 +103,7 @@ async def test_profile_says_what_the_engine_says(routed: Deployment) -> None:
         # The router keeps one block as a placeholder, as vLLM does.
         assert engine["kv_tokens"] == block * (BLOCKS - 1)
         assert engine["adapters"] == []
-        assert engine["events"]["reason"] == "the publisher's replay is incomplete"
+        assert engine["events"]["reason"] == "the publisher's replay is incomplete (replay port 9: connection refused)"
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -111,8 +111,10 @@ class ReplicatedSystem:
 
 
 def body(number: int, session: str) -> dict[str, Any]:
-    """Return a chat completions body: one of a dozen prefixes and a distinct question."""
-    prompt = prompt_of(3, seed=f"prefix {number % PREFIXES}") + f" question {number}"
+    """Return a chat completions body: one of a dozen prefixes, or for each fourth request a new one, and a question."""
+    # No engine has cached a new prefix, so an engine that restarted with an empty cache gets some of these requests.
+    prefix = number if number % 4 == 0 else number % PREFIXES
+    prompt = prompt_of(3, seed=f"prefix {prefix}") + f" question {number}"
     return {"model": f"{POOL}-model", "messages": [{"role": "user", "content": prompt}], "max_tokens": 30} | (
         {"session_id": session} if session else {}
     )

@@ -58,12 +58,12 @@ class Vllm(Child):
     def __init__(self, model: Path, *, directory: Path, name: str, arguments: Sequence[str] = ()) -> None:
         assert PYTHON is not None
         self.host = "127.0.0.1"
-        self.port, events_port, replay_port = free_port(), free_port(), free_port()
+        self.port, self.events_port, replay_port = free_port(), free_port(), free_port()
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             # vLLM listens at this port only if the host is a wildcard.
-            "endpoint": f"tcp://*:{events_port}",
+            "endpoint": f"tcp://*:{self.events_port}",
             "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
         }
         argv = (

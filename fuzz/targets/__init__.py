@@ -15,6 +15,7 @@ TARGETS: Final = {
     "profile": "engines' answers: metrics pages and JSON to profiles that route",
     "news": "replication updates: the store's bytes to values",
     "renderer": "renderers' answers: JSON to token ids and their chain",
+    "templates": "chat requests: messages and tools to the texts of chat templates",
     "kv_events": "engines' KV events: frames to the blocks that a member holds",
 }
 

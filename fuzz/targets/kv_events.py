@@ -8,7 +8,7 @@ import msgspec
 
 from dualmap.engines.events import EVENTS_MAX, Batch, Cleared, Stored, Unreadable, read_batch
 from dualmap.engines.held_blocks import HeldBlocks
-from dualmap.engines.residency import BLOCKS_MAX, GROUPS_MAX, Residency
+from dualmap.engines.residency import BLOCKS_MAX, GROUPS_MAX, REMOVED_MAX, Residency
 from dualmap.engines.source import (
     QUEUE_MESSAGES,
     Clear,
@@ -124,6 +124,8 @@ def _check_blocks(residency: Residency, held: HeldBlocks) -> None:
     assert len(held) <= residency.blocks <= BLOCKS_MAX
     assert held.stored == residency.blocks
     assert len(residency._groups) <= GROUPS_MAX
+    assert sum(len(group.removed) for group in residency._each()) <= REMOVED_MAX
+    assert all(set(group.removed_keys.values()) <= group.removed.keys() for group in residency._each())
     assert residency.matched_tokens(_FOREIGN) == 0
 
 
@@ -181,6 +183,8 @@ def _check_source(choices: Choices) -> None:
             case 7:
                 source.on_failed("closed")
                 assert source.on_live(now, Message(5, b"")) == []
+                if choices.flag():
+                    act(source.on_refused())
                 source.start(now)
             case _:
                 pass

@@ -3,9 +3,11 @@
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import fields, replace
 from math import isnan
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -40,6 +42,22 @@ def test_truth_bench_measures_every_kind_of_knowledge(
     assert rows == ["knowledge", "round robin", "records", "records and usage", "KV events"]
     assert [each["case"] for each in json.loads(files["--json"].read_text())] == ["small"] * 4
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_truth_goodput_is_the_highest_rate_that_attains_the_slo(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, search, measures = bench("truth.cases"), bench("truth.goodput"), bench("truth.measures")
+    run = cases.Run(
+        case=cases.Case.AMPLE, knowledge=cases.Knowledge.USAGE, workload="default", sample=0, requests=0, rate=5.0
+    )
+    unmeasured = dict.fromkeys((each.name for each in fields(measures.Figures)), 0.0)
+
+    def measure(each: Any) -> Any:
+        return measures.Figures(**(unmeasured | {"within_slo": 0.9 if each.rate <= 12.0 else 0.8}))
+
+    monkeypatch.setattr(search, "measure", measure)
+    assert 12.0 / 1.02 < search.goodput(run) <= 12.0
+    table = search.goodput_table([(run, 12.0), (replace(run, workload="conversation"), 3.0)])
+    assert table.splitlines()[-1] == "| ample | records and usage | 3.00 | 12.00 |"
 
 
 def test_truth_cases_differ_only_in_what_the_router_knows(bench: Bench) -> None:

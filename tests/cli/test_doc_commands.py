@@ -1,6 +1,6 @@
 """Tests that every `dualmap` and `make` command of the documents runs unchanged; e2e/ covers kubectl and helm.
 
-The files and hosts of the documents exist (pool.yaml, /certs, redis). Long runs have fewer requests. Each router runs
+The files and hosts of the documents exist (pool.yaml, /certs, redis). Long runs have fewer requests. Each server runs
 until its ready line, in a network namespace with free ports.
 """
 
@@ -39,8 +39,9 @@ TOKENIZER = """
 status:"""
 ENGINE_URL = "http://10.0.0.1:8000"
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
-# These commands run until a signal: other tests in this file start routers, and e2e/test_demo.py starts `demo --serve`.
-LASTING = ("router", "demo")
+# These commands run until a signal. Another test in this file starts servers; e2e/test_demo.py runs `demo --serve`.
+SERVERS = ("router", "engine-sim")
+LASTING = (*SERVERS, "demo")
 # The test appends these options, because a run with the document's values takes minutes.
 SHORTER = {
     "simulate": ["--requests", "60", "--qps", "3"],
@@ -51,6 +52,9 @@ SHORTER = {
 @pytest.fixture(name="folder")
 def _folder(tmp_path: Path) -> Path:
     (tmp_path / "pool.yaml").write_text(POOL)
+    written = re.search(r"```yaml\n# kv.yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert written is not None
+    (tmp_path / "kv.yaml").write_text(written[1])
     (tmp_path / "request.json").write_text(json.dumps(REQUEST))
     trace = [
         {"timestamp": 500 * n, "input_length": 1024, "output_length": 10, "hash_ids": [n % 5, n]} for n in range(60)
@@ -116,30 +120,30 @@ def test_documented_command_succeeds(command: Command, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [command for command in COMMANDS if command.line.split()[1] == "router"],
+    [command for command in COMMANDS if command.line.split()[1] in SERVERS],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
-def test_documented_router_command_starts_and_stops(command: Command, folder: Path) -> None:
+def test_documented_server_starts_and_stops(command: Command, folder: Path) -> None:
     if subprocess.run(["unshare", "--map-root-user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this machine lets you make no network namespace")
     own = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     with subprocess.Popen(
         [*own, *typed(command, folder)], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    ) as router:
-        assert router.stderr is not None
+    ) as server:
+        assert server.stderr is not None
         lines = []
         try:
-            for line in router.stderr:
+            for line in server.stderr:
                 lines.append(line.decode())
-                if line.startswith(b"dualmap router ready"):
+                if line.startswith(f"dualmap {command.line.split()[1]} ready".encode()):
                     break
             else:
                 pytest.fail("".join(lines))
         finally:
-            router.send_signal(signal.SIGTERM)
+            server.send_signal(signal.SIGTERM)
         # The test reads stderr to its end; test_stderr.py covers a closed stderr.
-        lines += [line.decode() for line in router.stderr]
-    assert router.returncode == 0, "".join(lines)
+        lines += [line.decode() for line in server.stderr]
+    assert server.returncode == 0, "".join(lines)
 
 
 def test_documented_make_targets_exist() -> None:

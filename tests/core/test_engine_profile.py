@@ -57,7 +57,7 @@ class TestMetrics:
             cache_tokens=63 * 32,
             waiting=3,
             running=2,
-            ranks=1,
+            ranks=(0,),
             asleep=False,
             started_s=1795149865.6,
         )
@@ -84,7 +84,23 @@ class TestMetrics:
         )
         profile = read_metrics("vLLM", page)
         assert (profile.running, profile.waiting, profile.kv_tokens, profile.block_tokens) == (6, 3, 480, 16)
-        assert profile.ranks == 3
+        assert profile.ranks == (0, 1, 2)
+
+    @pytest.mark.parametrize(
+        ("engine", "labels", "ranks"),
+        [
+            ("vLLM", ('engine="3"',), (3,)),
+            ("vLLM", ('engine="10"', 'engine="9"'), (9, 10)),
+            ("vLLM", ('engine="-1"', 'engine="many"', 'my_engine="7"'), (0,)),
+            ("SGLang", ('tp_rank="0"', 'tp_rank="1"'), (0,)),
+            ("SGLang", ('dp_rank="1",tp_rank="0"', 'dp_rank="1",tp_rank="1"', 'dp_rank="0",tp_rank="2"'), (0, 1)),
+            ("TensorRTLLM", ("",), (0,)),
+        ],
+    )
+    def test_ranks_are_those_of_the_label(self, engine: str, labels: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        dialect = DIALECTS[engine]
+        lines = [f"{name}{{{each}}} 0\n" for each in labels for name in (dialect.running, dialect.waiting)]
+        assert read_metrics(engine, "".join(lines).encode()).ranks == ranks
 
     def test_engine_without_prefix_caching_keeps_nothing(self) -> None:
         profile = read_metrics("vLLM", VLLM.replace(b'caching="True"', b'caching="False"'))
@@ -291,8 +307,21 @@ class TestDocuments:
         (read,) = read_event_sources({"0": {"enable_kv_cache_events": True, **source}}).event_sources
         assert (read.port, read.replay_port) == (port, None)
 
-    def test_event_source_that_is_off_is_left_out(self) -> None:
-        assert read_event_sources({"0": {"enable_kv_cache_events": False}}) == NO_PROFILE
+    @pytest.mark.parametrize("document", [{}, {"0": {"enable_kv_cache_events": False}}])
+    def test_event_source_that_is_off_is_left_out(self, document: dict[str, object]) -> None:
+        profile = read_event_sources(document)
+        assert profile == EngineProfile(publishes=False)
+        assert profile.events_problem == "the engine reports no KV events"
+        # Other pages do not say it.
+        assert EngineProfile(version="1").also(profile).also(EngineProfile(engine="vLLM")).publishes is False
+
+    @pytest.mark.parametrize(
+        ("document", "publishes"),
+        [({"kv_events": None}, False), ({}, None), ({"kv_events": []}, None),
+         ({"kv_events": {"endpoint_port_base": 1}}, True)],
+    )  # fmt: skip
+    def test_sglang_without_a_publisher_says_so(self, document: dict[str, object], publishes: bool | None) -> None:
+        assert read_server_info(document).publishes is publishes
 
     @pytest.mark.parametrize("document", [None, [], {"x": {}}, {"0": 1}, {"1" * 9: {}}, {"\N{SUPERSCRIPT TWO}": {}}])
     def test_invalid_event_sources_give_a_reason(self, document: object) -> None:
@@ -313,6 +342,7 @@ class TestDocuments:
                 EventSource(rank=0, port=5557, replay_port=5657, topic="kv"),
                 EventSource(rank=1, port=5558, replay_port=5658, topic="kv"),
             ),
+            publishes=True,
         )
 
     @pytest.mark.parametrize(

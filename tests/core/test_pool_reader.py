@@ -169,6 +169,7 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/engine/prefillTokensPerSecond", 99, "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/prefillTokensPerSecond", float("nan"), "spec.engine.prefillTokensPerSecond"),
         ("spec/engine/kvEvents/prt", 1, "spec.engine.kvEvents.prt"),
+        ("spec/engine/kvEvents/replayPort", 1, "spec.engine.kvEvents.replayPort"),
         ("spec/engine/tokenizer/source", "files", "spec.engine.tokenizer.source"),
         ("spec/engine/tokenizer/source", "Estimate", "spec.engine.tokenizer.path"),
         ("spec/engine/tokenizer/path", "", "spec.engine.tokenizer.path"),
@@ -178,7 +179,19 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/engine/tokenizer", {}, "spec.engine.kvEvents.enabled"),
         ("spec/engine/tokenizer", {"source": "Renderer"}, "spec.engine.tokenizer.url"),
         ("spec/engine/tokenizer", {"source": "Renderer", "url": "ftp://renderer"}, "spec.engine.tokenizer.url"),
-        ("spec/engine/tokenizer", {"source": "Renderer", "url": "http://user@host"}, "spec.engine.tokenizer.url"),
+        *[
+            ("spec/engine/tokenizer", {"source": "Renderer", "url": url}, "spec.engine.tokenizer.url")
+            for url in (
+                "http://user@host:8000",
+                "http://host",
+                "http://host/v1",
+                "http://host:0",
+                "http://host:65536",
+                "http://host:99999",
+                "http://[::1]",
+                "http://::1:8000",
+            )
+        ],
         ("spec/engine/maxModelLen", -1, "spec.engine.maxModelLen"),
         ("spec/engine/discovery/enabled", 1, "spec.engine.discovery.enabled"),
         ("spec/engine/discovery/interval", "500ms", "spec.engine.discovery.interval"),

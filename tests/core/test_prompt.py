@@ -106,6 +106,21 @@ def test_lora_adapter_fields_of_vllm_and_sglang_are_read() -> None:
     assert read_prompt({"model": "m", "lora_request": {"name": "sql"}}).lora
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"lora_path": "sql"}, "sql"),
+        ({"lora_request": {"lora_name": "sql", "lora_int_id": 1}}, "sql"),
+        ({"lora_path": "sql", "lora_request": {"lora_name": "law"}}, ""),
+        ({"lora_path": ["sql"]}, ""),
+        ({"lora_request": {"lora_name": 7}}, ""),
+        ({}, ""),
+    ],
+)
+def test_prompt_has_the_name_of_its_lora_adapter(fields: dict[str, object], name: str) -> None:
+    assert read_prompt({"model": "m", "prompt": "x", **fields}).lora_name == name
+
+
 @pytest.mark.parametrize("stream", [True, False, None, "yes"])
 def test_prompt_stream_flag_is_set_only_by_true(stream: object) -> None:
     assert read_prompt({"model": "m", "stream": stream}).streamed is (stream is True)

@@ -136,8 +136,8 @@ def test_index_report_that_cannot_be_compared_drops_nothing() -> None:
     assert site.blocks == 8 * 8
 
 
-@pytest.mark.parametrize(("ranks", "left"), [(None, 3), (1, 3), (2, 8)])
-def test_index_of_several_ranks_is_not_corrected(ranks: int | None, left: int) -> None:
+@pytest.mark.parametrize(("ranks", "left"), [((), 3), ((0,), 3), ((3,), 3), ((0, 1), 8)])
+def test_index_of_several_ranks_is_not_corrected(ranks: tuple[int, ...], left: int) -> None:
     site = Site()
     site.router.on_profile(site.now, "m-0", EngineProfile(ranks=ranks, block_tokens=16))
     for number in (6, 5):

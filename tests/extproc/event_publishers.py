@@ -60,6 +60,10 @@ class Publisher:
         self._task = asyncio.create_task(self._serve())
 
     @property
+    def place(self) -> str:
+        return f"port {self.port}"
+
+    @property
     def source(self) -> EventSource:
         return EventSource(rank=0, port=self.port, replay_port=self.replay_port if self.replays else None, topic="")
 

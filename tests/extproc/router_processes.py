@@ -74,17 +74,23 @@ class Router:
             return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
-async def launch(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
-    command = [sys.executable, "-m", "dualmap_cli", "router", *arguments]
+async def launch(
+    *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), **environment: str
+) -> asyncio.subprocess.Process:
+    command = [sys.executable, *program, "router", *arguments]
     environment = {**os.environ, "GRPC_VERBOSITY": "NONE", **environment}
-    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
+    return await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+    )
 
 
 @asynccontextmanager
-async def running(*pools: Path, options: tuple[str, ...] = ()) -> AsyncIterator[Router]:
+async def running(
+    *pools: Path, options: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "dualmap_cli")
+) -> AsyncIterator[Router]:
     ports = [text for port in ("grpc", "health", "metrics", "als") for text in (f"--{port}-port", "0")]
     files = [text for path in pools for text in ("--pool", str(path))]
-    process = await launch("--host", "127.0.0.1", *ports, *files, *options)
+    process = await launch("--host", "127.0.0.1", *ports, *files, *options, program=program)
     try:
         assert process.stderr is not None
         line = (await asyncio.wait_for(process.stderr.readline(), WAIT_S)).decode().strip()

@@ -355,10 +355,13 @@ def test_snapshot_shows_version_or_problem_of_engines() -> None:
         ("m-0", EngineProfile(version="0.32.0")),
         ("m-1", EngineProfile(version="0.32.0", asleep=True)),
         ("m-2", EngineProfile(reason="x" * 500)),
+        ("m-3", EngineProfile(models=("other",), mismatch="serves [other], not m")),
     ):
         router.picker.on_profile(0.0, "llm/qwen", member, profile)
     columns = router.document()["pool"]["endpoints"]
-    assert columns["engine"] == ["0.32.0", "asleep", "unknown", ""]
+    assert columns["engine"] == ["0.32.0", "asleep", "unknown", "unknown"]
+    assert columns["engine_problem"][3] == "serves [other], not m"
+    assert columns["ring_1"][3] == 0.0
     assert columns["engine_problem"][:2] == ["", "the engine is asleep"]
     assert len(columns["engine_problem"][2]) == 120
     assert columns["ring_1"][1] == 0.0
@@ -376,6 +379,9 @@ def test_snapshot_shows_state_and_problem_of_kv_events() -> None:
     columns = router.document()["pool"]["endpoints"]
     assert columns["events"] == ["Live", "Failed", ""]
     assert [len(each) for each in columns["events_problem"]] == [0, 120, 0]
+    router.picker.on_profile(0.0, "llm/qwen", "m-2", EngineProfile(publishes=False))
+    columns = router.document()["pool"]["endpoints"]
+    assert (columns["events"][2], columns["events_problem"][2]) == ("Off", "the engine reports no KV events")
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))

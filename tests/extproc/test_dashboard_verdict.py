@@ -175,12 +175,28 @@ def test_verdict_shows_joining_and_draining_members_as_information() -> None:
             {"events": EventsStatus(state=SourceState.PARTIAL, reason="messages 0 to 3 are lost")},
             "The KV events of m-1 are incomplete (m-1: messages 0 to 3 are lost).",
         ),
+        (
+            {"events": EventsStatus(state=SourceState.CONNECTING, reason="port 5557: connection refused")},
+            "The KV events of m-1 are incomplete (m-1: port 5557: connection refused).",
+        ),
+        (
+            {"events": EventsStatus(state=SourceState.OFF, reason="the engine reports no KV events")},
+            "The KV events of m-1 are incomplete (m-1: the engine reports no KV events).",
+        ),
     ],
 )
 def test_verdict_shows_engine_states_as_information(change: dict[str, object], says: str) -> None:
     found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_1=change))
     assert found.level is Level.OK
     assert [problem.text for problem in found.problems] == [says]
+
+
+def test_verdict_warns_of_engines_that_do_not_fit_the_pool() -> None:
+    unfit = {"engine": EngineProfile(mismatch="serves [other], not m")}
+    (problem,) = verdict(past(met=100), status(m_1=unfit)).problems
+    assert (problem.level, problem.text) == (Level.WARN, "m-1 does not fit the pool (m-1: serves [other], not m).")
+    (problem,) = verdict(past(met=100), status(m_1=unfit, m_2=unfit)).problems
+    assert problem.text == "m-1 and m-2 do not fit the pool (m-1: serves [other], not m)."
 
 
 def test_verdict_names_one_reason_of_many_engines() -> None:

@@ -151,7 +151,7 @@ class TestProfiles:
                 running=2,
                 asleep=False,
                 started_s=100.0,
-                ranks=1,
+                ranks=(0,),
             )
 
     async def test_sglang_engine_is_described(self) -> None:
@@ -246,6 +246,49 @@ class TestProfiles:
             profile = await reports.next()
         assert "/metrics is that of vLLM, not of SGLang" in profile.reason
         assert "/server_info was answered with 404" in profile.reason
+
+    async def test_engine_without_a_name_of_its_pool_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        engine = vllm()
+        async with serving(engine) as member:
+            of = replace(pool_of(member, interval_s=0.1), model=Model(name="m", aliases=("small",), adapters=("x",)))
+            async with asking(of) as (engines, reports):
+                profile = await reports.next()
+                assert (profile.mismatch, profile.reason) == ("serves [m], not small", "")
+                engine.answers["/v1/models"] = {"data": [{"id": "other"}]}
+                await until(lambda: reports.of["m-0"][-1].mismatch == "serves [other], not m, small")
+                engine.answers["/v1/models"] = {"data": [{"id": "other"}, {"id": "m"}]}
+                engines.set_pools([replace(of, model=Model(name="m"))])
+                await until(lambda: reports.of["m-0"][-1].mismatch == "")
+        assert [each.message for each in caplog.records] == ["Engine does not fit its pool"] * 2
+
+    async def test_long_list_of_models_names_nothing(self) -> None:
+        engine = vllm(**{"v1/models": {"data": [{"id": f"o{n}"} for n in range(1025)]}})
+        async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
+            profile = await reports.next()
+        assert (profile.models, profile.mismatch) == ((), "")
+
+    async def test_program_that_is_no_engine_is_named(self) -> None:
+        engine = vllm()
+        async with serving(engine) as member, asking(pool_of(member, interval_s=0.1)) as (_, reports):
+            await reports.next()
+            known = dict(engine.answers)
+            engine.answers.clear()
+            await until(lambda: reports.of["m-0"][-1].mismatch)
+            profile = reports.of["m-0"][-1]
+            assert profile.mismatch == "no vLLM engine answers: /metrics and /v1/models are not there"
+            assert (profile.models, profile.adapters) == ((), ())
+            engine.answers |= known
+            await until(lambda: reports.of["m-0"][-1].models == ("m", "sql"))
+            assert reports.of["m-0"][-1].mismatch == ""
+
+    @pytest.mark.parametrize("path", ["/metrics", "/v1/models"])
+    async def test_engine_that_lacks_one_page_fits_its_pool(self, path: str) -> None:
+        engine = vllm()
+        del engine.answers[path]
+        async with serving(engine) as member, asking(pool_of(member)) as (_, reports):
+            profile = await reports.next()
+        assert profile.reason == f"{path} was answered with 404"
+        assert profile.mismatch == ""
 
     async def test_event_sources_are_optional(self) -> None:
         source = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": ""}

@@ -8,6 +8,7 @@ import pytest
 from dualmap.engines.events import EVENTS_MAX, Batch, Cleared, Removed, Stored, Unreadable, read_batch
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.residency import Residency
+from dualmap.engines.token_chain import chain_tokens, pack_tokens, token_root
 from dualmap_extproc.engines.event_messages import (
     EVENT_BYTES_MAX,
     FIELD_BYTES_MAX,
@@ -112,3 +113,55 @@ def test_millions_of_events_are_refused_without_reading_them():
     assert isinstance(read, Unreadable)
     # Reading them takes a second.
     assert perf_counter() - began_s < 0.2
+
+
+def test_large_event_with_known_beginning_is_no_report():
+    # Maps of stores from the start can be reports. A report has no unknown block, but a part of an event may have none.
+    tokens = list(range(2 * SLICE_BLOCKS * BLOCK))
+    event = {"type": "BlockStored", "block_hashes": list(range(1, 2 * SLICE_BLOCKS + 1)), "parent_block_hash": None}
+    event |= {"token_ids": tokens, "block_size": BLOCK, "medium": "GPU"}
+    member = Residency(HeldBlocks(), model="m")
+    known = stored(1, tokens[: SLICE_BLOCKS * BLOCK])
+    for message in ([known], [event], [removed(1), removed(SLICE_BLOCKS)]):
+        for part in slices(pack(message)):
+            assert isinstance(part, Batch)
+            member.apply(0, part)
+    assert (member.counts.reported, member.counts.copied) == (0, SLICE_BLOCKS)
+    assert member.blocks == 2 * SLICE_BLOCKS
+
+
+def test_large_report_counts_no_copies():
+    tokens = list(range(2 * SLICE_BLOCKS * BLOCK))
+    event = {"type": "BlockStored", "block_hashes": list(range(1, 2 * SLICE_BLOCKS + 1)), "parent_block_hash": None}
+    event |= {"token_ids": tokens, "block_size": BLOCK, "medium": "GPU"}
+    member = Residency(HeldBlocks(), model="m")
+    for _ in range(2):
+        for part in slices(pack([event])):
+            assert isinstance(part, Batch)
+            member.apply(0, part)
+    assert (member.counts.reported, member.counts.copied) == (2 * SLICE_BLOCKS, 0)
+
+
+def test_applied_parts_of_a_message_hold_no_block_too_many():
+    # The engine's memory is full: it removes old blocks before it stores new ones.
+    blocks = 2 * SLICE_BLOCKS
+    old, new = (list(range(start, start + blocks * BLOCK)) for start in (0, 100_000))
+    member = Residency(HeldBlocks(), model="m", capacity_blocks=blocks)
+    new_chain, old_chain = (
+        chain_tokens(pack_tokens([*tokens, 7]), root=token_root(model="m"), block_tokens=BLOCK) for tokens in (new, old)
+    )
+    for part in slices(pack([stored(1, old)])):
+        assert isinstance(part, Batch)
+        member.apply(0, part)
+    assert member.matched_tokens(old_chain) == blocks * BLOCK
+    seen = []
+    for part in slices(pack([*(removed(each) for each in range(blocks, 0, -1)), stored(9001, new)])):
+        assert isinstance(part, Batch)
+        member.apply(0, part)
+        seen.append((member.matched_tokens(old_chain) // BLOCK, member.matched_tokens(new_chain) // BLOCK))
+        assert member.blocks <= blocks
+    assert len(seen) > 2
+    # First the old blocks go, the last ones first. Then the new ones come, the first ones first.
+    assert [each[0] for each in seen] == sorted((each[0] for each in seen), reverse=True)
+    assert [each[1] for each in seen] == sorted(each[1] for each in seen)
+    assert (seen[-1], member.counts.drifts, member.fault(0)) == ((0, blocks), 0, "")

@@ -53,6 +53,19 @@ def test_explain_json_has_all_receipt_fields(pool_file: str) -> None:
     assert receipt["candidates"][0].keys() == {"id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s"}
 
 
+def test_explain_names_a_missing_tokenizer_folder(pool_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    engine = f", engine: {{tokenizer: {{source: Files, path: {folder}}}}}}}"
+    Path(pool_file).write_text(POOL.replace("aliases: [qwen]}}", "aliases: [qwen]}" + engine))
+    result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-", "--json"], input=BODY)
+    assert (result.exit_code, json.loads(result.stdout)["pool"]) == (0, "llm/qwen")
+    assert f"{folder} contains no tokenizer.json on this machine." in result.stderr
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=BODY)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
 def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: Path) -> None:
     body = tmp_path / "request.json"
     body.write_text(BODY)
@@ -61,6 +74,7 @@ def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: 
     assert result.stdout.startswith(f"{receipt['chosen']} ({receipt['address']}) gets this request of pool llm/qwen.")
     assert f"Reason: {receipt['reason']}" in result.stdout
     assert f"Pair: {receipt['pair'][0]} and {receipt['pair'][1]}" in result.stdout
+    assert f"Tokens that {receipt['chosen']} holds: known from the router's own records." in result.stdout
 
 
 def test_explain_says_that_an_adapter_is_not_known_to_be_loaded(pool_file: str) -> None:

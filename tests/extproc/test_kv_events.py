@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import random
+from array import array
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from dualmap.engines.events import Batch
-from dualmap.engines.profile import EngineProfile, read_event_sources
+from dualmap.engines import source
+from dualmap.engines.events import Batch, Removed, Stored
+from dualmap.engines.profile import EngineProfile, read_event_sources, read_metrics
 from dualmap.engines.source import MESSAGE_BYTES_MAX, Message
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
 from dualmap.prompts.api import Api
@@ -23,11 +27,20 @@ from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
+from dualmap_sim.block_pool import EventBatch
+from dualmap_sim.errors import CannotPublish
+from dualmap_sim.kv_publisher import KvPublisher
+from dualmap_sim.server_settings import KvEventSettings
 from extproc import envoy_messages
 from extproc.event_publishers import BLOCK, CLEARED, Publisher, removed, stored
 
 PROMPT = list(range(100, 100 + 20 * BLOCK + 3))
+HASHES = tuple(range(1, 21))
+STORED = Stored(
+    hashes=HASHES, parent=None, tokens=array("I", PROMPT[: 20 * BLOCK]).tobytes(), block_tokens=BLOCK, group=0
+)
 KEY = b"k" * 32
+RANKS_HOST = "127.0.0.9"
 
 
 class Following:
@@ -125,6 +138,47 @@ async def following(
     finally:
         await follows.close()
         context.destroy(linger=0)
+
+
+async def ranks_of(count: int) -> tuple[KvEvents, list[KvPublisher]]:
+    """Return the ports of rank 0, and the simulated engine's publishers of the ranks of one member."""
+    first = KvPublisher(KvEventSettings(port=0, replay_port=0), host=RANKS_HOST)
+    first.start()
+    (source,) = read_event_sources(first.sources).event_sources
+    assert source.port is not None
+    assert source.replay_port is not None
+    ports, ranks = KvEvents(enabled=True, port=source.port, replay_port=source.replay_port), [first]
+    try:
+        for rank in range(1, count):
+            settings = KvEventSettings(port=ports.port, replay_port=ports.replay_port, rank=rank)
+            ranks.append(KvPublisher(settings, host=RANKS_HOST))
+            ranks[-1].start()
+    except CannotPublish:
+        # Another socket has the next port.
+        for each in ranks:
+            await each.close()
+        return await ranks_of(count)
+    return ports, ranks
+
+
+def page_of(*ranks: int) -> EngineProfile:
+    """Return what a vLLM without ``/kv_event_sources`` says about its ranks."""
+    lines = [f'vllm:num_requests_{kind}{{engine="{rank}"}} 0\n' for rank in ranks for kind in ("running", "waiting")]
+    return read_metrics("vLLM", "".join(lines).encode())
+
+
+@asynccontextmanager
+async def following_ranks(count: int) -> AsyncIterator[tuple[Following, list[KvPublisher]]]:
+    """Follow a member whose ports only the pool says."""
+    ports, ranks = await ranks_of(count)
+    follows = Following(engine=Engine(kv_events=ports))
+    follows.adopt(replace(follows.pool, members=(Member(id="m-0", address=RANKS_HOST, port=8000),)))
+    try:
+        yield follows, ranks
+    finally:
+        await follows.close()
+        for each in ranks:
+            await each.close()
 
 
 async def test_pick_goes_to_the_member_that_reported_the_prompt():
@@ -288,6 +342,35 @@ async def test_another_start_time_forgets_blocks_and_replays():
         assert publisher.asked[-1] == 0
 
 
+async def test_engine_that_slept_has_no_blocks_after_a_replay():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(blocks=20, state="Live")
+        follows.tell("m-0", publisher.profile(asleep=True))
+        await follows.has(blocks=0)
+        follows.tell("m-0", publisher.profile(asleep=False))
+        # The lost message is replayed, and those before the sleep are not.
+        await publisher.publish(stored(30, [3] * BLOCK), told=False)
+        await publisher.publish(stored(31, [4] * BLOCK))
+        await follows.has(state="Live", blocks=2, sequence=2)
+        assert publisher.asked == [0, 1]
+        assert "matched=0," in (follows.pick().receipt or "")
+
+
+async def test_router_that_starts_while_an_engine_sleeps_applies_no_replay():
+    context = zmq.asyncio.Context()
+    publisher = Publisher(context, "127.0.0.2")
+    publisher.history([stored(1, PROMPT)])
+    publisher.profile = partial(publisher.profile, asleep=True)  # type: ignore[method-assign]
+    follows = Following(publisher)
+    try:
+        await follows.has(state="Live", blocks=0, sequence=0)
+    finally:
+        await follows.close()
+        context.destroy(linger=0)
+
+
 async def test_another_incarnation_starts_without_blocks():
     async with following() as follows:
         await follows.publishers[0].publish(stored(1, PROMPT))
@@ -442,7 +525,7 @@ async def test_lost_connection_is_opened_again_and_replayed():
         await first.publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
         other = await first.replaced()
-        await follows.has(state="Failed", reason="the connection was lost", blocks=20)
+        await follows.has(state="Failed", reason=f"{first.place}: the connection was lost", blocks=20)
         follows.publishers = (other,)
         other.history([stored(1, PROMPT)], [removed(20)])
         # No message follows.
@@ -467,7 +550,8 @@ async def test_endless_message_closes_the_connection():
         await publisher.publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
         await publisher.send_frames(*[bytes(1_000_000)] * 6)
-        await follows.has(state="Failed", reason="the connection was closed: a message has more than 4194304 bytes")
+        says = f"{publisher.place}: the connection was closed: a message has more than 4194304 bytes"
+        await follows.has(state="Failed", reason=says)
         await publisher.subscribed()
         await follows.has(state="Live", blocks=20)
 
@@ -522,6 +606,27 @@ async def test_port_without_a_publisher_is_asked_again():
         await follows.has(state="Live", blocks=19)
 
 
+async def test_refused_connection_forgets_blocks_before_the_engine_restarts():
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        follows.pick()
+        await publisher.close()
+        await follows.has(state="Connecting", blocks=0, sequence=None)
+        # The router's own record and claims are gone as well.
+        picked = follows.pick()
+        assert "matched=0," in (picked.receipt or "")
+        other = Publisher(publisher._context, publisher.host, ports=(publisher.port, publisher.replay_port))
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)])
+        await follows.has(state="Live", blocks=20)
+        # The start time of the new process is no further restart.
+        follows.tell("m-0", other.profile(started_s=2000.0))
+        await follows.until(lambda: not follows.events._ready)
+        assert follows.status().blocks == 20
+
+
 async def test_silent_server_is_given_up(monkeypatch):
     monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
     connections: list[asyncio.StreamWriter] = []
@@ -558,6 +663,53 @@ async def test_ranks_of_a_member_are_counted_apart():
         await first.publish(stored(1, PROMPT))
         await follows.has(number=0, state="Connecting", blocks=20)
         assert 'source="records"' in (follows.pick().receipt or "")
+
+
+async def test_ports_of_the_pool_are_followed_at_each_rank():
+    async with following_ranks(2) as (follows, ranks):
+        # Messages before the subscription come from the replay port of their rank.
+        for each in ranks:
+            each.publish(EventBatch(0, 0.0, (STORED,)))
+        follows.tell("m-0", page_of(0, 1))
+        await follows.has(state="Live", blocks=40, sequence=0, resyncs=2)
+        for each, left in zip(ranks, (20, 0), strict=True):
+            assert f"matched={20 * BLOCK}," in (follows.pick().receipt or "")
+            each.publish(EventBatch(1, 0.0, (Removed(hashes=HASHES, group=0),)))
+            await follows.has(state="Live", blocks=left)
+
+
+async def test_port_of_the_pool_is_above_the_base_for_a_later_rank():
+    async with following_ranks(2) as (follows, ranks):
+        ranks[1].publish(EventBatch(0, 0.0, (STORED,)))
+        follows.tell("m-0", page_of(1))
+        await follows.has(state="Live", blocks=20)
+
+
+async def test_ranks_of_a_metrics_page_may_change():
+    async with following_ranks(2) as (follows, ranks):
+        for each in ranks:
+            each.publish(EventBatch(0, 0.0, (STORED,)))
+        for said in ((0,), (0, 1), (1,)):
+            follows.tell("m-0", page_of(*said))
+            await follows.has(state="Live", blocks=20 * len(said), resyncs=len(said))
+        # A page that could not be read says nothing about ranks.
+        before = list(follows.events._sources.values())
+        follows.tell("m-0", EngineProfile(reason="silent"))
+        assert list(follows.events._sources.values()) == before
+
+
+async def test_rank_without_a_port_is_a_failed_member():
+    async with following_ranks(1) as (follows, _):
+        follows.tell("m-0", page_of(0, 65_000))
+        port = follows.pool.engine.kv_events.port + 65_000
+        await follows.has(state="Failed", reason=f"rank 65000: the subscription failed: there is no port {port}")
+
+
+async def test_ranks_of_a_metrics_page_are_bounded(monkeypatch):
+    monkeypatch.setattr(kv_events, "RANKS_MAX", 2)
+    async with following_ranks(1) as (follows, _):
+        follows.tell("m-0", page_of(*range(5)))
+        assert [each.rank for each in follows.events._sources] == [0, 1]
 
 
 async def test_source_limit_is_a_failed_member(monkeypatch):
@@ -615,3 +767,210 @@ async def test_unexpected_error_stops_one_source_only():
             await each.publish(stored(1, PROMPT))
         await follows.has(number=0, state="Failed", blocks=0, reason="an unexpected error: ZeroDivisionError")
         await follows.has(number=1, state="Live", blocks=20)
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]) -> AsyncIterator[int]:
+    """Serve connections on the first publisher's host; yield the port."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            answered = answer(reader, writer)
+            if asyncio.iscoroutine(answered):
+                await answered
+
+    server = await asyncio.start_server(accept, "127.0.0.2", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for each in writers:
+            each.close()
+
+
+async def free_port() -> int:
+    async with answering(stay_silent) as port:
+        return port
+
+
+async def zmtp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *frames: bytes) -> None:
+    """Answer the handshake of a subscriber, and send frames."""
+    writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    await reader.readexactly(64)
+    ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"PUB"
+    writer.write(bytes((4, len(ready))) + ready + b"".join(frames))
+
+
+def frames_of(*frames: bytes) -> bytes:
+    last = len(frames) - 1
+    return b"".join(bytes((number < last, len(each))) + each for number, each in enumerate(frames))
+
+
+def logged(caplog: pytest.LogCaptureFixture, sentence: str = "KV events are incomplete") -> list[str]:
+    return [each.__dict__["details"].get("reason", "") for each in caplog.records if each.getMessage() == sentence]
+
+
+async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    # Unread bytes would reset the connection.
+    await reader.readexactly(64)
+    writer.close()
+
+
+def answer_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def stay_silent(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+    pass
+
+
+async def send_one_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await zmtp(reader, writer, frames_of(b"alone"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "connection refused"),
+        (close_at_once, "the peer closed the connection"),
+        (answer_http, "the peer does not use ZMTP"),
+        (stay_silent, "no ZMTP greeting within 0.2 s"),
+        (zmtp, "no message yet"),
+        (send_one_frame, "the messages are not those of KV events"),
+    ],
+)
+async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog):
+    monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
+    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    async with following(replays=False) as follows, AsyncExitStack() as stack:
+        port = await stack.enter_async_context(answering(answer)) if answer else await free_port()
+        source = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        reason = f"port {port}: {says}"
+        await follows.has(state="Connecting", reason=reason)
+        await asyncio.sleep(0.6)
+        await follows.has(state="Connecting", reason=reason)
+        assert logged(caplog) == ([] if says == "no message yet" else [reason])
+
+
+async def test_oversized_frame_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    connections = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await zmtp(reader, writer, b"\x02" + (1 << 62).to_bytes(8, "big"))
+
+    async with following(replays=False) as follows, answering(flood) as port:
+        source = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        await follows.until(lambda: connections >= 4)
+        assert logged(caplog) == [
+            f"port {port}: the connection was closed: a message has more than {MESSAGE_BYTES_MAX} bytes"
+        ]
+
+
+async def test_numbers_without_order_are_partial_and_logged_once(caplog):
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await zmtp(reader, writer)
+        while not writer.is_closing():
+            number = random.getrandbits(62).to_bytes(8, "big")
+            writer.write(frames_of(b"", number, msgspec.msgpack.encode([1.5, [removed(1)], 0])))
+            await writer.drain()
+            await asyncio.sleep(0.003)
+
+    async with following() as follows, answering(publish) as port:
+        source = replace(follows.publishers[0].source, port=port, replay_port=await free_port())
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
+        await follows.has(state="Partial")
+        before = follows.status().sequence
+        await follows.until(lambda: follows.status().sequence != before)
+        await asyncio.sleep(1.0)
+        assert follows.status().state == "Partial"
+        assert follows.status().resyncs <= 3
+        (reason,) = logged(caplog)
+        assert reason.endswith("are lost (too many restarts and gaps in succession)")
+        assert follows.sample("dualmap_kv_resyncs_total", result="incomplete") == 1
+
+
+async def test_holes_before_and_after_a_backoff_are_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(source, "BACKOFF_S", 0.2)
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await zmtp(reader, writer)
+        for number in range(100, 10_000, 2):
+            writer.write(frames_of(b"", number.to_bytes(8, "big"), b"\xc1"))
+            await asyncio.sleep(0.02)
+
+    async with following() as follows, answering(publish) as port:
+        place = replace(follows.publishers[0].source, port=port)
+        follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(place,)))
+        await follows.until(lambda: follows.status().resyncs >= 4)
+        assert len(logged(caplog)) == 1
+
+
+async def test_refused_replay_port_is_named():
+    async with following() as follows:
+        publisher, free = follows.publishers[0], await free_port()
+        await publisher.publish(removed(1), told=False)
+        source = replace(publisher.source, replay_port=free)
+        follows.tell("m-0", replace(publisher.profile(), event_sources=(source,)))
+        await publisher.subscribed()
+        await publisher.publish(stored(1, PROMPT))
+        reason = f"messages 0 to 0 are lost (replay port {free}: connection refused)"
+        await follows.has(state="Partial", reason=reason)
+
+
+async def test_silent_replay_port_is_named():
+    def prepare(publisher: Publisher) -> None:
+        publisher.hangs = True
+
+    async with following(before=prepare) as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(removed(1), told=False)
+        await publisher.publish(stored(1, PROMPT))
+        says = f"messages 0 to 0 are lost (replay port {publisher.replay_port}: no answer)"
+        await follows.has(state="Partial", reason=says)
+
+
+async def test_engine_that_publishes_nothing_is_off_beside_a_publisher(caplog):
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        # The pool's ports are those of the first engine, which has the same address.
+        ports = KvEvents(enabled=True, port=publisher.port, replay_port=publisher.replay_port)
+        other = Member(id="m-1", address=publisher.host, port=8001)
+        pool = replace(follows.pool, engine=Engine(kv_events=ports), members=(*follows.pool.members, other))
+        follows.adopt(pool)
+        follows.tell("m-1", replace(read_event_sources({}), engine="vLLM"))
+        await follows.has(number=1, state="Off", reason="the engine reports no KV events")
+        # The page is not answered at times.
+        follows.tell("m-1", EngineProfile(engine="vLLM"))
+        await asyncio.sleep(0.3)
+        await follows.has(number=1, state="Off")
+        await follows.has(number=0, state="Live", blocks=20)
+        assert logged(caplog, "KV events are off") == ["the engine reports no KV events"]
+        # An engine that does not answer the page may publish.
+        follows.adopt()
+        follows.adopt(pool)
+        follows.tell("m-0", publisher.profile())
+        follows.tell("m-1", page_of(0))
+        await follows.has(number=1, state="Live")
+        shared = [each.__dict__["details"] for each in caplog.records if "same port" in each.getMessage()]
+        assert [(each["members"], each["address"]) for each in shared] == [
+            (["m-0", "m-1"], f"{publisher.host}:{publisher.port}")
+        ]
+
+
+async def test_engine_that_publishes_no_longer_is_off():
+    async with following() as follows:
+        await follows.publishers[0].publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        follows.tell("m-0", replace(read_event_sources({}), engine="vLLM", started_s=2000.0))
+        await follows.has(state="Off", blocks=0, reason="the engine reports no KV events")
+        follows.tell("m-0", follows.publishers[0].profile(started_s=3000.0))
+        await follows.has(state="Live")

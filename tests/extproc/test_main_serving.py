@@ -8,6 +8,7 @@ import signal
 import grpc
 import grpc.aio
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dualmap_extproc.app import wiring
@@ -15,7 +16,8 @@ from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.wire import discovery_pb2
 from extproc.envoy_messages import NO_WAIT, chat, destination, refused_with, request_body, request_headers
-from extproc.router_processes import WAIT_S, picked, running, stream, write_pool
+from extproc.router_processes import WAIT_S, picked, pool_document, running, stream, write_pool
+from extproc.tokenizer_files import write_tokenizer
 from waiting import until
 
 
@@ -81,6 +83,32 @@ async def test_router_finishes_a_half_read_request_after_sigterm(tmp_path):
         assert await served.exited() == 0
 
 
+HANGING_FILES = """
+import runpy, threading, time
+from dualmap_extproc.tokens import sources
+read = sources.version_of
+def hang(*names):
+    if threading.current_thread() is not threading.main_thread():
+        print("hangs", flush=True)
+        time.sleep(3600)
+    return read(*names)
+sources.version_of = hang
+runpy.run_module("dualmap_cli", run_name="__main__")
+"""
+
+
+async def test_router_stops_although_its_tokenizer_is_not_read(tmp_path):
+    document = pool_document()
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    document["spec"]["engine"] = {"tokenizer": {"source": "Files", "path": str(folder)}}
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump(document))
+    async with running(file, program=("-c", HANGING_FILES)) as served:
+        assert await asyncio.wait_for(served.process.stdout.readline(), WAIT_S) == b"hangs\n"
+        served.stop()
+        assert await served.exited() == 0
+
+
 async def test_router_bounds_its_stored_bodies_and_reads_large_ones(tmp_path):
     """The router's own processes read the large body; it exits although they run."""
     part = b'{"model": "m", "prompt": "'.ljust(600_000, b"x")
@@ -117,7 +145,9 @@ async def test_router_counts_invalid_pool_change_and_keeps_last_pools(tmp_path):
         (tmp_path / "new.yaml").write_text("replicas: !!bool maybe")
         (tmp_path / "new.yaml").rename(file)
         assert served.process.stderr is not None
-        assert b"Rejected pool file, keeping the last valid version" in await served.process.stderr.readline()
+        # The member answers 404 to the requests for its profile, which is another warning.
+        while b"Rejected pool file, keeping the last valid version" not in await served.process.stderr.readline():
+            pass
         page = await served.get("/metrics")
         assert b"dualmap_pool_refusals_total 1.0" in page
         assert b"dualmap_pool_file_refused 1.0" in page

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Engine, Prefix, Session
 from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.router import PoolRouter
@@ -99,6 +100,18 @@ def test_pick_prefers_adapter_in_model_to_adapter_in_lora_path():
     desk.pick(chat(text, model="sql"))
 
     assert "matched=0" not in (desk.pick(chat(text, model="sql", lora_path="law")).receipt or "")
+
+
+def test_pick_by_lora_path_prefers_members_with_the_adapter():
+    desk = Desk(pool(members=4, adapters=["sql"]))
+    for number in range(4):
+        models = ("m", "sql") if number == 3 else ("m",)
+        desk.picker.on_profile(0.0, "llm/qwen", f"qwen-{number}", EngineProfile(models=models))
+
+    for fields in ({"lora_path": "sql"}, {"lora_request": {"lora_name": "sql", "lora_int_id": 1}}):
+        receipts = {desk.pick(chat(f"text {number}", **fields)).receipt or "" for number in range(4)}
+        assert all('chosen="qwen-3"' in each and 'adapter="loaded"' in each for each in receipts)
+    assert "adapter=" not in (desk.pick(chat("text", lora_path="law")).receipt or "")
 
 
 def test_pick_with_different_cache_salts_shares_no_prefix():

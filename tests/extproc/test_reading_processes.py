@@ -19,7 +19,8 @@ from dualmap_extproc.reading import processes, worker
 from dualmap_extproc.reading.processes import PROCESSES, WAITING_MAX, ReadingProcesses
 from dualmap_extproc.reading.worker import Templates
 from dualmap_extproc.request.body import read_body
-from dualmap_extproc.request.reading import Bounds, LargeBody
+from dualmap_extproc.request.reading import Bounds, LargeBody, encode_body
+from dualmap_extproc.tokens.rendering import PromptTexts
 from extproc.envoy_messages import chat
 from extproc.tokenizer_files import write_tokenizer
 from waiting import until
@@ -102,6 +103,27 @@ async def test_process_that_takes_too_long_is_replaced_and_its_body_refused():
         assert code(result) == "invalid_request"
     async with running(read_s=60.0) as reader:
         assert await reading(reader, chat()) == read_body(chat(), Api.CHAT)
+
+
+async def test_process_with_an_unread_result_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = processes._exchange
+
+    async def unread(process: asyncio.subprocess.Process, body: LargeBody) -> Prompt | Refused:
+        """Send the body, and leave the result in the pipe and in the stream's buffer."""
+        assert process.stdin is not None
+        process.stdin.write(encode_body(body))
+        for chunk in body.chunks:
+            process.stdin.write(chunk)
+        await process.stdin.drain()
+        await asyncio.sleep(60.0)
+        return await exchange(process, body)
+
+    monkeypatch.setattr(processes, "_exchange", unread)
+    async with running(read_s=2.0) as reader, asyncio.timeout(30.0):
+        assert code(await reading(reader, chat("x" * 2_000_000))) == "invalid_request"
+        monkeypatch.setattr(processes, "_exchange", exchange)
+        prompts = await asyncio.gather(*(reading(reader, chat("x" * 600_000)) for _ in range(PROCESSES)))
+        assert all(isinstance(prompt, Prompt) for prompt in prompts)
 
 
 async def test_body_that_waits_too_long_is_refused_as_overloaded():
@@ -299,6 +321,17 @@ def test_rendered_text_above_the_limit_is_dropped(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 4)
     assert render(folder, body, Api.CHAT) == Rendered("four", special=False)
     monkeypatch.setattr(worker, "RENDERED_MAX_CHARACTERS", 3)
+    assert render(folder, body, Api.CHAT) is None
+
+
+def test_any_failure_of_a_template_leaves_a_body_unrendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, body = str(write_tokenizer(tmp_path / "tokenizer")), json.loads(chat("Hi", model="m"))
+    render = Templates()
+
+    def fail(*_: object) -> None:
+        raise KeyError("hostile")
+
+    monkeypatch.setattr(PromptTexts, "rendered", fail)
     assert render(folder, body, Api.CHAT) is None
 
 

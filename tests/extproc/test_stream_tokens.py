@@ -184,7 +184,7 @@ def test_different_counts_are_reported_and_end_the_use_of_ids(requests: list[Req
     assert talk.picker.distrusted(POOL) == (CLASS,)
     assert len(talk.observer.of(TokensMismatched)) == 2
     requests.clear()
-    ended(talk, 10, number=WINDOW)
+    ended(talk, 10, number=WINDOW + 1)
     assert requests[0].tokens is None
     assert talk.picker.distrusted(POOL) == ()
     assert chained(requests[-1]) == CHAINED

@@ -95,6 +95,8 @@ def test_tokenize_compares_with_an_engine(pool_file: Path, engine: ThreadingHTTP
         ("/v1/messages/render", {"system": "be kind", "messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/responses/render", {"input": "hi"}),
         ("/v1/completions/render", {"prompt": [1, 2, 3]}),
+        ("/v1/chat/completions/render", {"messages": [], "reasoning_effort": "high"}),
+        ("/v1/chat/completions/render", {"messages": [], "documents": [{"text": "a"}]}),
     ],
 )
 def test_engine_renders_what_its_tokenize_cannot(
@@ -131,4 +133,4 @@ def test_tokenize_refuses_an_unreadable_folder(tmp_path: Path) -> None:
 
 def test_tokenize_reports_an_engine_that_does_not_answer(pool_file: Path) -> None:
     result = run(pool_file, "--engine", "http://127.0.0.1:1")
-    assert (result.exit_code, "no valid HTTP answer" in result.stderr) == (2, True)
+    assert (result.exit_code, "no connection (Connection refused)" in result.stderr) == (2, True)

@@ -1,6 +1,7 @@
 """Tests of tokenizing requests with the files of a model."""
 
 import json
+import os
 from array import array
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ from dualmap.prompts.api import Api
 from dualmap_extproc.tokens import files
 from dualmap_extproc.tokens.files import FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest, prepared_messages, prepared_tools
-from dualmap_extproc.tokens.rendering import TokenizerError
+from dualmap_extproc.tokens.rendering import MAX_BYTES, TokenizerError
 from dualmap_extproc.tokens.template import ChatTemplate
 from extproc.tokenizer_files import SPECIAL, TEMPLATE, byte_letters, tokenizer_json, write_tokenizer
 from shared_data import shared_file
@@ -34,6 +35,14 @@ def text_of(ids: "array[int]") -> str:
         for each in ids
     ]
     return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_file_above_the_limit_is_refused(folder: Path, name: str) -> None:
+    with open(folder / name, "a+b") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(TokenizerError, match=f"{name} is larger than 67108864 bytes"):
+        FilesTokenizer(str(folder))
 
 
 def test_chat_is_rendered_and_tokenized(folder: Path) -> None:
@@ -229,6 +238,14 @@ def test_folder_that_cannot_be_read_is_refused(folder: Path, name: str, content:
         FilesTokenizer(str(folder))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_pipe_in_a_folder_is_refused_without_waiting(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(TokenizerError, match=f"{name} is not a regular file"):
+        FilesTokenizer(str(folder))
+
+
 def test_template_may_be_a_file_of_its_own(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert text_of(FilesTokenizer(str(folder)).ids({"messages": [USER]}, Api.CHAT)) == "hello world"
@@ -274,6 +291,35 @@ def test_cache_gives_the_ids_of_a_tokenizer_without_it(
         for end in (len(text) // 2, len(text)):
             body = {"prompt": text[:end]}
             assert cached.ids(body, Api.COMPLETIONS) == plain.ids(body, Api.COMPLETIONS), text[:end]
+
+
+class Panic(BaseException):
+    """What a panic of the tokenizer's library raises."""
+
+
+def test_panic_of_the_library_is_an_unsupported_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panicking:
+        def encode_batch_flat(self, *_: object, **__: object) -> None:
+            raise Panic
+
+    tokenizer = FilesTokenizer(str(folder))
+    monkeypatch.setattr(tokenizer, "_encoder", Panicking())
+    with pytest.raises(UnsupportedRequest, match="cannot be tokenized"):
+        tokenizer.ids({"prompt": "hello"}, Api.COMPLETIONS)
+
+
+def test_macro_that_calls_itself_too_often_is_unsupported() -> None:
+    twice = "{%- macro f(n) %}{%- if n %}{{ f(n - 1) }}{{ f(n - 1) }}{%- endif %}{%- endmacro %}"
+    template = ChatTemplate(twice + "{{ f(messages | length) }}", {})
+    assert template.render({"messages": [USER]}, 10.0) == ""
+    with pytest.raises(UnsupportedRequest, match="it takes too long"):
+        template.render({"messages": [USER] * 60}, 0.01)
+
+
+def test_deeply_nested_arguments_are_unsupported() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 3000}}
+    with pytest.raises(UnsupportedRequest, match="nested too deeply"):
+        prepared_messages([{"role": "assistant", "tool_calls": [call]}], wrap_parts=False)
 
 
 def test_cache_of_prefixes_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import logging
+import re
+import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from aiohttp import web
@@ -12,12 +17,15 @@ from aiohttp.test_utils import TestServer
 
 from dualmap.pools.pool import Engine, Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api
+from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt, Rendered
 from dualmap_extproc.request.body import read_body
 from dualmap_extproc.request.observations import Observation, Tokenized
 from dualmap_extproc.request.tokens import Pending, Tokens
-from dualmap_extproc.tokens import faults, renderer, sources
+from dualmap_extproc.tokens import faults, renderer, sources, template
 from dualmap_extproc.tokens.faults import RenderedRequests, RendererFaults
+from dualmap_extproc.tokens.files import FilesTokenizer
+from dualmap_extproc.tokens.renderer import RendererFault
 from dualmap_extproc.tokens.rendering import PromptTexts, TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from extproc.envoy_messages import pool
@@ -105,7 +113,7 @@ async def test_pool_without_source_has_no_tokens() -> None:
 async def test_small_body_is_tokenized_at_once(files: Sources) -> None:
     found = files.ask([chat()], lambda _, __: pytest.fail("it was not pending"))
     assert isinstance(found, Tokens)
-    assert found.requests == ("m", Api.CHAT, False)
+    assert found.requests == ("m", Api.CHAT, False, 1)
     assert [type(each) for each in files.reported] == [Tokenized]
 
 
@@ -163,6 +171,76 @@ async def test_rendered_text_that_cannot_be_tokenized_has_no_tokens(files: Sourc
     assert await later is None
 
 
+async def test_nested_arguments_have_no_tokens(files: Sources) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 3000}}
+    for filling in ("", "x" * 10_000):
+        messages = [{"role": "user", "content": filling}, {"role": "assistant", "tool_calls": [call]}]
+        assert await files.tokens(json.dumps({"model": "m", "messages": messages}).encode()) is None
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError, KeyError])
+async def test_any_failure_of_the_tokenizer_is_logged_once(
+    files: Sources, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("hostile")
+
+    monkeypatch.setattr(FilesTokenizer, "ids", fail)
+    for body in (chat(), chat("x" * 10_000)) * 2:
+        assert await files.tokens(body) is None
+    assert len([each for each in caplog.messages if "Tokenizing failed" in each]) == 1
+
+
+NESTED = "{%- for a in messages %}" * 3 + "x" + "{%- endfor %}" * 3
+
+
+@pytest.fixture
+async def nested(tmp_path: Path) -> AsyncIterator[Sources]:
+    folder = write_tokenizer(tmp_path / "tokenizer", template=NESTED)
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(folder)))
+    served.serve()
+    yield served
+    await served.tokenizers.close()
+
+
+def many_messages(size: int) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": ""}] * (size // 12 - 10)}).encode()
+
+
+async def test_template_that_loops_too_long_has_no_tokens(nested: Sources) -> None:
+    body = many_messages(sources.INLINE_BYTES)
+    began_s = time.thread_time()
+    assert await nested.tokens(body) is None
+    assert time.thread_time() - began_s < 20 * sources.INLINE_RENDER_S
+    assert await nested.tokens(chat()) is not None
+
+
+async def test_template_that_loops_too_long_in_a_thread_has_no_tokens(nested: Sources) -> None:
+    body = many_messages(4 * sources.INLINE_BYTES)
+    assert await asyncio.gather(nested.tokens(body), nested.tokens(body)) == [None, None]
+    # Both threads are free again.
+    await asyncio.wait_for(asyncio.wrap_future(nested.tokenizers._threads.submit(lambda: None)), timeout=10)
+
+
+async def test_long_texts_leave_threads_to_others(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, encoded = Event(), FilesTokenizer.encoded
+
+    def slow(self: FilesTokenizer, rendered: Rendered) -> "array[int]":
+        if len(rendered.text) > sources.LONG_TEXT:
+            released.wait(30)
+        return encoded(self, rendered)
+
+    monkeypatch.setattr(FilesTokenizer, "encoded", slow)
+    long = replace(read(chat()), rendered=Rendered("a" * (sources.LONG_TEXT + 1), special=False))
+    for _ in range(3):
+        files.tokenizers.tokens(files.pool.id, long, (b"",), Api.CHAT, small=False, done=lambda _, __: None)
+    await asyncio.sleep(0)
+    try:
+        assert await files.tokens(chat("x" * 10_000)) is not None
+    finally:
+        released.set()
+
+
 async def test_tokens_after_the_deadline_are_not_used(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "TOKENIZE_MS", 0)
     assert await files.tokens(chat("x" * 10_000)) is None
@@ -202,6 +280,149 @@ async def test_changed_files_replace_the_tokenizer_if_valid(files: Sources, monk
     after = await files.tokens(chat())
     assert after is not None
     assert len(after.ids) == 1
+    running.cancel()
+
+
+async def test_missing_template_is_reported_and_completions_have_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    folder = write_tokenizer(tmp_path / "tokenizer", template=None)
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(folder)))
+    served.serve()
+    running = asyncio.create_task(served.tokenizers.run())
+    await until(lambda: "no token ids" in caplog.text)
+    said = served.tokenizers.status(served.pool.id, ())
+    assert (said["ready"], said["reason"]) == (True, f"{folder} has no chat template")
+    assert await served.tokens(chat()) is None
+    assert await served.tokens(b'{"model": "m", "prompt": "hello"}', Api.COMPLETIONS) is not None
+    write_tokenizer(folder)
+    await until(lambda: "token ids again" in caplog.text)
+    assert served.tokenizers.status(served.pool.id, ())["reason"] == ""
+    assert len([each for each in caplog.messages if "no token ids" in each]) == 1
+    running.cancel()
+    await served.tokenizers.close()
+
+
+REFUSES = "{%- if messages[0].content.startswith('bad') %}{{ raise_exception(messages[0].content) }}{%- endif %}x"
+
+
+@pytest.fixture
+async def refusing(tmp_path: Path) -> AsyncIterator[Sources]:
+    """A source with a template that fails for texts that begin with "bad"."""
+    folder = write_tokenizer(tmp_path / "tokenizer", template=REFUSES)
+    served = Sources(Tokenizer(source=TokenSource.FILES, path=str(folder)))
+    served.serve()
+    yield served
+    await served.tokenizers.close()
+
+
+@pytest.mark.parametrize("text", ["bad", "bad" * 5000])
+async def test_template_that_fails_for_the_first_requests_is_reported(
+    text: str, refusing: Sources, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    running = asyncio.create_task(refusing.tokenizers.run())
+
+    def reason() -> object:
+        return refusing.tokenizers.status(refusing.pool.id, ())["reason"]
+
+    for _ in range(template.FAILURES_MAX - 1):
+        assert await refusing.tokens(chat(text)) is None
+    assert reason() == ""
+    for _ in range(5):
+        assert await refusing.tokens(chat(text)) is None
+    path = refusing.pool.engine.tokenizer.path
+    assert reason() == f"{path}: the chat template failed for the first 5 chat requests (TemplateError)"
+    await until(lambda: "no token ids" in caplog.text)
+    assert await refusing.tokens(chat("good")) is not None
+    assert reason() == ""
+    await until(lambda: "token ids again" in caplog.text)
+    assert len([each for each in caplog.messages if "no token ids" in each]) == 1
+    running.cancel()
+
+
+async def test_template_that_has_worked_is_not_reported(refusing: Sources) -> None:
+    assert await refusing.tokens(chat("good")) is not None
+    for _ in range(template.FAILURES_MAX + 1):
+        assert await refusing.tokens(chat("bad")) is None
+    assert refusing.tokenizers.status(refusing.pool.id, ())["reason"] == ""
+
+
+async def test_completions_do_not_hide_a_template_that_fails(refusing: Sources) -> None:
+    for _ in range(template.FAILURES_MAX):
+        assert await refusing.tokens(chat("bad")) is None
+        assert await refusing.tokens(b'{"model": "m", "prompt": "hello"}', Api.COMPLETIONS) is not None
+    assert "the chat template failed" in str(refusing.tokenizers.status(refusing.pool.id, ())["reason"])
+
+
+async def class_of(served: Sources) -> TokenClass:
+    found = await served.tokens(chat())
+    assert found is not None
+    return found.requests
+
+
+async def test_new_version_of_files_is_compared_anew(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    running = asyncio.create_task(files.tokenizers.run())
+    before = await class_of(files)
+    shown = [{"model": "m", "api": "chat", "tools": False}]
+    assert files.tokenizers.status(files.pool.id, [before])["distrusted"] == shown
+    assert await class_of(files) == before
+    write_tokenizer(Path(files.pool.engine.tokenizer.path), template="{{ messages[0].content }}")
+    await until(lambda: not files.tokenizers.status(files.pool.id, [before])["distrusted"])
+    after = await class_of(files)
+    assert after != before
+    assert files.tokenizers.status(files.pool.id, [before, after])["distrusted"] == shown
+    running.cancel()
+
+
+async def test_another_source_is_compared_anew(files: Sources) -> None:
+    before = await class_of(files)
+    failing = FailingRenderer(200)
+    server, served = await rendering(failing.answer)
+    files.tokenizers.set_pools([served.pool])
+    assert await class_of(files) != before
+    assert files.tokenizers.status(files.pool.id, [before])["distrusted"] == []
+    # Other changes of a pool keep the verdict.
+    now = await class_of(files)
+    files.tokenizers.set_pools([replace(served.pool, members=())])
+    assert await class_of(files) == now
+    await served.tokenizers.close()
+    await server.close()
+
+
+async def test_folder_that_does_not_answer_is_reported_and_delays_no_other(
+    files: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(files.pool, name="other")
+    source = Tokenizer(source=TokenSource.FILES, path=str(write_tokenizer(tmp_path / "other")))
+    released, hanging, version_of = Event(), files.pool.engine.tokenizer.path, sources.version_of
+    calls: list[str] = []
+
+    def hang(folder: str, *names: str) -> object:
+        calls.append(folder)
+        if folder == hanging:
+            released.wait(60)
+        return version_of(folder, *names)
+
+    monkeypatch.setattr(sources, "version_of", hang)
+    monkeypatch.setattr(sources, "_POLL_S", 0.01)
+    monkeypatch.setattr(sources, "READ_S", 0.05)
+    files.tokenizers.set_pools([files.pool, replace(other, engine=Engine(tokenizer=source))])
+    running = asyncio.create_task(files.tokenizers.run())
+    await until(lambda: len(calls) > 5)
+    monkeypatch.setattr(sources, "READ_S", 30.0)
+    said = files.tokenizers.status(files.pool.id, ())
+    assert (said["ready"], said["reason"]) == (True, f"{hanging} cannot be read within 0.05 s")
+    assert files.tokenizers.status(other.id, ())["ready"]
+    assert calls.count(hanging) == 1
+    assert len([each for each in caplog.messages if "Rejected tokenizer" in each]) == 1
+    assert await files.tokens(chat()) is not None
+    released.set()
+    await until(lambda: not files.tokenizers.status(files.pool.id, ())["reason"])
     running.cancel()
 
 
@@ -258,6 +479,72 @@ async def test_renderer_that_sends_too_much_is_not_used(monkeypatch: pytest.Monk
     assert await rendered(give) is None
 
 
+@pytest.mark.parametrize(
+    "answer", ["<html>", "", "{}", "[1, 2]", '{"token_ids": "x"}', '{"token_ids": [-1]}', "[" * 5000]
+)
+async def test_renderer_that_answers_junk_counts_as_failing(answer: str) -> None:
+    async def give(_: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    assert "the answer" in await reason_after_failures(give)
+
+
+async def test_renderer_that_sends_too_much_counts_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"token_ids": [1] * 10_000})
+
+    monkeypatch.setattr(renderer, "ANSWER_MAX_BYTES", 20_000)
+    assert "more than 20000 bytes" in await reason_after_failures(give)
+    # The ids of a long prompt may take so much, and the tensors of an image.
+    for body in (chat("x" * 2000), chat("see https://pool/image.png")):
+        assert await reason_after_failures(give, body) == ""
+
+
+async def reason_after_failures(answer: Answer, body: bytes | None = None) -> str:
+    server, served = await rendering(answer)
+    for _ in range(faults.FAILURES_MAX):
+        assert await served.tokens(body or chat()) is None
+    reason = str(served.tokenizers.status(served.pool.id, ())["reason"])
+    await served.tokenizers.close()
+    await server.close()
+    return reason
+
+
+@pytest.mark.parametrize("answer", [{"token_ids": []}, [{"token_ids": [1]}, {"token_ids": [2]}], []])
+async def test_renderer_answer_without_one_prompt_is_no_failure(answer: object) -> None:
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    assert await reason_after_failures(give) == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:99999", "the URL is not valid"),
+        ("http://nowhere.invalid:80", "no connection ("),
+        ("https://127.0.0.1:{port}", "no TLS connection (ClientConnectorSSLError)"),
+    ],
+)
+async def test_renderer_that_cannot_be_reached_is_named_in_words(url: str, said: str) -> None:
+    server, served = await rendering(FailingRenderer(200).answer)
+    client = renderer.Renderer()
+    with pytest.raises(RendererFault, match=re.escape(said)):
+        await client.ids(url.format(port=server.port), (chat(),), Api.CHAT)
+    await client.close()
+    await served.tokenizers.close()
+    await server.close()
+
+
+async def test_renderer_that_closes_the_connection_is_named_in_words() -> None:
+    async def close(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    assert "no valid HTTP answer (it ends early)" in await reason_after_failures(close)
+
+
 async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "TOKENIZE_MS", 50)
     released = asyncio.Event()
@@ -273,6 +560,33 @@ async def test_silent_renderer_is_given_up_after_the_deadline(monkeypatch: pytes
     released.set()
     await served.tokenizers.close()
     await server.close()
+
+
+async def test_slow_renderer_does_not_delay_another() -> None:
+    released = asyncio.Event()
+
+    async def wait(_: web.Request) -> web.Response:
+        await released.wait()
+        return web.Response()
+
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"token_ids": [1]})
+
+    slow_server, slow = await rendering(wait)
+    server, healthy = await rendering(give)
+    other = replace(slow.pool, name="other", engine=healthy.pool.engine)
+    slow.tokenizers.set_pools([slow.pool, other])
+    for _ in range(sources.PENDING_MAX):
+        assert isinstance(slow.ask([chat()], lambda _, __: None), Pending)
+    assert slow.ask([chat()], lambda _, __: None) is None
+    slow.pool = other
+    assert await slow.tokens(chat()) is not None
+    assert slow.tokenizers.status(other.id, ())["reason"] == ""
+    released.set()
+    for served in (slow, healthy):
+        await served.tokenizers.close()
+    for each in (slow_server, server):
+        await each.close()
 
 
 class FailingRenderer:
@@ -324,7 +638,8 @@ async def test_renderer_that_is_gone_is_left_alone_and_another_is_asked() -> Non
     await server.close()
     for _ in range(faults.FAILURES_MAX):
         assert await served.tokens(chat()) is None
-    assert "no valid HTTP answer" in str(served.tokenizers.status(served.pool.id, ())["reason"])
+    reason = str(served.tokenizers.status(served.pool.id, ())["reason"])
+    assert reason.endswith("/v1/chat/completions/render: no connection (Connection refused)")
     other, again = await rendering(failing.answer)
     served.tokenizers.set_pools([again.pool])
     assert served.tokenizers.status(served.pool.id, ())["reason"] == ""

@@ -13,7 +13,7 @@ from dualmap.pools.pool import KvEvents
 from dualmap.requests import Completion, Effects, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
-from dualmap_sim.cluster import Cluster, ClusterConfig
+from dualmap_sim.cluster import Cluster, ClusterConfig, ReplicationConfig
 from dualmap_sim.events import Bypass, Fail, Forget, Recover
 from engines import ROUND
 
@@ -112,6 +112,22 @@ def test_all_routers_receive_kv_events_of_all_members() -> None:
     held = [[each.events.blocks for each in router.status().endpoints] for router in cluster.routers]
     assert min(held[0]) > 0
     assert held == held[:1] * 3
+
+
+def test_prompt_that_another_router_placed_is_not_computed_twice() -> None:
+    # The first prompts let every engine report something. A prefill takes 1.5 s, and four equal prompts arrive within
+    # it. Their ids let both routers receive some of them.
+    *warm, hot = one_block_prompts(*(0.1 * number for number in range(6)), 20.0)
+    equal = [
+        replace(hot, at_s=20.0 + 0.3 * number, work=replace(hot.work, request_id=f"hot-{number}"))
+        for number in range(4)
+    ]
+    plain = config(small_pool(2, policy="cache_affinity_global"), routers=2, exchange=ReplicationConfig())
+    for followed in (plain, with_events(plain)):
+        first, *others = Cluster(followed).run((*warm, *equal))[-4:]
+        assert {each.router for each in others} != {first.router}
+        assert {each.endpoint for each in others} == {first.endpoint}
+        assert all((each.predicted_tokens or 0) >= 80 for each in others)
 
 
 def test_router_forgets_blocks_of_restarted_engine_at_its_first_event() -> None:

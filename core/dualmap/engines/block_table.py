@@ -20,15 +20,25 @@ SEGMENT_SLOTS: Final = 1024
 _BITS: Final = (1 << 64) - 1
 _SLOT_BITS: Final = SEGMENT_SLOTS.bit_length() - 1
 _SMALLEST: Final = 6
-# The bits of a slot's state: the number of copies, and whether the block ends an index block.
+# The bits of a slot's state: the number of copies, whether the block ends an index block, whether its copies were
+# forgotten since it was stored, and whether the engine may have more copies of it than are counted.
 _COPIES: Final = 0x0F
 _ENDS: Final = 0x10
+_FORGOTTEN: Final = 0x20
+_MORE: Final = 0x40
+# The state after the copies were forgotten, by the state before. A segment is translated a hundred times faster than by
+# a loop.
+_FORGET: Final = bytes(
+    0 if not state else state & (_ENDS | _MORE) | _FORGOTTEN | 1 | (_MORE if state & _COPIES > 1 else 0)
+    for state in range(256)
+)
 
 
 class BlockTable:
     """Extendible hashing: the first bits of a position choose the segment, the next ones the slot in the segment.
 
     A slot is a number that contains the segment's number. ``copies`` is the sum of the counted copies of all blocks.
+    ``may_remain`` tells whether the engine may still have the block whose last copy was removed last.
     """
 
     def __init__(self, secret: int) -> None:
@@ -36,6 +46,7 @@ class BlockTable:
         self._factor = secret | 1
         self._blocks = 0
         self.copies = 0
+        self.may_remain = False
         # How often the copies were forgotten. A segment forgets them when it is used next.
         self._forgotten = 0
         self.tail_bytes = 0
@@ -91,17 +102,32 @@ class BlockTable:
             self._grow(free >> _SLOT_BITS, block * self._factor & _BITS)
             free = -2 - self.seek(block)
             segment = self._segments[free >> _SLOT_BITS]
+        if segment.forgotten != self._forgotten:
+            segment.forget_copies(self._forgotten)
         segment.put(free & SEGMENT_SLOTS - 1, block, link, tail, 1 | (_ENDS if ends else 0))
         self._blocks += 1
         self.copies += 1
         self.tail_bytes += len(tail)
 
     def add_copy(self, slot: int) -> None:
-        """Count another copy of the block in a slot, up to ``COPIES_MAX``."""
+        """Count another copy of the block in a slot, up to ``COPIES_MAX``.
+
+        The first one after the copies were forgotten may be the one that is counted already.
+        """
         segment, at = self._at(slot)
-        if segment.states[at] & _COPIES < COPIES_MAX:
+        state = segment.states[at]
+        if state & _FORGOTTEN:
+            segment.states[at] = state & ~_FORGOTTEN | _MORE
+        elif state & _COPIES < COPIES_MAX:
             segment.states[at] += 1
             self.copies += 1
+        else:
+            segment.states[at] = state | _MORE
+
+    def doubt(self, slot: int) -> None:
+        """Record that the engine may have more copies of the block in a slot than are counted."""
+        segment, at = self._at(slot)
+        segment.states[at] |= _MORE
 
     def remove(self, block: int) -> int | None:
         """Remove one copy of a block; None if the table does not contain it.
@@ -123,13 +149,14 @@ class BlockTable:
             segment.states[at] -= 1
             return False
         self._blocks -= 1
+        self.may_remain = bool(segment.states[at] & _MORE)
         if segment.tails is not None:
             self.tail_bytes -= len(segment.tails[at])
         segment.free(at, self._factor)
         return True
 
     def forget_copies(self) -> None:
-        """Count each block as one copy."""
+        """Count each block as one copy, and the next copy of each not at all."""
         self.copies = self._blocks
         self._forgotten += 1
 
@@ -205,9 +232,7 @@ class _Segment:
         """Count each block as one copy, unless this was done for ``forgotten`` already."""
         if self.forgotten != forgotten:
             self.forgotten = forgotten
-            for slot, state in enumerate(self.states):
-                if state:
-                    self.states[slot] = state & _ENDS | 1
+            self.states = self.states.translate(_FORGET)
 
     def move(self, factor: int, low: "_Segment", high: "_Segment") -> None:
         """Copy the blocks to other segments: to ``high`` those whose bit behind the segment's depth is set."""

@@ -51,7 +51,8 @@ class Stored:
 
     ``parent`` is the hash of the block before, None at the start of a prompt. ``tokens`` are packed token ids.
     ``media`` contains the media of each block, and is empty if no block has any. ``new`` tells that each block is a
-    further copy. Otherwise the event may also be a report of blocks that were stored before.
+    further copy. Otherwise the event may also be a report of blocks that were stored before. For a part of a divided
+    event, ``last`` is the last block of the whole event.
     """
 
     hashes: tuple[int, ...]
@@ -65,6 +66,7 @@ class Stored:
     salt: str = ""
     media: tuple[tuple[MediaId, ...], ...] = ()
     new: bool = True
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

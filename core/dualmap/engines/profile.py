@@ -6,7 +6,7 @@ the facts of this answer. No reader raises an error: an answer that cannot be re
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Final, Self
@@ -21,6 +21,7 @@ MODELS_MAX: Final = 1024
 """The most models of one engine's list. The models of a longer list are not known."""
 EVENT_SOURCES_MAX: Final = 256
 _VERSION_MAX: Final = 64
+_NAMES_SHOWN: Final = 3
 _TOKENS_MAX: Final = 10**10
 _LENGTH_MAX: Final = 10**8
 _BLOCK_MAX: Final = 2**20
@@ -47,10 +48,12 @@ class EngineProfile:
     can use, and ``cache_tokens`` the amount that the engine can keep for reuse. ``models`` are the names of all models
     that the engine lists, and ``adapters`` are the LoRA adapters among them. ``waiting`` and ``running`` count the
     engine's requests, whatever their source. ``kv_usage`` is the share of ``kv_tokens`` that these requests use.
-    ``ranks`` is the number of the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start
-    time of the engine's process, in seconds since 1970 on the engine's clock. ``at_s`` is the time at which the router
-    read the load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same
-    ``at_s`` contain the same observation of the load. ``reason`` says what could not be read.
+    ``ranks`` are the engine's data-parallel ranks, each with its own cache. ``started_s`` is the start time of the
+    engine's process, in seconds since 1970 on the engine's clock. ``publishes`` is whether the engine publishes KV
+    events, and ``event_sources`` says where. ``at_s`` is the time at which the router read the
+    load (``waiting``, ``running`` and ``kv_usage``), on the router's clock. Two profiles with the same ``at_s`` contain
+    the same observation of the load. ``mismatch`` says what the member's pool names and the engine does not serve.
+    ``reason`` says what could not be read.
     """
 
     engine: str = ""
@@ -64,17 +67,38 @@ class EngineProfile:
     waiting: int | None = None
     running: int | None = None
     kv_usage: float | None = None
-    ranks: int | None = None
+    ranks: tuple[int, ...] = ()
     asleep: bool | None = None
     started_s: float | None = None
     event_sources: tuple[EventSource, ...] = ()
+    publishes: bool | None = None
     at_s: float | None = field(default=None, compare=False)
+    mismatch: str = ""
     reason: str = ""
 
     @property
     def problem(self) -> str:
-        """What could not be read, or that the engine sleeps; empty if neither."""
-        return self.reason or ("the engine is asleep" if self.asleep else "")
+        """What does not fit the pool, what could not be read, or that the engine sleeps; empty if none of these."""
+        problem = "; ".join(each for each in (self.mismatch, self.reason) if each)
+        return problem or ("the engine is asleep" if self.asleep else "")
+
+    def lacks(self, name: str) -> bool:
+        """Whether the engine's list of models is known and does not contain a name."""
+        return bool(self.models) and name not in self.models
+
+    def served_instead(self, names: Iterable[str]) -> str:
+        """Return which of the names the engine lacks, and what it lists instead; empty if it lacks none."""
+        unlisted = [each for each in names if self.lacks(each)]
+        if not unlisted:
+            return ""
+        adapters = frozenset(self.adapters)
+        own = [each for each in self.models if each not in adapters]
+        return f"serves [{_few(own)}], not {_few(unlisted)}"
+
+    @property
+    def events_problem(self) -> str:
+        """That the engine publishes no KV events; empty if it does, or if this is not known."""
+        return "the engine reports no KV events" if self.publishes is False else ""
 
     @property
     def used_tokens(self) -> int | None:
@@ -102,7 +126,8 @@ _FACTS: Final = tuple(each.name for each in fields(EngineProfile) if each.name !
 class Dialect:
     """How an engine of type ``engine`` names its metrics; ``path`` is the path of the page.
 
-    An engine that has the metric ``cache`` describes its memory in the metric's labels.
+    An engine that has the metric ``cache`` describes its memory in the metric's labels. ``rank`` is the label with the
+    data-parallel rank.
     """
 
     engine: str
@@ -110,6 +135,7 @@ class Dialect:
     running: str
     waiting: str
     usage: str
+    rank: str = ""
     cache: str = ""
     sleep: str = ""
     block_tokens: str = ""
@@ -124,6 +150,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
         usage="vllm:kv_cache_usage_perc",
+        rank="engine",
         cache="vllm:cache_config_info",
         sleep="vllm:engine_sleep_state",
         block_tokens="block_size",
@@ -136,6 +163,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
         usage="sglang:token_usage",
+        rank="dp_rank",
         cache="sglang:cache_config_info",
         block_tokens="page_size",
         blocks="num_pages",
@@ -185,7 +213,7 @@ def read_metrics(engine: str, page: bytes, *, at_s: float | None = None) -> Engi
         waiting=min(waiting, _REQUESTS_MAX),
         running=min(running, _REQUESTS_MAX),
         kv_usage=_usage(samples.get(dialect.usage, ())),
-        ranks=len(samples[dialect.running]),
+        ranks=_ranks(dialect, samples[dialect.running]),
         asleep=_asleep(samples.get(dialect.sleep, ())),
         started_s=_started_s(samples.get(_STARTED, ())),
         at_s=at_s,
@@ -227,7 +255,10 @@ def read_models(document: object) -> EngineProfile:
 
 
 def read_event_sources(document: object) -> EngineProfile:
-    """Read the answer of vLLM's ``/kv_event_sources``: the publisher's configuration by data-parallel rank."""
+    """Read the answer of vLLM's ``/kv_event_sources``: the publisher's configuration by data-parallel rank.
+
+    A vLLM without ``--kv-events-config`` answers with an empty object.
+    """
     if not isinstance(document, Mapping):
         return EngineProfile(reason="/kv_event_sources is no object")
     sources: list[EventSource] = []
@@ -243,7 +274,11 @@ def read_event_sources(document: object) -> EngineProfile:
                     topic=_topic(source.get("topic")),
                 )
             )
-    return EngineProfile(event_sources=tuple(sorted(sources, key=lambda each: each.rank)))
+    is_whole = len(document) <= EVENT_SOURCES_MAX
+    return EngineProfile(
+        event_sources=tuple(sorted(sources, key=lambda each: each.rank)),
+        publishes=True if sources else False if is_whole else None,
+    )
 
 
 def read_server_info(document: object) -> EngineProfile:
@@ -251,13 +286,17 @@ def read_server_info(document: object) -> EngineProfile:
     if not isinstance(document, Mapping):
         return EngineProfile(reason="/server_info is no object")
     kv_tokens = _whole(document.get("max_total_num_tokens"), _TOKENS_MAX)
+    sources = _sglang_sources(document.get("kv_events"))
+    # Releases that do not report their publisher have no such key.
+    is_off = "kv_events" in document and document["kv_events"] is None
     return EngineProfile(
         version=_version(document.get("version")),
         block_tokens=_whole(document.get("page_size"), _BLOCK_MAX),
         kv_tokens=kv_tokens,
         cache_tokens=0 if document.get("disable_radix_cache") is True else kv_tokens,
         max_model_len=_whole(document.get("context_length"), _LENGTH_MAX),
-        event_sources=_sglang_sources(document.get("kv_events")),
+        event_sources=sources,
+        publishes=True if sources else False if is_off else None,
     )
 
 
@@ -298,6 +337,11 @@ def _blocks_tokens(block: int | None, blocks: int | None) -> int | None:
     return block * (blocks - 1) or None
 
 
+def _ranks(dialect: Dialect, samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Return the data-parallel ranks in order. An engine without the label has rank 0 only."""
+    return tuple(sorted({_digits(each.label(dialect.rank)) or 0 for each in samples}))
+
+
 def _usage(samples: Sequence[Sample]) -> float | None:
     """Return the mean over the data-parallel ranks, whose memories have the same size."""
     values = [each.value for each in samples]
@@ -330,6 +374,11 @@ def _sglang_sources(value: object) -> tuple[EventSource, ...]:
         for rank in range(ranks or 1)
         if base + rank <= 65_535 and (replay or 0) + rank <= 65_535
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _version(value: object) -> str:

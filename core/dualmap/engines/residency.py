@@ -13,13 +13,17 @@ ids (``dualmap.engines.token_chain``). The rules:
   would go there. If the blocks were copies after all, the router forgets a block too early, and with it the prompts
   that begin with it. A store from the start of a prompt with an unknown block is no report, so its known blocks are
   copies: two requests with a common beginning were computed at the same time.
+- A block that the router may have forgotten too early is held again when the engine shows that it has it: a store names
+  it as its parent, or the engine has stored the last block of a prompt that was sent to it (``awaited``). The engine
+  then has all blocks before.
 - A store whose parent is unknown waits within a bound (``dualmap.engines.parked_stores``). Its blocks are never placed
   at the start of a prompt.
 - Blocks below ``INDEX_TOKENS_MIN`` tokens (SGLang's pages of one token), and vLLM's partial blocks, are gathered into
   index blocks. An index block is held while the engine holds the block that completes it.
 - A rank cannot hold more blocks than its GPU memory has. If more copies are counted, the engine reports removals in
   another way. Then copies are no longer counted; if too many blocks remain, the rank's blocks are forgotten.
-- After lost messages, copies are no longer counted either, because their removals may be among the lost messages.
+- After lost messages, each block counts as one copy, because removals may be among the lost messages. Copies of blocks
+  that are stored later are counted.
 - A member has at most ``BLOCKS_MAX`` blocks, and a pool ``POOL_BLOCKS_MAX``. Further blocks are ignored until engines
   remove others.
 
@@ -29,7 +33,7 @@ the same tokens and different hashes (by lookahead tokens, for example) are one 
 one of them removes both.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -50,6 +54,8 @@ TAIL_BYTES_MAX: Final = 16777216
 """The most bytes of token ids of a member's blocks that end inside an index block; above, such blocks are ignored."""
 GROUPS_MAX: Final = 64
 """The most groups of blocks of a member, over all ranks; the events of further groups are ignored."""
+REMOVED_MAX: Final = 2048
+"""The most removed blocks of a member that the router stores because the engine may still have a copy."""
 INDEX_TOKENS_MIN: Final = 16
 """The smallest index block. Engines' smaller blocks are gathered, so that a pick does not search for every token."""
 
@@ -71,6 +77,7 @@ class EventCounts:
     elsewhere: int = 0
     sparse: int = 0
     over_bound: int = 0
+    held_again: int = 0
     drifts: int = 0
     unknown_events: int = 0
     unknown_fields: int = 0
@@ -81,7 +88,8 @@ class Residency:
     """The blocks that one member holds.
 
     ``held`` is the pool's dictionary of held blocks. ``capacity_blocks`` is the number of blocks in the GPU memory of
-    one rank, None if it is unknown. ``awaited`` are keys of blocks, of which ``take_arrived`` returns the stored ones.
+    one rank, None if it is unknown. ``awaited`` are the keys of prompts by the key of their last block. Of the last
+    blocks, ``take_arrived`` returns the stored ones.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class Residency:
         model: str,
         key: bytes = PUBLIC_KEY,
         capacity_blocks: int | None = None,
-        awaited: Container[int] = frozenset(),
+        awaited: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.counts = EventCounts()
         self._held = held
@@ -104,8 +112,8 @@ class Residency:
         # None stands for a group whose blocks have no positions.
         self._groups: dict[tuple[int, int | None], _Group | None] = {}
         self._parked = ParkedStores()
-        self._awaited = awaited
-        self._arrived: list[int] = []
+        self._awaited = {} if awaited is None else awaited
+        self._arrived: dict[tuple[int, int], None] = {}
         self._faults: dict[int, str] = {}
 
     @property
@@ -165,16 +173,18 @@ class Residency:
             self._uncounted.discard(rank)
 
     def forget_copies(self, rank: int) -> None:
-        """Count each block of a rank once until the rank is cleared, because removals of copies may be missing.
+        """Count each block of a rank once, because removals of copies may be missing."""
+        for (each, _), group in self._groups.items():
+            if each == rank and group is not None:
+                group.table.forget_copies()
 
-        The counting does not start again earlier, so that a source with many gaps cannot make the router go through all
-        blocks again and again.
-        """
-        if rank not in self._uncounted:
-            self._uncounted.add(rank)
-            for (each, _), group in self._groups.items():
-                if each == rank and group is not None:
-                    group.table.forget_copies()
+    def is_held(self, chain: TokenChain) -> bool:
+        """Return whether any rank holds the last block of a prompt, and no block before was forgotten too early."""
+        if not chain.keys or not self.holds(chain.keys[-1]):
+            return not chain.keys
+        if not any(group.removed for group in self._each()):
+            return True
+        return self.matched_tokens(chain) >= chain.reusable_tokens(len(chain.keys))
 
     def holds(self, key: int) -> bool:
         """Return whether any rank holds an index block."""
@@ -182,7 +192,7 @@ class Residency:
 
     def take_arrived(self) -> list[int]:
         """Return the awaited blocks that the engine stored since the last call."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived = [key for _, key in self._arrived], {}
         return arrived
 
     def matched_tokens(self, chain: TokenChain, found: Mapping[int, int] | None = None) -> int:
@@ -223,6 +233,8 @@ class Residency:
                     unknown += 1
             elif link >= 0:
                 gone.append(link)
+                if group.table.may_remain:
+                    self._remember(group, block, link)
         self._held.stored += len(group.table) - before
         self.counts.unknown_removals += unknown
         self.counts.removed += len(event.hashes) - unknown - waited
@@ -268,16 +280,21 @@ class Residency:
     def _place(self, rank: int, group: "_Group", event: Stored) -> bool:
         """Add the blocks of a store behind their parent; return False if the parent is unknown."""
         table, counts = group.table, self.counts
+        arrived: list[int] = []
         if event.parent is None:
             link = token_root(model=self._model, adapter=event.adapter, cache_salt=event.salt, key=self._key)
             tail = b""
         else:
             slot = table.find(event.parent)
+            if slot < 0 and event.parent in group.removed:
+                self._hold_again(group, (event.parent,))
+                slot = table.find(event.parent)
             if slot < 0:
                 if self._parked.add(group.holder, event, event.parent):
                     self._faults[rank] = "too many blocks have an unknown parent"
                 return False
             link, tail = table.place(slot)
+            arrived.append(link >> KEY_SHIFT)
         index_bytes, size = group.index_tokens * TOKEN_BYTES, event.block_tokens * TOKEN_BYTES
         free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
         tail_bytes = TAIL_BYTES_MAX - sum(each.table.tail_bytes for each in self._each() if each is not group)
@@ -286,17 +303,20 @@ class Residency:
         ended: list[int] = []
         stored = 0
         reported = not event.new and all(table.find(block) >= 0 for block in event.hashes)
+        # The other parts of a divided event may contain an unknown block.
+        reported = reported and (event.last is None or table.find(event.last) >= 0)
         for number, block in enumerate(event.hashes):
             slot = table.seek(block)
             if slot >= 0:
                 link, tail = table.place(slot)
                 if link >> KEY_SHIFT in awaited:
-                    self._arrived.append(link >> KEY_SHIFT)
-                if reported:
-                    counts.reported += 1
-                elif counts_copies:
+                    arrived.append(link >> KEY_SHIFT)
+                if not reported and counts_copies:
                     counts.copied += 1
                     table.add_copy(slot)
+                else:
+                    counts.reported += reported
+                    table.doubt(slot)
                 continue
             if free <= 0 or table.tail_bytes >= tail_bytes:
                 counts.over_bound += len(event.hashes) - number
@@ -314,13 +334,52 @@ class Residency:
                 link = link_block(link, tokens[:index_bytes])
                 ended.append(link)
                 if link >> KEY_SHIFT in awaited:
-                    self._arrived.append(link >> KEY_SHIFT)
+                    arrived.append(link >> KEY_SHIFT)
             tail = tokens[index_bytes:] if ends else tokens
             table.add(block, link, tail, ends=ends, sought=slot)
         self._held.hold(group.holder, ended)
         self._held.stored += stored
         counts.stored += stored
+        for key in arrived:
+            if key in awaited and (group.holder, key) not in self._arrived:
+                self._arrived[group.holder, key] = None
+                if group.removed:
+                    self._hold_again(
+                        group, [group.removed_keys[each] for each in awaited[key] if each in group.removed_keys]
+                    )
         return True
+
+    def _remember(self, group: "_Group", block: int, link: int) -> None:
+        """Store a removed block of which the engine may have another copy."""
+        if group.index_tokens != group.block_tokens:
+            # Engines with small pages have no copies.
+            return
+        if sum(len(each.removed) for each in self._each()) >= REMOVED_MAX:
+            if not group.removed:
+                return
+            oldest = next(iter(group.removed))
+            group.removed_keys.pop(group.removed.pop(oldest) >> KEY_SHIFT, None)
+        group.removed[block] = link
+        group.removed_keys[link >> KEY_SHIFT] = block
+
+    def _hold_again(self, group: "_Group", blocks: Sequence[int]) -> None:
+        """Hold removed blocks again, because the engine has other copies."""
+        table = group.table
+        free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
+        links: list[int] = []
+        for block in blocks:
+            link = group.removed.pop(block, None)
+            if link is None:
+                continue
+            group.removed_keys.pop(link >> KEY_SHIFT, None)
+            if table.find(block) < 0 and len(links) < free:
+                table.add(block, link, b"", ends=True)
+                # There may be still more copies.
+                table.doubt(table.find(block))
+                links.append(link)
+        self._held.hold(group.holder, links)
+        self._held.stored += len(links)
+        self.counts.held_again += len(links)
 
     def _leave(self, group: "_Group") -> None:
         self._parked.clear(group.holder)
@@ -334,6 +393,7 @@ class Residency:
             return
         self.counts.drifts += 1
         self.forget_copies(rank)
+        self._uncounted.add(rank)
         if sum(len(group.table) for group in groups) > self._capacity:
             self.clear(rank)
             self._faults[rank] = "the engine reported more blocks than its memory has"
@@ -342,10 +402,14 @@ class Residency:
 class _Group:
     """A group of a rank's blocks: one holder of the pool's blocks."""
 
-    __slots__ = ("block_tokens", "holder", "index_tokens", "table")
+    __slots__ = ("block_tokens", "holder", "index_tokens", "removed", "removed_keys", "table")
 
     def __init__(self, block_tokens: int, holder: int, secret: int) -> None:
         self.block_tokens = block_tokens
         self.index_tokens = block_tokens * -(-INDEX_TOKENS_MIN // block_tokens)
         self.holder = holder
         self.table = BlockTable(secret)
+        # Removed blocks of which the engine may have another copy, the oldest first: the link of each, and the block of
+        # each key.
+        self.removed: dict[int, int] = {}
+        self.removed_keys: dict[int, int] = {}

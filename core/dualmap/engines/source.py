@@ -13,10 +13,13 @@ is already known from a replay. The steps after a subscription or a gap:
 2. Each answer is applied if its number is ``due``. If the first answer is above ``due``, the messages before are lost:
    the source is partial, and the answer is applied. A later answer above ``due`` is a hole, which ends the attempt.
 3. After a hole or a silence, another attempt starts on a new socket, because answers to the old request may still come.
-   After three attempts without progress the source is partial, and requests no replay for 30 s.
+   After three attempts without progress the source is partial, and requests no replay for 30 s. Numbers without order
+   look like restarts and gaps: after three of them in succession, the source requests no replay for 30 s, too.
 4. After the mark, or after the last attempt, the queue is applied.
 
 A partial source remains partial until the engine's next life. Its live messages are applied.
+
+An engine that sleeps has emptied its cache, and may never report that. Its earlier messages are never applied again.
 """
 
 from collections import deque
@@ -33,6 +36,8 @@ ATTEMPTS_MAX: Final = 3
 """The most attempts without progress."""
 REPLAY_S: Final = 120.0
 """The longest time of all attempts together, because a publisher could answer without end."""
+REPLAYS_IN_SUCCESSION: Final = 3
+"""The most replays after restarts and gaps that follow each other within ``BACKOFF_S``, if none of them ends."""
 BACKOFF_S: Final = 30.0
 """After failed attempts, the source requests no replay for this time, and up to twice this time by its jitter."""
 JITTER_S: Final = 1.0
@@ -149,9 +154,16 @@ class EventSource:
         self._jitter = jitter
         self._phase = SourceState.OFF
         self._failure = ""
+        self._waiting = ""
         self._missing = ""
+        self._replay_problem = ""
         self._due = 0
         self._heard = -1
+        # The messages before this number are older than the engine's last sleep.
+        self._first = 0
+        self._asleep = False
+        # Whether the engine slept during the present replay.
+        self._outdated = False
         self._queue: deque[Message] = deque()
         self._queued_bytes = 0
         self._attempts = 0
@@ -164,6 +176,10 @@ class EventSource:
         # The time at which all attempts together end; None before the first attempt.
         self._last_s: float | None = None
         self._no_replay_before_s = float("-inf")
+        # The replays in succession, the time of the last one, and that of the last restart.
+        self._succession = 0
+        self._wanted_s = float("-inf")
+        self._restarted_s = float("-inf")
 
     @property
     def state(self) -> SourceState:
@@ -172,8 +188,10 @@ class EventSource:
 
     @property
     def reason(self) -> str:
-        """Why the source is failed or partial, else the empty string."""
-        return self._failure if self._phase is SourceState.FAILED else self._missing
+        """Why the source is failed or partial, or why it waits, else the empty string."""
+        if self._phase is SourceState.FAILED:
+            return self._failure
+        return self._waiting if self._phase is SourceState.CONNECTING else self._missing
 
     @property
     def status(self) -> SourceStatus:
@@ -204,14 +222,23 @@ class EventSource:
 
     def connect(self) -> None:
         """Wait for a connection to the publisher, also after a failure. The position is kept."""
+        if self._phase is SourceState.FAILED:
+            self._waiting = self._failure
         self._phase = SourceState.CONNECTING
-        self._failure = ""
+
+    def on_waiting(self, reason: str) -> None:
+        """Take the reason for which there is no connection, or no message."""
+        self._waiting = reason
+
+    def on_replay_problem(self, reason: str) -> None:
+        """Take the reason for which a replay has no answers; an answer ends it."""
+        self._replay_problem = reason
 
     def start(self, now: float) -> None:
         """Begin after a subscription, also after a failure. The position is kept."""
         self.connect()
         if self._may_replay(now):
-            self._want_replay(now + self._jitter * JITTER_S)
+            self._want_replay(now, now + self._jitter * JITTER_S)
 
     def on_failed(self, reason: str) -> None:
         """Stop, because the subscription failed. The blocks are kept for the next start."""
@@ -237,15 +264,38 @@ class EventSource:
 
     def on_restart(self, now: float) -> list[Effect]:
         """Return the effects of another life of the engine, such as one with a later start time."""
-        self._due = 0
-        self._heard = -1
-        self._missing = ""
+        self._forget_life()
         self._end_replay()
+        self._restarted_s = now
         if self._phase not in (SourceState.OFF, SourceState.FAILED):
             self._phase = SourceState.CONNECTING
             if self._may_replay(now):
-                self._want_replay(now + RETRY_S)
+                self._want_replay(now, now + RETRY_S)
         return [Clear()]
+
+    def on_refused(self) -> list[Effect]:
+        """Return the effects of a connection that was refused: the process that published before has ended."""
+        known = self._due > 0
+        self._forget_life()
+        return [Clear()] if known else []
+
+    def on_lost(self) -> list[Effect]:
+        """Return the effects of a driver that lost messages it had not applied. The next start requests them again."""
+        self._due = self._first
+        return [Clear()]
+
+    def on_sleep(self) -> list[Effect]:
+        """Return the effects of an engine that sleeps. Until ``on_wake``, all that a replay brings is older as well."""
+        self._asleep = self._outdated = True
+        self._first = self._due = max(self._due, self._heard + 1)
+        self._missing = ""
+        self._queue.clear()
+        self._queued_bytes = 0
+        return [Clear()]
+
+    def on_wake(self) -> None:
+        """Apply replayed messages again: the engine no longer sleeps."""
+        self._asleep = False
 
     def on_unreadable(self, reason: str) -> list[Effect]:
         """Return the effects of an applied message that nobody can read: the removals in it are unknown."""
@@ -259,6 +309,7 @@ class EventSource:
         self.replay_wanted_s = None
         self._is_first_answer = True
         self._progressed = False
+        self._outdated = self._asleep
         self._silent_s = now + SILENCE_S
         self._place_s = now + PLACE_S
         if self._last_s is None:
@@ -270,12 +321,16 @@ class EventSource:
         if attempt != self.attempt:
             return []
         self._silent_s = now + SILENCE_S
+        self._replay_problem = ""
         if isinstance(answer, ReplayEnd):
             return self._end_attempt(now, complete=True)
         is_first, self._is_first_answer = self._is_first_answer, False
         effects: list[Effect] = []
         if answer.number == self._due or (is_first and answer.number > self._due):
-            effects = self._skip_to(answer.number) + self._apply(answer)
+            if self._outdated:
+                self._first = self._due = answer.number + 1
+            else:
+                effects = self._skip_to(answer.number) + self._apply(answer)
             self._progressed = True
         elif answer.number > self._due:
             return self._end_attempt(now, complete=False)
@@ -293,10 +348,27 @@ class EventSource:
         """Return whether the source replays and has begun lately."""
         return self.attempt is not None and now < self._place_s
 
+    def _forget_life(self) -> None:
+        self._due = self._first = 0
+        self._heard = -1
+        self._asleep = self._outdated = False
+        self._missing = ""
+
     def _may_replay(self, now: float) -> bool:
+        if now >= self._wanted_s + BACKOFF_S:
+            self._succession = 0
+        if self._succession >= REPLAYS_IN_SUCCESSION:
+            self._replay_problem = self._replay_problem or "too many restarts and gaps in succession"
+            self._back_off(now)
         return self._replays and now >= self._no_replay_before_s
 
-    def _want_replay(self, wanted_s: float) -> None:
+    def _back_off(self, now: float) -> None:
+        self._succession = 0
+        self._no_replay_before_s = now + BACKOFF_S * (1.0 + self._jitter)
+
+    def _want_replay(self, now: float, wanted_s: float) -> None:
+        self._succession += 1
+        self._wanted_s = now
         self._phase = SourceState.SYNCING
         self.replay_wanted_s = wanted_s
         self._fruitless = 0
@@ -324,7 +396,7 @@ class EventSource:
             # At the start of a subscription, earlier messages are expected.
             self.gaps += self._due > 0
             if self._may_replay(now):
-                self._want_replay(now)
+                self._want_replay(now, now)
                 self._enqueue(message)
                 return []
         elif message.number == 0:
@@ -336,7 +408,7 @@ class EventSource:
         """Give up the messages before a number, if any are missing."""
         if number == self._due:
             return []
-        self._missing = f"messages {self._due} to {number - 1} are lost"
+        self._missing = self._with_problem(f"messages {self._due} to {number - 1} are lost")
         # Before the first message, there are no blocks.
         return [ForgetCopies()] if self._due else []
 
@@ -350,14 +422,16 @@ class EventSource:
         effects = self._drain(skip=False) if complete else []
         if complete and not self._is_behind():
             self._phase = SourceState.LIVE
+            if now >= self._restarted_s + BACKOFF_S:
+                self._succession = 0
             return effects
         self._fruitless = 0 if self._progressed or effects else self._fruitless + 1
         if self._fruitless < ATTEMPTS_MAX and self._last_s is not None and now < self._last_s:
             self.replay_wanted_s = now + RETRY_S
             return effects
         self._phase = SourceState.LIVE
-        self._no_replay_before_s = now + BACKOFF_S * (1.0 + self._jitter)
-        self._missing = self._missing or "the publisher's replay is incomplete"
+        self._back_off(now)
+        self._missing = self._missing or self._with_problem("the publisher's replay is incomplete")
         return effects + self._drain(skip=True)
 
     def _drain(self, *, skip: bool) -> list[Effect]:
@@ -374,6 +448,9 @@ class EventSource:
             if message.number >= self._due:
                 effects += self._apply(message)
         return effects
+
+    def _with_problem(self, text: str) -> str:
+        return f"{text} ({self._replay_problem})" if self._replay_problem else text
 
     def _is_behind(self) -> bool:
         """Return whether live messages were heard that are not applied."""

@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from struct import iter_unpack
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
@@ -88,14 +89,13 @@ def chain_tokens(tokens: bytes, *, root: int, block_tokens: int, media: Sequence
     size = block_tokens * TOKEN_BYTES
     blocks = len(tokens) // size
     touched = _media_of_blocks(media, block_tokens, blocks)
-    view = memoryview(tokens)
     link = root
     keys = []
     # The loop calls xxhash directly, because a prompt may have thousands of blocks.
-    for number, start in enumerate(range(0, blocks * size, size)):
-        if number in touched:
+    for number, (block,) in enumerate(iter_unpack(f"{size}s", memoryview(tokens)[: blocks * size])):
+        if touched and number in touched:
             link = link_media(link, touched[number])
-        link = xxh3_64_intdigest(view[start : start + size], link)
+        link = xxh3_64_intdigest(block, link)
         keys.append(link >> KEY_SHIFT)
     return TokenChain(keys=tuple(keys), block_tokens=block_tokens, tokens=len(tokens) // TOKEN_BYTES)
 

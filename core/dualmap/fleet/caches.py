@@ -5,7 +5,7 @@ specification, and the tokens of a block are the mean of the tokens that the mem
 a member, the pool's estimate of the tokens per block is used.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from dualmap.engines.profiles import Profiles
@@ -52,6 +52,15 @@ class Caches:
         for member in {each.id for each in pool.members} - self._caches.keys():
             self._caches[member] = self._new_cache(member)
 
+    @property
+    def block_tokens(self) -> int:
+        """The estimated tokens of a full block of text."""
+        return self._usage.block_tokens
+
+    def reuse_step(self, member: str) -> int:
+        """Return the tokens of which a member's engine reuses a multiple, as far as its counts show."""
+        return self._caches[member].reports.reuse_step
+
     def resize(self, member: str) -> None:
         """Set the capacity of a member's index again, after its profile has changed."""
         cache = self._caches[member]
@@ -81,10 +90,12 @@ class Caches:
         if member in self._caches:
             self._caches[member].index.add(chain.cacheable, computed=computed)
 
-    def add_placed(self, member: str, hashes: Sequence[int]) -> None:
-        """Record the blocks that another replica sent to a member, up to the blocks of the longest prompt."""
+    def add_placed(self, member: str, hashes: tuple[int, ...]) -> tuple[int, ...]:
+        """Record and return the blocks that another replica sent to a member, up to those of the longest prompt."""
         longest = self._pool.engine.max_model_len // self._pool.routing.prefix.block_tokens
-        self._caches[member].index.add(hashes[: min(longest, MAX_BLOCKS)])
+        recorded = hashes[: min(longest, MAX_BLOCKS)]
+        self._caches[member].index.add(recorded)
+        return recorded
 
     def cut(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
         """Record that a member did not compute the prompt after ``matched_tokens``; ignore a member that has left."""
@@ -95,7 +106,7 @@ class Caches:
         """Return the prediction for a prompt that is dispatched to a member."""
         cache, profile = self._caches[member], self._profiles.get(member)
         self._usage.on_dispatched(now, origin)
-        if profile.ranks is not None and profile.ranks > 1:
+        if len(profile.ranks) > 1:
             # Each data-parallel rank has its own cache, and the router does not know which one serves a request.
             origin = origin._replace(comparable=False)
         return predict(

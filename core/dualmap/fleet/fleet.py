@@ -5,8 +5,8 @@ The dispatcher and the chooser read candidates from the fleet; the router report
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,13 +14,13 @@ from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
-from dualmap.engines.source import SourceStatus
-from dualmap.fleet.adapters import LoadedAdapters
+from dualmap.engines.source import SourceState, SourceStatus
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.estimate import PrefillModel
-from dualmap.fleet.foreign import ForeignWork, Prompt
+from dualmap.fleet.foreign import ForeignWork
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
+from dualmap.fleet.listed_models import ListedModels
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
@@ -33,14 +33,11 @@ from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
-from dualmap.requests import EndpointStatus, Request, Usage
+from dualmap.requests import EndpointStatus, EventsStatus, Request, Usage
 
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
 _OUTPUT_WEIGHT = 0.02
-# The same for the mean prompt tokens of a request, by which requests of other sources count.
-_PROMPT_TOKENS = 1000.0
-_PROMPT_WEIGHT = 0.02
 # The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
 # exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
@@ -72,12 +69,11 @@ class Fleet:
         self._peers = Peers()
         self._foreign = ForeignWork()
         self._profiles = Profiles(pool)
-        self._adapters = LoadedAdapters(self._membership.members)
+        self._models = ListedModels(self._membership.members)
         self._specified_adapters = frozenset(pool.model.adapters)
         # The time at which the first suspension ends.
         self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
-        self._prompt_tokens = _PROMPT_TOKENS
         self.shares = FairShares(_credit_tokens(pool))
         """How much each client received, which decides whose queued request is next."""
         self._pool = pool
@@ -117,15 +113,28 @@ class Fleet:
         if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
         """
         if not request.adapter:
-            return self._membership.ring(request.subset), None
-        of = self._adapters.of(request.adapter)
+            return self.rings_of_model(request.subset, request.model)
+        of = self._models.of(request.adapter)
         lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
         loaded = self._membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
         return self._membership.ring(request.subset, lacking), loaded
 
+    def rings_of_model(self, subset: frozenset[str] | None, model: str) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members for a name of the base model, and over those preferred (None: all).
+
+        Members that are known not to list the name are left out if their type of engine rejects other names. Otherwise,
+        they are only not preferred: most of these engines answer a request for any name.
+        """
+        lacking = self._models.of(model).lacking if model else frozenset[str]()
+        if not lacking:
+            return self._membership.ring(subset), None
+        if self._pool.engine.checks_names:
+            return self._membership.ring(subset, lacking), None
+        return self._membership.ring(subset), self._membership.ring_of(subset, lacking)
+
     def adapter_state(self, adapter: str, member: str) -> str:
         """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
-        return self._adapters.of(adapter).state(member) if adapter else ""
+        return self._models.of(adapter).state(member) if adapter else ""
 
     def endpoint(self, member: str) -> str | None:
         """Return a member's endpoint, or None if the member has left."""
@@ -137,7 +146,7 @@ class Fleet:
     def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
         """Return a view of the members for one prompt of a client."""
         behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
-        reported = self._reported.matches(now, tokens, chain.tokens)
+        reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
         return View(
             now,
             chain,
@@ -233,19 +242,46 @@ class Fleet:
         self._caches.cut(request.member, request.request.chain, request.matched_tokens)
         self._reported.withdraw(request.member, request.request.id)
 
+    def renewed(self, now: float, queued: QueuedRequest) -> QueuedRequest:
+        """Return a request that leaves its member's queue, with the tokens that the member is expected to cache now.
+
+        The request's own blocks and claim do not count: the member has not computed them.
+        """
+        request, member = queued.request, queued.member
+        self._reported.withdraw(member, request.id)
+        view = self.view(now, request.chain, tokens=request.tokens)
+        # The record contains the request's own blocks, unless the member has lost its cache since.
+        matched_tokens, source = min(queued.matched_tokens, view.recorded_tokens(member)), "records"
+        if view.reported is not None:
+            reported = view.reported.at_dispatch(member, queued.matched_tokens, matched_tokens)
+            if reported is not None:
+                matched_tokens, source = reported, "events"
+        if (matched_tokens, source) == (queued.matched_tokens, queued.receipt.source):
+            return queued
+        return replace(
+            queued,
+            matched_tokens=matched_tokens,
+            compute_s=self._ledger.loads[member].speed.current.compute_s(
+                request.chain.tokens - matched_tokens, matched_tokens
+            ),
+            receipt=queued.receipt._replace(matched_tokens=matched_tokens, source=source),
+        )
+
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
-        self._prompt_tokens += _PROMPT_WEIGHT * (request.chain.tokens - self._prompt_tokens)
+        self._foreign.on_dispatched(request.chain.tokens)
+        prediction = self._caches.predict(now, queued.member, request.chain, Origin.of(request), queued.matched_tokens)
+        if queued.receipt.source == "events" and prediction.origin.comparable:
+            is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
+            prediction = prediction._replace(is_held=is_held)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
-            prediction=self._caches.predict(
-                now, queued.member, request.chain, Origin.of(request), queued.matched_tokens
-            ),
+            prediction=prediction,
             arrived_s=request.arrived_s,
             dispatched_s=now,
             predicted_ttft_s=queued.predicted_ttft_s,
@@ -313,8 +349,18 @@ class Fleet:
         if usage.prompt_tokens is None:
             return
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
-        if prediction is not None:
-            self._caches.learn(now, prediction, usage)
+        if prediction is None:
+            return
+        self._caches.learn(now, prediction, usage)
+        if prediction.is_held and usage.cached_tokens is not None:
+            self._reported.judge(
+                now,
+                prediction.member,
+                prediction.origin.client,
+                matched_tokens=prediction.matched_tokens,
+                cached_tokens=usage.cached_tokens,
+                step=self._caches.reuse_step(prediction.member),
+            )
 
     def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
@@ -374,19 +420,24 @@ class Fleet:
         restarted = _restarted(before, profile)
         if restarted or (profile.asleep and not before.asleep):
             self._caches.forget(member)
-            self._reported.forget_claims(member)
+            # An engine that restarted may have reported new blocks already. An engine that sleeps has none.
+            if profile.asleep:
+                self._reported.forget(member)
+            else:
+                self._reported.forget_claims(member)
         if restarted and self._foreign.forget(member):
             self._update_others({member})
         facts = _facts(profile) != _facts(before)
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
-        if profile.models != before.models:
-            self._adapters.put(member, profile.models)
+        listed = profile.models != before.models
+        if listed:
+            self._models.put(member, profile.models)
         if self._profiles.asleep != asleep:
             self._update_left_out(now)
         facts = facts or self._profiles.adapters is not adapters
-        changed = ProfileChange(facts=facts, ring=self._profiles.asleep != asleep)
+        changed = ProfileChange(facts=facts, ring=listed or self._profiles.asleep != asleep)
         # Without a load, or with the load of an earlier report, the last report stays valid for some time.
         is_new = profile.at_s is None or profile.at_s != before.at_s
         if profile.waiting is None or profile.running is None or not is_new:
@@ -420,7 +471,7 @@ class Fleet:
         self._reported.adopt(pool, stayed)
         self._instances = self._new_instances()
         self._foreign.retain(self._profiles.members)
-        self._adapters.adopt(self._membership.members, self._profiles.members)
+        self._models.adopt(self._membership.members, self._profiles.members)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # others_changed also outdates every summary, because the new version of the pool may have other settings.
@@ -447,11 +498,18 @@ class Fleet:
                 self._ledger.loads[member].others.busy(said_s)
         self._update_others(self._peers.hear(said_s, peer, loads))
 
-    def on_placement(self, placement: Placement) -> None:
-        """Record the endpoint to which another replica sent a prompt, up to the blocks of the longest prompt."""
+    def on_placement(self, now: float, placed_s: float, placement: Placement) -> None:
+        """Record that another replica sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
+
+        The claim of the prompt assumes that the prompt waits for the member's present backlog.
+        """
         member = self._membership.at(placement.endpoint)
-        if member is not None:
-            self._caches.add_placed(member.id, placement.hashes)
+        if member is None:
+            return
+        hashes = self._caches.add_placed(member.id, placement.hashes)
+        compute_s = self._ledger.loads[member.id].speed.current.compute_s(len(hashes) * self._caches.block_tokens, 0)
+        expected_s = self.queue_s(now, member.id) + compute_s
+        self._reported.claim_placed(now, member.id, hashes, placed_s=min(placed_s, now), expected_s=expected_s)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member for the other replicas, without idle members."""
@@ -479,21 +537,9 @@ class Fleet:
 
     def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> None:
         """Update the load of the requests at a member that came through no router."""
-        load, peers = self._ledger.loads[member], self._peers.load(member)
+        load = self._ledger.loads[member]
         load.end_overdue(now)
-        waiting, running = profile.waiting or 0, profile.running or 0
-        tokens = max(1, round(self._prompt_tokens))
-        prompt_s = load.speed.current.compute_s(tokens, 0)
-        own_prefills = sum(each.sequences for each in load.prefills.pending.values())
-        # Replicas report the time of their prefills, but not the number.
-        peers_prefills = min(peers.in_flight, ceil(peers.backlog_s / prompt_s))
-        foreign = self._foreign.count(
-            member,
-            max(0, waiting + running - load.kv.sequences - peers.in_flight),
-            max(0, waiting - own_prefills - peers_prefills),
-            Prompt(tokens=tokens, compute_s=prompt_s),
-            profile.used_tokens,
-        )
+        foreign = self._foreign.count(member, profile, load, self._peers.load(member))
         if foreign is not None:
             foreign = self._limits.clamp(foreign)
             if foreign.backlog_s:
@@ -533,9 +579,9 @@ class Fleet:
             self._reported.withdraw(request.member, request.request_id)
 
     def _claim(self, now: float, placed: QueuedRequest) -> None:
-        request, waited_s = placed.request, max(0.0, now - placed.request.arrived_s)
+        waited_s = max(0.0, now - placed.request.arrived_s)
         expected_s = max(0.0, placed.predicted_ttft_s - waited_s)
-        self._reported.claim(now, placed.member, request.id, request.tokens, expected_s=expected_s)
+        self._reported.claim(now, placed.member, placed.request, expected_s=expected_s)
 
     def _dispatch_window_s(self, now: float) -> float:
         window_s = self._pool.routing.queue.dispatch_window_s
@@ -581,8 +627,15 @@ class Fleet:
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
             engine=self._profiles.get(member.id),
-            events=self._reported.status(member.id),
+            events=self._events_status(member.id),
         )
+
+    def _events_status(self, member: str) -> EventsStatus:
+        """Return the state of a member's KV events. A member whose engine publishes none has no source."""
+        events = self._reported.status(member)
+        if events.state is SourceState.OFF and self._pool.engine.kv_events.enabled:
+            return replace(events, reason=self._profiles.get(member).events_problem)
+        return events
 
 
 def _credit_tokens(pool: Pool) -> int:

@@ -62,6 +62,8 @@ _DOUBT_S = 300.0
 _DROPPED_MAX = 4096
 # The last counts of cached tokens whose common divisor stands for a block of an engine that states none.
 _CACHED_COUNTS = 32
+# So many different counts hardly have a common divisor by chance.
+_DIFFERENT_COUNTS = 8
 # A client that sent a request in this time is a rival of other clients.
 _RIVAL_S = 600.0
 
@@ -167,6 +169,8 @@ class MemberReports:
         self._witnesses: list[_Witness] = []
         self._dropped: dict[int, None] = {}
         self._cached_counts: deque[int] = deque(maxlen=_CACHED_COUNTS)
+        self.reuse_step = 1
+        """The tokens of which the cached tokens are a multiple; 1 while too few counts are known."""
         self._computed_tokens = self._computed_blocks = 0.0
 
     @property
@@ -182,6 +186,8 @@ class MemberReports:
     def has_cached(self, cached_tokens: int) -> None:
         """Record the cached tokens of a report."""
         self._cached_counts.append(cached_tokens)
+        known = {count for count in self._cached_counts if count}
+        self.reuse_step = gcd(*known) if len(known) >= _DIFFERENT_COUNTS else 1
 
     def has_computed(self, tokens: int, tokens_per_block: float, cache_tokens: int) -> None:
         """Record computed tokens. The last ``cache_tokens`` tokens count, which are about those in the cache."""
@@ -226,8 +232,9 @@ class Prediction(NamedTuple):
 
     ``reports`` is what the member's engine has reported so far. ``computed`` are the parts of the prompt that the
     member is known to have had in its cache. ``was_dropped`` is true if the next block of the prompt was dropped.
-    ``engine_block_tokens`` is the block of the member's engine, None if it is not known. A prediction holds no index:
-    the router keeps the predictions of ended requests for long.
+    ``engine_block_tokens`` is the block of the member's engine, None if it is not known. ``is_held`` is true if KV
+    events reported the matched blocks. A prediction holds no index: the router keeps the predictions of ended requests
+    for long.
     """
 
     member: str
@@ -241,6 +248,7 @@ class Prediction(NamedTuple):
     computed: tuple[Computed, ...]
     was_dropped: bool
     engine_block_tokens: int | None
+    is_held: bool = False
 
 
 def predict(

@@ -8,7 +8,10 @@ all members of a ring, a view computes lists of plain numbers with one number pe
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
+from typing import Final, NamedTuple
 
+from dualmap.fleet.claims import CLAIM_S
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.reported import ReportedMatches
@@ -27,6 +30,19 @@ class Instance:
     state: str
     load: MemberLoad
     index: PrefixIndex
+
+
+class Hint(NamedTuple):
+    """Tokens of a prompt that a member computed at ``since_s`` or later, according to the store.
+
+    Beside the engine's report, a hint counts only as long as a claim (``dualmap.fleet.claims``).
+    """
+
+    tokens: int = 0
+    since_s: float = -inf
+
+
+NO_HINT: Final = Hint()
 
 
 class Roster:
@@ -66,22 +82,27 @@ class View:
         self.reported = reported
         self._instances = instances
 
-    def candidate(self, member: str, hint_tokens: int = 0) -> Candidate:
-        """Return a member as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
-        return self.look(self._instances[member], hint_tokens)
+    def candidate(self, member: str, hint: Hint = NO_HINT) -> Candidate:
+        """Return a member as a candidate; the hint says what is known to be cached there."""
+        return self.look(self._instances[member], hint)
 
-    def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
-        """Return an instance as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
+    def recorded_tokens(self, member: str) -> int:
+        """Return how many tokens of the prompt a member caches by the router's own record."""
+        return self.chain.tokens_of(self._instances[member].index.matched_on(self.path))
+
+    def look(self, instance: Instance, hint: Hint = NO_HINT) -> Candidate:
+        """Return an instance as a candidate; the hint says what is known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)
-        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id)
+        speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
+        matched_tokens = chain.tokens_of(instance.index.matched_on(self.path))
+        reported_tokens = None if self.reported is None else self.reported.get(instance.member.id, matched_tokens)
+        hint_counts = True
         if reported_tokens is not None:
             matched_tokens = reported_tokens
-        else:
-            blocks = instance.index.matched_on(self.path)
-            if hint_tokens:
-                blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
-            matched_tokens = chain.tokens_of(blocks)
-        speed, queue_s = instance.load.speed.current, load.queue_s(self.now)
+            hint_counts = self.now - hint.since_s < speed.compute_s(hint.tokens, 0) + CLAIM_S
+        if hint.tokens and hint_counts:
+            hinted_blocks = min(hint.tokens, chain.tokens) // chain.block_tokens
+            matched_tokens = max(matched_tokens, chain.tokens_of(hinted_blocks))
         if self.behind_s is not None:
             queue_s -= self.behind_s(instance.load.queue)
         return Candidate(
@@ -172,6 +193,10 @@ class Everyone:
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         cached = {positions[index]: tokens[blocks] for index, blocks in held.items() if index in positions}
         if self._view.reported is not None:
-            ids = self._roster.ids
-            cached.update((ids[member], reported) for member, reported in self._view.reported if member in ids)
+            for member in self._view.reported:
+                position = self._roster.ids.get(member)
+                if position is not None:
+                    recorded = cached.get(position, 0)
+                    reported = self._view.reported.get(member, recorded)
+                    cached[position] = recorded if reported is None else reported
         return cached

@@ -66,7 +66,10 @@ _METADATA_SERVICES: Final = frozenset(
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
 _LONGEST_PATH: Final = 1024
 # The same as in the schema. A server is named without user, query and fragment.
-_HTTP_URL: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]{1,253}(/[A-Za-z0-9._~/-]{0,200})?", re.ASCII)
+_PORT: Final = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HTTP_URL: Final = re.compile(
+    rf"https?://([A-Za-z0-9._-]{{1,253}}|\[[0-9A-Fa-f:.]{{2,45}}\]):{_PORT}(/[A-Za-z0-9._~/-]{{0,200}})?", re.ASCII
+)
 _HTTP_URL_ACCEPTED: Final = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
 _TOPIC: Final = re.compile(r".{0,253}", re.DOTALL)
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
@@ -336,6 +339,8 @@ def _read_engine(fields: _Fields) -> Engine:
             max_model_len=not max_model_len,
         ),
     )
+    if engine.kv_events.port == engine.kv_events.replay_port:
+        raise PoolError(events.at("replayPort"), engine.kv_events.replay_port, "another port than kvEvents.port")
     events.refuse_others()
     discovery.refuse_others()
     fields.refuse_others()

@@ -141,6 +141,11 @@ class Engine:
     tokenizer: Tokenizer = Tokenizer()
     discovery: Discovery = Discovery()
 
+    @property
+    def checks_names(self) -> bool:
+        """Whether engines of this type reject requests for models that they do not list, as vLLM does with 404."""
+        return self.type == "vLLM"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:

@@ -202,7 +202,8 @@ class Rendered(NamedTuple):
 class Prompt:
     """The content of a request body that routing uses.
 
-    ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the client
+    ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``lora`` is the JSON text of the
+    engine's own field for an adapter, and ``lora_name`` is the adapter's name in it. ``streamed`` is true if the client
     requests a streamed response. ``session`` is the session id in the body, or empty. ``exact`` is true for a prompt of
     token ids, whose tokens are counted and not estimated. ``token_ids`` are the prompt's ids with four little-endian
     bytes each (``dualmap.engines.token_chain``), None if they are not known or the body has several prompts.
@@ -216,6 +217,7 @@ class Prompt:
     model: str
     text: bytes
     lora: str = ""
+    lora_name: str = ""
     cache_salt: str = ""
     streamed: bool = False
     session: str = ""
@@ -257,6 +259,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             exact=exact,
             token_ids=token_ids,
             lora=lora,
+            lora_name=_lora_name(body),
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
@@ -283,6 +286,15 @@ def _name(text: str, param: str) -> str:
     if len(text) > MAX_NAME:
         raise BadRequest(f"{param} is longer than {MAX_NAME} characters", param=param)
     return text
+
+
+def _lora_name(body: Mapping[str, object]) -> str:
+    """Return the adapter's name in an engine's own field: SGLang's is a text, and TensorRT-LLM's an object."""
+    values = [value for field in _LORA_FIELDS if (value := body.get(field))]
+    value = values[0] if len(values) == 1 else None
+    if isinstance(value, dict):
+        value = value.get("lora_name")
+    return value if isinstance(value, str) else ""
 
 
 def _session(body: Mapping[str, object]) -> str:

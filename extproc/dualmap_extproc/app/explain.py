@@ -96,6 +96,14 @@ def explain(
         click.echo(f"dualmap explain: the router would answer {outcome.status}: {outcome.message}", err=True)
         sys.exit(1 if outcome.status >= 500 else 2)
     click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome))
+    for pool in pools:
+        tokenizer = pool.engine.tokenizer
+        if pool.id == outcome.pool and tokenizer.path and not (Path(tokenizer.path) / "tokenizer.json").is_file():
+            click.echo(
+                f"dualmap explain: {tokenizer.path} contains no tokenizer.json on this machine. A router with this "
+                "pool file does not start without it.",
+                err=True,
+            )
 
 
 @click.command(short_help="List every routing policy with its paper or project.")

@@ -30,6 +30,10 @@ _ADAPTER_WORDS: Final = {
     "absent": "not loaded at {member}",
     "unknown": "not known whether {member} has loaded it",
 }
+_SOURCE_WORDS: Final = {
+    "records": "the router's own records",
+    "events": "its engine's KV events",
+}
 READ_S: Final = 2.0
 """The timeout for an answer of Redis."""
 
@@ -112,7 +116,7 @@ def in_words(receipt: Receipt) -> str:
     ]
     if receipt.adapter:
         lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
-    lines.append("Candidates:")
+    lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]
     for each in receipt.candidates:
         held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
         lines += [

@@ -132,6 +132,7 @@ def _divided(event: Event) -> Iterator[Event]:
                 parent=event.hashes[start - 1] if start else event.parent,
                 tokens=event.tokens[start * size : end * size],
                 media=event.media[start:end],
+                last=event.hashes[-1],
             )
 
 

@@ -20,11 +20,15 @@ _CHUNK: Final = re.compile(rb"([0-9a-fA-F]{1,12})[ \t]*(?:;[^\r\n]*)?\r\n")
 
 
 class AnswerError(Exception):
-    """An answer that cannot be used; the text says which and why. ``silent`` is true if there is no answer at all."""
+    """An answer that cannot be used; the text says which and why.
 
-    def __init__(self, text: str, *, silent: bool = False) -> None:
+    ``silent`` is true if there is no answer at all, and ``unknown`` if the server does not know the page.
+    """
+
+    def __init__(self, text: str, *, silent: bool = False, unknown: bool = False) -> None:
         super().__init__(text)
         self.silent = silent
+        self.unknown = unknown
 
 
 class Answer(NamedTuple):
@@ -45,7 +49,7 @@ async def read_answer(reader: asyncio.StreamReader, path: str, *, most: int) -> 
     if status is None:
         raise ValueError("no valid status line")
     if status[2] != b"200":
-        raise AnswerError(f"{path} was answered with {status[2].decode()}")
+        raise AnswerError(f"{path} was answered with {status[2].decode()}", unknown=status[2] == b"404")
     fields: dict[bytes, bytes] = {}
     for field in _FIELD.finditer(head):
         name, value = field[1].lower(), field[2].strip().lower()

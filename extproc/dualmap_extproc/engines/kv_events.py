@@ -10,7 +10,7 @@ finds the gap.
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,6 +25,7 @@ from dualmap.engines.source import (
     Effect,
     EventSource,
     ReplayEnd,
+    SourceState,
     SourceStatus,
     read_frames,
     replays_to_begin,
@@ -54,10 +55,14 @@ RETRY_S: Final = (0.5, 10.0)
 """The shortest and the longest pause after a lost connection; each pause without a message between is twice as long."""
 ERROR_RETRY_S: Final = 60.0
 """The pause of a source after an unexpected error."""
+LOG_S: Final = 60.0
+"""A source that fails again is logged again after it was live for this time since the last log line."""
 _TICK_S: Final = 0.1
 # Two reports of the same start differ by rounding only.
 _SAME_START_S: Final = 1.0
 
+# In the other states, a reason is about lost messages.
+_NOT_CONNECTED: Final = frozenset((SourceState.CONNECTING, SourceState.FAILED))
 # What a waiting message takes beside its payload.
 _MESSAGE_BYTES: Final = 256
 
@@ -96,6 +101,8 @@ class KvEvents:
         # The last profile of each member, and the last profile with event sources of its process.
         self._profiles: dict[tuple[str, str], EngineProfile] = {}
         self._sources: dict[_Address, _Source] = {}
+        # The ports that several members of a pool have, each with its pool and host.
+        self._shared: Set[tuple[str, str, int]] = frozenset()
         self._ready: deque[_Source] = deque()
         self._tick_s = 0.0
         self._waiting_bytes = 0
@@ -116,7 +123,7 @@ class KvEvents:
         self._follow()
 
     def on_profile(self, pool: str, member: str, profile: EngineProfile) -> None:
-        """Take the ports and the start time that a member's engine says."""
+        """Take the ports, the ranks and the start time that a member's engine says."""
         key = (pool, member)
         if key not in self._members:
             return
@@ -126,15 +133,22 @@ class KvEvents:
             if started_s is None:
                 profile = profile.also(EngineProfile(started_s=last_s))
             elif last_s is not None and abs(started_s - last_s) > _SAME_START_S:
-                for address, source in self._sources.items():
-                    if (address.pool, address.member) == key:
-                        source.on_other_start(self._loop.time())
-                        self._queue(source)
-            if not profile.event_sources:
+                for source in self._sources_of(key):
+                    source.on_other_start(self._loop.time())
+                    self._queue(source)
+            if not profile.event_sources and profile.publishes is None:
                 # The page with the sources is not answered at times, and the sources stay the same.
-                profile = profile.also(EngineProfile(event_sources=before.event_sources))
+                profile = profile.also(EngineProfile(event_sources=before.event_sources, publishes=before.publishes))
+            if not profile.ranks:
+                profile = profile.also(EngineProfile(ranks=before.ranks))
+            if bool(profile.asleep) != bool(before.asleep):
+                for source in self._sources_of(key):
+                    source.on_asleep(asleep=bool(profile.asleep))
+                    self._queue(source)
         self._profiles[key] = profile
-        if before is None or before.event_sources != profile.event_sources:
+        if before is None or _publishers(before) != _publishers(profile):
+            if profile.events_problem:
+                _log.warning("KV events are off", pool=pool, member=member, reason=profile.events_problem)
             self._follow()
 
     async def run(self) -> None:
@@ -186,12 +200,34 @@ class KvEvents:
                 full = len(self._sources) >= SOURCES_MAX
                 source = _Source(address, self._loop, self._on_ready)
                 self._sources[address] = source
+                if self._profiles.get((address.pool, address.member), NO_PROFILE).asleep:
+                    source.on_asleep(asleep=True)
                 if full:
                     source.fail(f"the router follows {SOURCES_MAX} sources already")
                 else:
                     source.open(self._loop.time())
                 self._queue(source)
+        self._warn_of_shared_ports()
         self._wake.set()
+
+    def _warn_of_shared_ports(self) -> None:
+        """Log each port that several members of a pool have: all of them get the events of one engine."""
+        members: dict[tuple[str, str, int], set[str]] = {}
+        for each in self._sources:
+            members.setdefault((each.pool, each.host, each.port), set()).add(each.member)
+        shared = {port: names for port, names in members.items() if len(names) > 1}
+        for port in shared.keys() - self._shared:
+            pool, host, number = port
+            _log.warning(
+                "Members have the same port of KV events",
+                pool=pool,
+                members=sorted(shared[port]),
+                address=_host_port(host, number),
+            )
+        self._shared = shared.keys()
+
+    def _sources_of(self, key: tuple[str, str]) -> "list[_Source]":
+        return [source for address, source in self._sources.items() if (address.pool, address.member) == key]
 
     def _on_ready(self, source: "_Source") -> None:
         self._queue(source)
@@ -214,7 +250,7 @@ class KvEvents:
                 source.open(now)
                 self._queue(source)
             elif source.is_late(now):
-                source.lose(now, TimeoutError())
+                source.give_up(now)
                 self._queue(source)
         replaying = {id(each.events): each for each in self._sources.values() if each.is_replaying}
         for source in replaying.values():
@@ -225,7 +261,7 @@ class KvEvents:
             try:
                 source.begin_replay(now)
             except OSError as error:
-                source.fail(f"the replay failed: {error}", retry_s=now + RETRY_S[1])
+                source.fail(f"the replay failed: {_said(error)}", retry_s=now + RETRY_S[1])
             self._queue(source)
 
     def _turn(self, until_s: float) -> None:
@@ -281,12 +317,13 @@ class KvEvents:
         status = source.events.status
         if changes or status != source.shown:
             address = source.address
-            if status.reason and (status.state, status.reason) != (source.shown.state, source.shown.reason):
+            if source.is_news(status, self._loop.time()):
                 _log.warning(
                     "KV events are incomplete",
                     pool=address.pool,
                     member=address.member,
                     rank=address.rank,
+                    address=_host_port(address.host, address.port),
                     state=status.state.value,
                     reason=status.reason,
                 )
@@ -309,6 +346,12 @@ class _Source:
         self.events = EventSource(replays=address.replay_port is not None, jitter=random.random())
         self.retry_s: float | None = None
         """The time of the next attempt to connect; None if the source is connected or connects."""
+        # Without the address, because the dashboard shows reasons but no addresses.
+        self._place = f"port {address.port}"
+        self._no_message = f"{self._place}: no message yet"
+        # What was logged, and when. A new hole of a partial source is nothing new.
+        self._logged: set[str] = set()
+        self._logged_s = 0.0
         self._loop = loop
         self._on_ready = partial(on_ready, self)
         self._live: ZmtpSocket | None = None
@@ -322,8 +365,22 @@ class _Source:
         self._unpacking: Iterator[Batch | Unreadable] | None = None
         self._unpacking_bytes = 0
         self._changes: list[KvChange] = [Clear()]
-        # Whether the numbers showed a restart after the last profile, so that its start time is no further restart.
+        # Whether a number or a refused connection showed a restart after the last profile, so that the start time of
+        # the next profile is no further restart.
         self._restarted = False
+        if address.replay_port is None:
+            self.events.on_replay_problem("the engine reports no replay port")
+
+    def is_news(self, status: SourceStatus, now: float) -> bool:
+        """Return whether a status must be logged, which then counts as logged."""
+        if self.shown.state is SourceState.LIVE and now >= self._logged_s + LOG_S:
+            self._logged.clear()
+        said = status.reason if status.state in _NOT_CONNECTED else SourceState.PARTIAL.value
+        if not status.reason or said in self._logged or said == self._no_message:
+            return False
+        self._logged.add(said)
+        self._logged_s = now
+        return True
 
     def open(self, now: float) -> None:
         """Subscribe. The source begins when the publisher answers."""
@@ -332,7 +389,7 @@ class _Source:
             topic = self.address.topic.encode("utf-8", "surrogatepass")
             self._live = self._socket(b"SUB", (b"\x01" + topic,), self.address.port)
         except OSError as error:
-            self.fail(f"the subscription failed: {error}", retry_s=now + RETRY_S[1])
+            self.fail(f"the subscription failed: {_said(error)}", retry_s=now + RETRY_S[1])
             return
         self._late_s = now + CONNECT_S
         self.events.connect()
@@ -344,19 +401,29 @@ class _Source:
         if self._effects or self._unpacking is not None:
             # The position of the source is behind these messages, and they are lost.
             self._drop_effects()
-            self._changes += [each for each in self.events.on_restart(self._loop.time()) if isinstance(each, Clear)]
+            self._changes += [each for each in self.events.on_lost() if isinstance(each, Clear)]
         self.events.on_failed(reason)
 
     def lose(self, now: float, error: Exception) -> None:
         """Close the connection after an error, and connect again later."""
         if self._late_s is None:
             closed = isinstance(error, ProtocolError)
-            self.fail(f"the connection was closed: {error}" if closed else "the connection was lost")
+            what = f"the connection was closed: {error}" if closed else "the connection was lost"
+            self.fail(f"{self._place}: {what}")
         else:
-            # The source still connects. An engine that starts answers only after minutes.
+            # The source still connects. An engine that starts answers only after minutes. Its cache is empty.
             self.close()
+            self.events.on_waiting(f"{self._place}: {_said(error)}")
+            if isinstance(error, ConnectionRefusedError) and (effects := self.events.on_refused()):
+                self._restarted = True
+                self._act(effects)
         self.retry_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, RETRY_S[1])
+
+    def give_up(self, now: float) -> None:
+        """Close a connection that takes too long, and connect again later."""
+        awaited = "ZMTP greeting" if self._live is not None and self._live.is_connected else "connection"
+        self.lose(now, TimeoutError(f"no {awaited} within {CONNECT_S:g} s"))
 
     def close(self) -> None:
         """Close the sockets."""
@@ -385,6 +452,13 @@ class _Source:
         else:
             self._act(self.events.on_restart(now))
 
+    def on_asleep(self, *, asleep: bool) -> None:
+        """The engine has fallen asleep, or it is awake again."""
+        if asleep:
+            self._act(self.events.on_sleep())
+        else:
+            self.events.on_wake()
+
     @property
     def is_replaying(self) -> bool:
         """Whether a replay runs or is wanted."""
@@ -400,6 +474,7 @@ class _Source:
         replay = self.events.begin_replay(now)
         assert self.address.replay_port is not None
         self._attempt = replay.attempt
+        self._on_replay_problem("no answer")
         request = (b"", replay.start.to_bytes(8, "big"))
         self._replay = self._socket(b"DEALER", request, self.address.replay_port)
 
@@ -448,8 +523,9 @@ class _Source:
             return False
         try:
             frames = self._replay.receive()
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
             # The attempt ends as a silent one.
+            self._on_replay_problem(_said(error))
             self._close_replay()
             return True
         message = read_frames(frames) if frames else None
@@ -470,13 +546,19 @@ class _Source:
         if self._late_s is not None and self._live.is_open:
             self._late_s = None
             self.events.start(now)
+            self.events.on_waiting(self._no_message)
         message = read_frames(frames) if frames else None
         if message is not None and not isinstance(message, ReplayEnd):
             self._pause_s = RETRY_S[0]
             effects = self.events.on_live(now, message)
             self._restarted |= any(isinstance(each, Clear) for each in effects)
             self._act(effects)
+        elif frames:
+            self.events.on_waiting(f"{self._place}: the messages are not those of KV events")
         return frames is not None
+
+    def _on_replay_problem(self, what: str) -> None:
+        self.events.on_replay_problem(f"replay port {self.address.replay_port}: {what}")
 
     def _act(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -506,7 +588,7 @@ class _Source:
 
 
 def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Address]:
-    """Return the publishers of a member: those that its engine says, else the one of the pool's specification."""
+    """Return the publishers of a member: those that its engine says, else those of the pool's specification."""
     events = pool.engine.kv_events
     address = partial(
         _Address,
@@ -516,8 +598,13 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
         incarnation=member.incarnation,
         host=member.address,
     )
+    if profile.events_problem:
+        return []
     if not profile.event_sources:
-        return [address(rank=0, port=events.port, replay_port=events.replay_port, topic=events.topic)]
+        return [
+            address(rank=rank, port=events.port + rank, replay_port=events.replay_port + rank, topic=events.topic)
+            for rank in (profile.ranks or (0,))[:RANKS_MAX]
+        ]
     return [
         address(
             rank=source.rank,
@@ -527,6 +614,20 @@ def _addresses(pool: Pool, member: Member, profile: EngineProfile) -> list[_Addr
         )
         for source in profile.event_sources[:RANKS_MAX]
     ]
+
+
+def _publishers(profile: EngineProfile) -> tuple[object, ...]:
+    """Return the facts on which a member's publishers depend."""
+    return profile.event_sources, profile.ranks, profile.publishes
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _said(error: Exception) -> str:
+    """Return what happened to a connection, such as "connection refused"."""
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _process(member: Member) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 Each member has two tasks. One reads the engine's metrics page at least once a second, because it contains the load, and
 reports the load at once. The other requests the other pages when the member joins, when the engine's process has
 another start time, and every ``spec.engine.discovery.interval``. A page that is not answered keeps its last values
-while the engine's process is the same. An engine that does not answer is asked every two seconds.
+while the engine's process is the same. An engine that does not answer is asked every two seconds. A profile also says
+whether the engine lists the names of its pool's model, and a log line when that changes.
 """
 
 import asyncio
@@ -42,23 +43,24 @@ Report = Callable[[str, str, EngineProfile], None]
 Reader = Callable[[object], EngineProfile]
 
 _log = get_logger(__name__)
+_MODELS: Final = "/v1/models"
 # The pages that each type of engine answers in addition to its metrics, and their readers.
 _PAGES: Final[dict[str, dict[str, Reader]]] = {
     "vLLM": {
         "/version": read_version,
-        "/v1/models": read_models,
+        _MODELS: read_models,
         "/kv_event_sources": read_event_sources,
     },
-    "SGLang": {"/server_info": read_server_info, "/v1/models": read_models},
-    "TensorRTLLM": {"/version": read_version, "/v1/models": read_models},
-    "Generic": {"/v1/models": read_models},
+    "SGLang": {"/server_info": read_server_info, _MODELS: read_models},
+    "TensorRTLLM": {"/version": read_version, _MODELS: read_models},
+    "Generic": {_MODELS: read_models},
 }
 # vLLM answers this page from 0.31 on, and only if it publishes events.
 _OPTIONAL: Final = frozenset({"/kv_event_sources"})
 
 
 class _Asked(NamedTuple):
-    """A member that is asked. Another address, process or setting makes it another one."""
+    """A member that is asked. Another address, process, name of the model or setting makes it another one."""
 
     pool: str
     id: str
@@ -66,6 +68,7 @@ class _Asked(NamedTuple):
     incarnation: str
     type: str
     interval_s: float
+    names: tuple[str, ...]
 
 
 class EngineProfiles:
@@ -112,6 +115,7 @@ class _AskedEngine:
         self._pool = pool.id
         self._report = report
         self._type = pool.engine.type
+        self._names = (pool.model.name, *pool.model.aliases)
         self._interval_s = pool.engine.discovery.interval_s
         self._dialect = DIALECTS.get(self._type)
         self._clock = asyncio.get_running_loop().time
@@ -123,6 +127,9 @@ class _AskedEngine:
         self._pages_due_s = 0.0
         self._pages_wanted = asyncio.Event()
         self._silent = self._dialect is not None
+        # The pages that the last requests found unknown.
+        self._unknown: set[str] = set()
+        self._served_instead = self._mismatch = ""
         self._logged = ""
 
     async def follow(self) -> None:
@@ -175,8 +182,19 @@ class _AskedEngine:
 
     def _tell(self) -> None:
         """Report the engine's profile. The pages have precedence, because they contain the engine's settings."""
+        profile, mismatch = self._load.also(self._facts), self._served_instead
+        if self._dialect is not None and self._unknown >= {self._dialect.path, _MODELS}:
+            mismatch = f"no {self._type} engine answers: {self._dialect.path} and {_MODELS} are not there"
+            # The former engine's list says nothing about this program.
+            profile = replace(profile, models=(), adapters=())
+        if mismatch != self._mismatch:
+            self._mismatch = mismatch
+            if mismatch:
+                _log.warning("Engine does not fit its pool", pool=self._pool, member=self._member.id, reason=mismatch)
+            else:
+                _log.info("Engine fits its pool again", pool=self._pool, member=self._member.id)
         try:
-            self._report(self._pool, self._member.id, self._load.also(self._facts))
+            self._report(self._pool, self._member.id, replace(profile, mismatch=mismatch))
         except Exception as error:  # noqa: BLE001  # One profile's fault must not stop further profiles.
             self._log(error)
 
@@ -189,11 +207,13 @@ class _AskedEngine:
             load = read_metrics(self._type, page, at_s=self._clock())
         except AnswerError as error:
             self._silent = error.silent
+            self._note(self._dialect.path, unknown=error.unknown)
             load = EngineProfile(reason=str(error))
         except Exception as error:  # noqa: BLE001  # A fault in a reader must not end the task.
             load = self._log(error)
         else:
             self._silent = False
+            self._note(self._dialect.path, unknown=False)
         if load.running is None:
             self._load = self._load.failed(load.reason)
             if self._clock() >= self._load_s + ASLEEP_KEPT_S:
@@ -211,7 +231,9 @@ class _AskedEngine:
         for path, read in _PAGES[self._type].items():
             try:
                 page = read(await connection.document(path))
+                self._note(path, unknown=False)
             except AnswerError as error:
+                self._note(path, unknown=error.unknown)
                 if path in _OPTIONAL:
                     continue
                 page = pages.get(path, NO_PROFILE).failed(str(error))
@@ -222,6 +244,14 @@ class _AskedEngine:
         for page in pages.values():
             facts = facts.also(page)
         self._facts = facts
+        self._served_instead = facts.served_instead(self._names)
+
+    def _note(self, path: str, *, unknown: bool) -> None:
+        """Note whether the server knows a page."""
+        if unknown:
+            self._unknown.add(path)
+        else:
+            self._unknown.discard(path)
 
     def _log(self, error: Exception) -> EngineProfile:
         """Log an unexpected error once; return the profile that names the error."""
@@ -239,4 +269,5 @@ def _asked(pool: Pool, member: Member) -> _Asked:
         incarnation=member.incarnation,
         type=pool.engine.type,
         interval_s=pool.engine.discovery.interval_s,
+        names=(pool.model.name, *pool.model.aliases),
     )

@@ -17,6 +17,7 @@ RECEIVE_BYTES: Final = 65536
 """The most bytes that one call receives."""
 KERNEL_BYTES: Final = 131072
 """The size of the kernel's receive buffer. By default the kernel enlarges it to some megabytes."""
+_PORT_MAX: Final = 65_535
 # Without these probes, the end of a host that sends nothing more is never seen.
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
@@ -39,6 +40,9 @@ class ZmtpSocket:
         self._loop = loop
         self._on_ready = on_ready
         self._connected = False
+        if port > _PORT_MAX:
+            # An engine names its ranks, and a rank is added to the pool's port.
+            raise OSError(f"there is no port {port}")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         # asyncio's selectors write out a socket object at each change, but not a number.
         self._descriptor = self._socket.fileno()
@@ -61,6 +65,11 @@ class ZmtpSocket:
     def is_open(self) -> bool:
         """Whether the peer has answered the handshake."""
         return self._connection.is_open
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the port."""
+        return self._connected
 
     @property
     def waiting_bytes(self) -> int:

@@ -189,6 +189,11 @@ class _Worker:
             process.kill()
         if process.stdin is not None:
             process.stdin.close()
+        if process.stdout is not None:
+            # The event loop does not read all of a long result that is not used. Without the pipe's end, ``wait`` would
+            # not return.
+            with contextlib.suppress(OSError):
+                await process.stdout.read()
         await process.wait()
 
 

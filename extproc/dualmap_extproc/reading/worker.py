@@ -14,7 +14,6 @@ from typing import BinaryIO, Final
 from dualmap.prompts.api import Api
 from dualmap.prompts.prompt import Rendered
 from dualmap_extproc.request.reading import PREFIX_BYTES, decode_body, encode_result, lengths, read_large
-from dualmap_extproc.tokens.messages import UnsupportedRequest
 from dualmap_extproc.tokens.rendering import CONFIG, TEMPLATE, PromptTexts, TokenizerError, Version, version_of
 
 # The event loop comes first if CPU time is short.
@@ -47,7 +46,7 @@ class Templates:
                 rendered = texts.rendered(body, api)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except (UnsupportedRequest, _TooLate, RecursionError, MemoryError):
+        except (Exception, _TooLate):  # noqa: BLE001  # the request is routed, whatever is wrong with the template
             return None
         return rendered if len(rendered.text) <= RENDERED_MAX_CHARACTERS else None
 

@@ -287,7 +287,8 @@ class Picker:
             comparable=prompt.comparable,
             tokens=self._tokens(pool, prompt, adapter, tokens),
             sequences=prompt.sequences,
-            adapter=adapter,
+            adapter=adapter or pool.model.adapter_of(prompt.lora_name),
+            model=prompt.model,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
@@ -304,8 +305,8 @@ class Picker:
     def _tokens(self, pool: Pool, prompt: Prompt, adapter: str, tokens: Tokens | None) -> PromptTokens | None:
         """Return the token ids of a prompt, by which the engines' KV events find its blocks; None if not known.
 
-        Ids in the body precede those of the pool's tokenizer. An adapter that the body names in an engine's own field
-        is unknown to events by that name.
+        Ids in the body precede those of the pool's tokenizer. Most engines with own fields for an adapter do not name
+        it in their events.
         """
         if prompt.lora or not pool.engine.kv_events.enabled:
             return None

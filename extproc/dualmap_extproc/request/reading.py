@@ -199,6 +199,7 @@ def encode_result(result: Prompt | Refused) -> bytes:
         header = json.dumps([result.status, result.code, result.message, result.param]).encode()
         return _PREFIX.pack(len(header), 0) + header
     named = {"model": result.model, "lora": result.lora, "cache_salt": result.cache_salt, "session": result.session}
+    named["lora_name"] = result.lora_name
     facts = {"streamed": result.streamed, "exact": result.exact, "names_ids": result.names_ids}
     counts = {"sequences": result.sequences, "comparable": result.comparable}
     # The ids of a prompt of ids are its text.

@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import orjson
 
@@ -15,11 +16,13 @@ from dualmap_extproc.tokens.messages import UnsupportedRequest
 from dualmap_extproc.tokens.renderer import Renderer
 
 _TIMEOUT_S = 30.0
-# The fields of a request that an engine's /tokenize reads. The others do not change its tokens.
+# The fields of a request that an engine's /tokenize reads.
 _TOKENIZE_FIELDS = (
     *("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt", "add_special_tokens"),
     "continue_final_message",
 )
+# Fields that change the tokens, and that /tokenize does not read.
+_RENDER_FIELDS: Final = ("reasoning_effort", "documents", "chat_template", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +140,14 @@ async def _by_renderer(url: str, body: bytes, api: Api) -> Checked:
 
 
 async def _of_engine(url: str, body: bytes, request: dict[str, object], api: Api) -> "array[int]":
-    """Return the ids of a request from an engine: from /tokenize, or with another API from its render endpoint."""
+    """Return the ids of a request from an engine: from /tokenize, or from a render endpoint if that reads more."""
     asked = {name: request[name] for name in _TOKENIZE_FIELDS if name in request}
-    is_known = api is Api.CHAT or (api is Api.COMPLETIONS and isinstance(request.get("prompt"), str))
+    is_read = api is Api.CHAT or (api is Api.COMPLETIONS and isinstance(request.get("prompt"), str))
+    is_read = is_read and not any(request.get(name) for name in _RENDER_FIELDS)
     renderer = Renderer()
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            if is_known:
+            if is_read:
                 return await renderer.tokenized(url, orjson.dumps(asked))
             return await renderer.ids(url, (body,), api)
     except TimeoutError:

@@ -1,5 +1,6 @@
 """Tokenizes requests with the files of a model: ``rendering`` renders the text, and tokenizer.json splits it."""
 
+import math
 import sys
 from array import array
 from collections.abc import Collection, Sequence
@@ -41,9 +42,17 @@ class FilesTokenizer:
         if not self.cached:
             self._encoder.enable_segment_cache(0)
 
-    def ids(self, body: object, api: Api) -> "array[int]":
-        """Return the token ids of a parsed request body. Raises UnsupportedRequest if they cannot be computed."""
-        return self.encoded(self._texts.rendered(body, api))
+    @property
+    def problem(self) -> str:
+        """Why chat completions have no ids; empty if they have."""
+        return self._texts.problem
+
+    def ids(self, body: object, api: Api, within_s: float = math.inf) -> "array[int]":
+        """Return the token ids of a parsed request body. Raises UnsupportedRequest if they cannot be computed.
+
+        ``within_s`` is the most CPU time of the chat template.
+        """
+        return self.encoded(self._texts.rendered(body, api, within_s))
 
     def encoded(self, rendered: Rendered) -> "array[int]":
         """Return the token ids of a rendered prompt. Raises UnsupportedRequest if they cannot be computed."""
@@ -71,7 +80,10 @@ def _flat(encoder: Tokenizer, text: str, *, special: bool) -> "array[int]":
     """Return the ids of a text. The encoder releases the interpreter's lock meanwhile, and creates no objects."""
     try:
         packed, _ = encoder.encode_batch_flat([text], add_special_tokens=special)
-    except (ValueError, RuntimeError, OverflowError) as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # A panic of the library is not an Exception.
         raise UnsupportedRequest(f"the text cannot be tokenized: {error}") from error
     ids = array("I")
     ids.frombytes(packed)

@@ -129,6 +129,8 @@ def _decoded(arguments: object) -> object:
             arguments = json.loads(arguments)
         except ValueError:
             return {}
+        except RecursionError:
+            raise UnsupportedRequest("the arguments of a tool call are nested too deeply") from None
     return arguments if isinstance(arguments, dict) else {}
 
 

@@ -6,6 +6,7 @@ redirect, uses no proxy and no cookies, and sends none of the request's headers.
 
 import asyncio
 import json
+import os
 from array import array
 from collections.abc import Sequence
 from typing import Final
@@ -18,7 +19,7 @@ from dualmap_extproc.tokens.messages import UnsupportedRequest
 ANSWER_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest answer. The ids of the longest prompts take about a megabyte."""
 CONNECTIONS_MAX: Final = 16
-"""The most requests to all renderers at the same time."""
+"""The most requests to one renderer at the same time."""
 _PATHS: Final = {
     Api.CHAT: "/v1/chat/completions/render",
     Api.COMPLETIONS: "/v1/completions/render",
@@ -26,7 +27,11 @@ _PATHS: Final = {
     Api.MESSAGES: "/v1/messages/render",
 }
 # Answers to all requests of an API or model alike: the server has no such endpoint or model, or forbids it.
-_FAULTS: Final = (301, 302, 307, 308, 401, 403, 404, 405)
+_FAULTS: Final = (401, 403, 404, 405)
+# An id takes less than 16 bytes, and a token has at least one byte of the request.
+_ANSWER_OF_A_BYTE: Final = 16
+# A word of these is in every request with media, whose answer may contain tensors.
+_MEDIA: Final = (b"image", b"audio", b"video")
 _CHUNK_BYTES: Final = 64 * 1024
 
 
@@ -66,7 +71,7 @@ class Renderer:
     async def _post(self, url: str, body: bytes) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_MAX),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
                 timeout=aiohttp.ClientTimeout(),
@@ -76,39 +81,66 @@ class Renderer:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                if response.status in _FAULTS or response.status >= 500:
-                    raise RendererFault(f"{url} answered with {response.status}")
                 if response.status != 200:
-                    raise UnsupportedRequest(f"{url} answered with {response.status}")
+                    # Other answers from 400 to 499 are the fault of one request.
+                    is_fault = response.status in _FAULTS or not 400 <= response.status < 500
+                    kind = RendererFault if is_fault else UnsupportedRequest
+                    raise kind(f"{url} answered with {response.status}")
                 answer = bytearray()
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     answer += chunk
                     if len(answer) > ANSWER_MAX_BYTES:
-                        raise UnsupportedRequest(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
+                        kind = UnsupportedRequest if _has_large_answer(body) else RendererFault
+                        raise kind(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
                 return bytes(answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # asyncio.TimeoutError is an OSError as well, but belongs to the caller's deadline.
             if isinstance(error, TimeoutError):
                 raise
-            raise RendererFault(f"{url} gave no valid HTTP answer ({type(error).__name__})") from error
+            raise RendererFault(f"{url}: {_said(error)}") from error
 
 
 def ids_in(answer: bytes, field: str = "token_ids") -> "array[int]":
-    """Return the ids in an answer. Raises UnsupportedRequest for anything but the ids of one prompt of text."""
+    """Return the ids in an answer. Raises UnsupportedRequest for anything but the ids of one prompt of text.
+
+    The error is a RendererFault for what no renderer answers.
+    """
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
-        raise UnsupportedRequest("the answer is not JSON") from None
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    ids = value.get(field) if isinstance(value, dict) else None
-    if not isinstance(ids, list):
-        raise UnsupportedRequest(f"the answer has no {field} of one prompt")
-    if value.get("features") or value.get("content_parts"):
+        raise RendererFault("the answer is not JSON") from None
+    prompts = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, dict) and isinstance(each.get(field), list) for each in prompts):
+        raise RendererFault(f"the answer has no {field}")
+    if len(prompts) != 1:
+        raise UnsupportedRequest(f"the answer has {field} of {len(prompts)} prompts")
+    prompt = prompts[0]
+    if prompt.get("features") or prompt.get("content_parts"):
         raise UnsupportedRequest("the request contains media")
-    if not ids:
+    if not prompt[field]:
         raise UnsupportedRequest(f"the answer's {field} are empty")
     try:
-        return array("I", ids)
+        return array("I", prompt[field])
     except (TypeError, OverflowError):
-        raise UnsupportedRequest(f"the answer's {field} are not ids of tokens") from None
+        raise RendererFault(f"the answer's {field} are not ids of tokens") from None
+
+
+def _has_large_answer(body: bytes) -> bool:
+    """Return whether the right answer to a request may be too large."""
+    return len(body) * _ANSWER_OF_A_BYTE >= ANSWER_MAX_BYTES or any(each in body for each in _MEDIA)
+
+
+def _said(error: Exception) -> str:
+    match error:
+        case aiohttp.InvalidURL():
+            return "the URL is not valid"
+        case aiohttp.ClientSSLError():
+            return f"no TLS connection ({type(error).__name__})"
+        case OSError():
+            # Resolvers have negative numbers. Other texts are asyncio's, and name the address once more.
+            named = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            return f"no connection ({named or type(error).__name__})"
+        case aiohttp.ServerDisconnectedError() | aiohttp.ClientPayloadError():
+            return "no valid HTTP answer (it ends early)"
+        case _:
+            return f"no valid HTTP answer ({type(error).__name__})"

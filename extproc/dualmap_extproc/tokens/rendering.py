@@ -4,6 +4,9 @@ The reading processes use this module as well, so it imports no tokenizer.
 """
 
 import json
+import math
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -40,7 +43,7 @@ class PromptTexts:
 
     def __init__(self, folder: str) -> None:
         """Read the folder. Raises TokenizerError."""
-        path = Path(folder)
+        path = self._path = Path(folder)
         config = _object(path / CONFIG)
         names = _special_tokens(config)
         sources = _chat_template(path, config)
@@ -49,17 +52,28 @@ class PromptTexts:
         except TemplateFault as fault:
             raise TokenizerError(f"{path}: {fault}") from fault
 
-    def rendered(self, body: object, api: Api) -> Rendered:
-        """Return the text of a parsed request body. Raises UnsupportedRequest if it cannot be computed."""
+    @property
+    def problem(self) -> str:
+        """Why chat completions have no text; empty if they have."""
+        if "default" not in self._templates:
+            return f"{self._path} has no chat template"
+        found = next((each.problem for each in self._templates.values() if each.problem), "")
+        return found and f"{self._path}: {found}"
+
+    def rendered(self, body: object, api: Api, within_s: float = math.inf) -> Rendered:
+        """Return the text of a parsed request body. Raises UnsupportedRequest if it cannot be computed.
+
+        ``within_s`` is the most CPU time of a chat template.
+        """
         if not isinstance(body, dict):
             raise UnsupportedRequest("the body is not an object")
         if api is Api.CHAT or (api is Api.TOKENIZE and "messages" in body):
-            return Rendered(self._chat(body), special=False)
+            return Rendered(self._chat(body, within_s), special=False)
         if api is Api.COMPLETIONS or (api is Api.TOKENIZE and "prompt" in body):
             return Rendered(_completion(body), special=body.get("add_special_tokens", True) is not False)
         raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) need the source Renderer")
 
-    def _chat(self, body: Mapping[str, object]) -> str:
+    def _chat(self, body: Mapping[str, object], within_s: float) -> str:
         for name in _CHAT_UNSUPPORTED:
             if body.get(name):
                 raise UnsupportedRequest(f"the field {name} needs the source Renderer")
@@ -67,19 +81,28 @@ class PromptTexts:
         template = template or self._templates.get("default")
         if template is None:
             raise UnsupportedRequest("the tokenizer has no chat template")
-        return template.render(body)
+        return template.render(body, within_s)
 
 
 def read_file(path: Path) -> str:
     """Return the text of a file of a tokenizer. Raises TokenizerError."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise TokenizerError(f"{path} is larger than {MAX_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=_open_without_waiting) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise TokenizerError(f"{path} is not a regular file")
+            if found.st_size > MAX_BYTES:
+                raise TokenizerError(f"{path} is larger than {MAX_BYTES} bytes")
+            return file.read(MAX_BYTES)
     except OSError as error:
         raise TokenizerError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a named pipe does not wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def version_of(folder: str, *names: str) -> Version:

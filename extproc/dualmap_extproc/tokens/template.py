@@ -5,8 +5,11 @@ keeps a template from reaching Python's internals through a message.
 """
 
 import json
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from typing import Final
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -14,6 +17,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dualmap_extproc.tokens.messages import Json, UnsupportedRequest, prepared_messages, prepared_tools
+
+FAILURES_MAX: Final = 5
+"""A template that fails for so many requests before it renders one does not work."""
+# The function that the router adds to templates.
+_CHECK_TIME: Final = "_check_time"
 
 
 class TemplateFault(Exception):
@@ -26,14 +34,23 @@ class ChatTemplate:
     def __init__(self, source: str, names: Mapping[str, object]) -> None:
         environment = _environment()
         try:
-            self._wrap_parts = _reads_parts(environment.parse(source))
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self._wrap_parts = _reads_parts(tree)
+            _check_time_in_loops(tree, environment)
+            self._template = environment.from_string(tree)
         except TemplateError as error:
             raise TemplateFault(f"the chat template is invalid: {error.message}") from error
         self._names = dict(names)
+        self.problem = ""
+        """Why the template does not work; empty if it works, or as long as too few requests have failed."""
+        self._works = False
+        self._failures = 0
 
-    def render(self, body: Mapping[str, object]) -> str:
-        """Return the prompt text of a chat request. Raises UnsupportedRequest if it cannot be computed."""
+    def render(self, body: Mapping[str, object], within_s: float = math.inf) -> str:
+        """Return the prompt text of a chat request. Raises UnsupportedRequest if it cannot be computed.
+
+        ``within_s`` is the most CPU time of the thread. It is checked in inner loops and in macros.
+        """
         settings = body.get("chat_template_kwargs") or {}
         if not isinstance(settings, dict):
             raise UnsupportedRequest("chat_template_kwargs is not an object")
@@ -44,10 +61,20 @@ class ChatTemplate:
         messages = prepared_messages(body.get("messages"), wrap_parts=self._wrap_parts)
         values = {**self._names, **given, **settings, "tools": prepared_tools(body.get("tools"))}
         try:
-            return self._template.render({**values, "messages": messages})
+            text = self._template.render({**values, "messages": messages, _CHECK_TIME: _time_check(within_s)})
         except Exception as error:
             # A template may fail in any way, for example for an unexpected order of roles.
+            self._count_failure(error)
             raise UnsupportedRequest(f"the chat template failed: {error}") from error
+        self._works, self.problem = True, ""
+        return text
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if not self._works and self._failures == FAILURES_MAX:
+            # Only the error's name, because its text may contain text of the request.
+            named = type(error).__name__
+            self.problem = f"the chat template failed for the first {FAILURES_MAX} chat requests ({named})"
 
 
 def _environment() -> Environment:
@@ -71,6 +98,31 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+def _check_time_in_loops(template: nodes.Template, environment: Environment) -> None:
+    """Add a check of the time to each macro of a template, and to each loop inside of a macro or another loop.
+
+    These can make a small request slow. The time of other loops is in proportion to the request's size, and the check
+    would add half of it.
+    """
+    macros = set(template.find_all(nodes.Macro))
+    outer: set[nodes.For | nodes.Macro] = {*template.find_all(nodes.For), *macros}
+    checked = macros.union(*(each.find_all(nodes.For) for each in outer))
+    for each in checked:
+        check = nodes.Call(nodes.Name(_CHECK_TIME, "load"), [], [], None, None)
+        statement = nodes.ExprStmt(check).set_lineno(each.lineno).set_environment(environment)
+        each.body.insert(0, statement)
+
+
+def _time_check(within_s: float) -> Callable[[], None]:
+    until_s = time.thread_time() + within_s
+
+    def check() -> None:
+        if time.thread_time() > until_s:
+            raise TimeoutError("it takes too long")
+
+    return check
+
+
 def _as_json(
     value: object,
     ensure_ascii: bool = False,
@@ -83,7 +135,7 @@ def _as_json(
 
 
 def _raise(message: str) -> None:
-    raise UnsupportedRequest(message)
+    raise TemplateError(message)
 
 
 def _now(layout: str) -> str:

@@ -27,6 +27,8 @@ def test_table_finds_what_was_added_with_any_hash() -> None:
 def test_table_equals_a_dictionary(steps: list[tuple[str, int]]) -> None:
     table = BlockTable(SECRET)
     copies: dict[int, int] = {}
+    forgotten: set[int] = set()
+    more: set[int] = set()
     for kind, number in steps:
         # Many hashes have the same position, so that runs of slots grow and shrink, also around the table's end.
         block = number % 7 * 2**61 + number
@@ -34,19 +36,28 @@ def test_table_equals_a_dictionary(steps: list[tuple[str, int]]) -> None:
         assert (slot >= 0) == (block in copies)
         if kind == "forget":
             table.forget_copies()
+            more |= {each for each, counted in copies.items() if counted > 1}
             copies = dict.fromkeys(copies, 1)
+            forgotten = set(copies)
         elif kind == "add":
             if slot < 0:
                 table.add(block, block + 1, bytes(number % 3), ends=number % 2 == 0)
                 copies[block] = 1
             else:
                 table.add_copy(slot)
-                copies[block] = min(copies[block] + 1, COPIES_MAX)
+                if block in forgotten or copies[block] == COPIES_MAX:
+                    more.add(block)
+                else:
+                    copies[block] += 1
+                forgotten.discard(block)
         elif slot >= 0:
             assert table.remove_copy(slot) == (copies[block] == 1)
             copies[block] -= 1
             if not copies[block]:
+                assert table.may_remain == (block in more)
                 del copies[block]
+                more.discard(block)
+                forgotten.discard(block)
         assert (len(table), table.copies) == (len(copies), sum(copies.values()))
         assert table.tail_bytes == sum(block % 2**61 % 3 for block in copies)
     for block in copies:

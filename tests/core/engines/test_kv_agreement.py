@@ -34,7 +34,8 @@ class Scene:
         self.lives = 0
         self.publisher = Publisher(kept=6)
         self.held = HeldBlocks()
-        self.residency = Residency(self.held, model="m", capacity_blocks=USABLE)
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        self.residency = Residency(self.held, model="m", capacity_blocks=USABLE, awaited=self.awaited)
         self.source = EventSource(replays=True, jitter=0.5)
         self.begin_life()
 
@@ -74,6 +75,15 @@ class Scene:
         elif self.source.next_deadline is not None:
             self.now = self.source.next_deadline
             self.act(self.source.on_deadline(self.now))
+
+    def send(self, tokens: Tokens, salt: str) -> None:
+        """Await a prompt that is sent to the engine, and no other one."""
+        self.awaited.clear()
+        self.residency.take_arrived()
+        root = token_root(model="m", cache_salt=salt)
+        keys = chain_tokens(pack_tokens(tokens), root=root, block_tokens=16).keys
+        if keys:
+            self.awaited[keys[-1]] = keys
 
     def held_tokens(self, tokens: Tokens, salt: str) -> int:
         block_tokens = self.residency.block_tokens
@@ -144,6 +154,7 @@ def play(scene: Scene, steps: list[Step], late: int) -> None:
             case kind:
                 tokens = prompt(step.name, step.blocks, step.rest % scene.block_tokens, scene.block_tokens)
                 times = 2 if kind == "twice" else 1
+                scene.send(tokens, step.salt)
                 scene.pool.serve(*[tokens] * times, salt=step.salt, report=kind == "report" and scene.as_maps)
                 scene.publish(lost=kind == "lose")
         scene.capped |= max(scene.pool.copies.values(), default=0) > COPIES_MAX
@@ -188,3 +199,22 @@ def test_live_residency_of_small_pages_equals_index_blocks(steps: list[Step], la
 @given(st.lists(STEPS, min_size=5, max_size=60), st.integers(0, 8))
 def test_live_residency_with_reports_has_no_block_too_many(steps: list[Step], late: int) -> None:
     play(Scene(block_tokens=16, as_maps=True), steps, late)
+
+
+def test_prompt_with_two_copies_stays_held_when_one_of_them_goes() -> None:
+    scene = Scene(block_tokens=16, as_maps=True)
+    scene.source.start(scene.now)
+    scene.replay(dropped=0, ends=True)
+    hot = prompt(1, 5, 0, 16)
+    held_again = 0
+    for name in range(1, 40):
+        # The common prompt is computed twice at first. The others begin with it, and displace its second copy.
+        tokens = hot if name == 1 else (*hot, *range(1000 * name, 1000 * name + 33))
+        scene.send(tokens, "")
+        scene.pool.serve(*[tokens] * (2 if name == 1 else 1))
+        scene.publish(lost=False)
+        counted, actual = scene.copies(), scene.pool.copies
+        assert all(counted[block] <= actual.get(block, 0) for block in counted)
+        held_again = scene.residency.counts.held_again
+        assert scene.held_tokens((*hot, 7), "") == scene.pool.cached_tokens((*hot, 7), "") == 80, name
+    assert held_again == 5

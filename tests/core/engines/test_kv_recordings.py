@@ -1,6 +1,13 @@
-"""Messages that real engines published. The recordings are outside the repository (tests/shared_data.py)."""
+"""Messages that real engines published: recordings in ``recorded``, and others outside the repository.
 
+e2e/record_kv_events.py makes the recordings of the repository. tests/shared_data.py finds the others.
+"""
+
+import base64
 import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,12 +15,86 @@ import pytest
 from dualmap.engines.events import Batch, Cleared, Removed, Stored, read_batch
 from dualmap.engines.held_blocks import HeldBlocks
 from dualmap.engines.residency import Residency
-from dualmap.engines.source import Message, ReplayEnd, read_frames
-from dualmap.engines.token_chain import chain_tokens, token_root
+from dualmap.engines.source import Apply, Clear, Effect, EventSource, Message, ReplayEnd, SourceState, read_frames
+from dualmap.engines.token_chain import chain_tokens, pack_tokens, token_root
 from shared_data import shared_file
 
+RECORDINGS = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 # The engine has 64 blocks, and one of them is never used.
 USABLE = 63
+
+
+class Follower:
+    """Follows one recorded engine as a router does: a source, and what the engine holds."""
+
+    def __init__(self, recording: dict[str, Any]) -> None:
+        self.usable = recording["blocks"] - 1
+        self.source = EventSource(replays=False)
+        self.residency = Residency(HeldBlocks(), model="m", capacity_blocks=self.usable)
+        self.source.start(0.0)
+        self._block_tokens = recording["block_tokens"]
+
+    def hear(self, messages: Iterable[Iterable[str]]) -> None:
+        """Apply the frames of live messages."""
+        for frames in messages:
+            message = read_frames([base64.b64decode(frame) for frame in frames])
+            assert isinstance(message, Message)
+            self.apply(self.source.on_live(0.0, message))
+
+    def apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Apply):
+                self.residency.apply(0, read(effect.message.payload))
+            else:
+                assert effect == Clear()
+                self.residency.clear(0)
+
+    def predicted(self, step: dict[str, Any]) -> int:
+        """Return the tokens of a request that the engine reuses, before the request's own events."""
+        root = token_root(model="m", cache_salt=step["cache_salt"])
+        tokens = pack_tokens(step["tokens"])
+        return self.residency.matched_tokens(chain_tokens(tokens, root=root, block_tokens=self._block_tokens))
+
+
+def recording_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("told", [True, False], ids=["restart is known", "restart is unknown"])
+def test_recording_replayed_predicts_the_cached_tokens(path: Path, told: bool) -> None:
+    recording = recording_of(path)
+    follower = Follower(recording)
+    before, wrong = "", []
+    for step in recording["steps"]:
+        if "tokens" in step:
+            assert len(step["tokens"]) == step["prompt_tokens"]
+            if abs(follower.predicted(step) - step["cached_tokens"]) > recording["block_tokens"]:
+                wrong.append(before)
+        elif step["step"] == "restart" and told:
+            # A profile with a later start time.
+            follower.apply(follower.source.on_restart(0.0))
+        follower.hear(step["messages"])
+        assert follower.residency.blocks <= follower.usable
+        before = step["step"]
+    # Without the profile, the first message of the engine's new life shows the restart.
+    assert wrong == ([] if told else ["restart"])
+    residency, counts = follower.residency, follower.residency.counts
+    assert (counts.drifts, counts.unknown_removals, residency.parked, residency.fault(0)) == (0, 0, 0, "")
+    assert (follower.source.state, follower.source.gaps) == (SourceState.LIVE, 0)
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_recording_has_stores_copies_removals_and_a_clear(path: Path) -> None:
+    recording = recording_of(path)
+    follower = Follower(recording)
+    for step in recording["steps"]:
+        follower.hear(step["messages"])
+    counts = follower.residency.counts
+    assert min(counts.stored, counts.copied, counts.removed, counts.cleared) > 0
+    cached = [step["cached_tokens"] for step in recording["steps"] if "tokens" in step]
+    assert 0 < sum(each > 0 for each in cached) < len(cached)
 
 
 def frames(record: dict[str, list[str]]) -> list[bytes]:

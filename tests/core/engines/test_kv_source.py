@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from random import Random
 
 import pytest
 
@@ -11,6 +12,7 @@ from dualmap.engines.source import (
     QUEUE_BYTES,
     QUEUE_MESSAGES,
     REPLAY_S,
+    REPLAYS_IN_SUCCESSION,
     REPLAYS_MAX,
     RETRY_S,
     SILENCE_S,
@@ -384,3 +386,151 @@ def test_frames_are_read_from_the_back(frames: tuple[bytes, ...]) -> None:
 )
 def test_other_frames_are_the_end_or_nothing(frames: tuple[bytes, ...], read: ReplayEnd | None) -> None:
     assert read_frames(frames) == read
+
+
+def test_refused_connection_ends_the_life_of_the_engine() -> None:
+    source = started(0, 1, 2)
+    source.on_failed("the connection was lost")
+    source.connect()
+    assert numbers(source.on_refused()) == ["clear"]
+    assert (source.sequence, source.on_refused()) == (None, [])
+    # The next life is followed from its beginning.
+    source.start(20.0)
+    assert replay(source, 0, 1, END, now=21.0, start=0) == [0, 1]
+    assert source.state is SourceState.LIVE
+
+
+def test_sleeping_engine_loses_its_blocks_and_waiting_messages() -> None:
+    source = started(0, 1)
+    assert live(source, 3) == []
+    assert numbers(source.on_sleep()) == ["clear"]
+    source.on_wake()
+    # The replay of message 2, which was requested before, brings nothing new.
+    assert replay(source, 2, 3, END, start=4) == []
+    assert (source.state, source.reason) == (SourceState.LIVE, "")
+    assert live(source, 4, now=11.0) == [4]
+
+
+def test_replay_never_applies_messages_before_a_sleep() -> None:
+    source = started(0, 1, 2)
+    source.on_sleep()
+    source.on_wake()
+    assert live(source, 3) == [3]
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("the connection was lost")
+    source.start(20.0)
+    assert replay(source, 3, END, now=21.0, start=3) == [3]
+    assert source.state is SourceState.LIVE
+
+
+def test_replay_of_a_sleeping_engine_is_not_applied() -> None:
+    source = EventSource(replays=True)
+    source.on_sleep()
+    source.start(0.0)
+    assert replay(source, 5, 6, 7, END) == []
+    assert (source.state, source.sequence) == (SourceState.LIVE, 7)
+    source.on_wake()
+    assert live(source, 8, now=11.0) == [8]
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("the connection was lost")
+    source.start(20.0)
+    assert replay(source, 8, END, now=21.0, start=8) == [8]
+
+
+def test_replay_that_began_before_the_sleep_ends_without_effects() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    wanted = source.begin_replay(0.0)
+    assert numbers(source.on_replayed(0.0, wanted.attempt, message(0))) == [0]
+    source.on_sleep()
+    source.on_wake()
+    assert numbers(source.on_replayed(0.0, wanted.attempt, message(1))) == []
+    assert numbers(source.on_replayed(0.0, wanted.attempt, END)) == []
+    assert (source.state, source.sequence) == (SourceState.LIVE, 1)
+
+
+def test_engine_that_restarts_after_a_sleep_is_followed_from_its_beginning() -> None:
+    source = started(0, 1, 2)
+    source.on_sleep()
+    # The next report of the new process, which is awake, may come later.
+    assert live(source, 0) == ["clear"]
+    assert replay(source, 0, 1, END, start=0) == [0, 1]
+
+
+def test_lost_messages_are_requested_again() -> None:
+    source = started(0, 1, 2)
+    assert numbers(source.on_lost()) == ["clear"]
+    source.on_failed("too many of its messages waited")
+    source.start(20.0)
+    assert replay(source, 0, 1, 2, END, now=21.0, start=0) == [0, 1, 2]
+    assert source.state is SourceState.LIVE
+
+
+@pytest.mark.parametrize("period", [0.001, 0.05, 1.5])
+def test_numbers_without_order_end_in_live_messages(period: float) -> None:
+    source = EventSource(replays=True)
+    source.on_replay_problem("replay port 5558: connection refused")
+    source.start(0.0)
+    order, states, applied = Random(7), [], 0
+    for step in range(int(20 / period)):
+        now = step * period
+        source.on_deadline(now)
+        if source.replay_wanted_s is not None and source.replay_wanted_s <= now:
+            source.begin_replay(now)
+        applied += len(
+            [each for each in source.on_live(now, message(order.getrandbits(62))) if isinstance(each, Apply)]
+        )
+        states.append(source.state)
+    assert source.resyncs == REPLAYS_IN_SUCCESSION
+    first = states.index(SourceState.PARTIAL)
+    assert first * period < 10.0
+    assert set(states[first:]) == {SourceState.PARTIAL}
+    assert applied >= len(states) - first
+    assert source.reason.endswith("are lost (replay port 5558: connection refused)")
+
+
+def test_numbers_without_order_are_replayed_again_after_the_backoff() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    live(source, 5, 4, 3, 2, now=0.0)
+    assert source.state is SourceState.PARTIAL
+    live(source, 1, now=BACKOFF_S)
+    assert (source.state, source.resyncs) == (SourceState.SYNCING, REPLAYS_IN_SUCCESSION + 1)
+
+
+def test_gaps_that_replays_fill_are_not_in_succession() -> None:
+    source = started(0)
+    for number in range(1, 40, 2):
+        live(source, number + 1, now=10.0 + number)
+        assert replay(source, number, END, now=10.0 + number) == [number, number + 1]
+        assert source.state is SourceState.LIVE
+
+
+def test_restarts_after_a_while_are_replayed() -> None:
+    source = started(0, 1)
+    live(source, 2)
+    for number in range(1, 10):
+        now = number * BACKOFF_S + 10.0
+        assert live(source, 0, now=now) == ["clear"]
+        assert replay(source, 0, END, now=now) == [0]
+        assert source.state is SourceState.LIVE
+
+
+def test_answer_ends_the_problem_of_a_replay() -> None:
+    source = EventSource(replays=True)
+    source.start(0.0)
+    source.on_replay_problem("no answer")
+    assert replay(source, 3, END) == [3]
+    assert source.reason == "messages 0 to 2 are lost"
+
+
+def test_source_that_waits_says_why() -> None:
+    source = without_replays()
+    source.on_waiting("no message yet")
+    assert (source.state, source.reason) == (SourceState.CONNECTING, "no message yet")
+    source.on_failed("the connection was lost")
+    source.connect()
+    assert (source.state, source.reason) == (SourceState.CONNECTING, "the connection was lost")
+    source.start(1.0)
+    assert live(source, 0) == [0]
+    assert (source.state, source.reason) == (SourceState.LIVE, "")

@@ -42,11 +42,17 @@ class Member:
 
     def __init__(self, held: HeldBlocks | None = None, capacity_blocks: int | None = None) -> None:
         self.held = HeldBlocks() if held is None else held
-        self.residency = Residency(self.held, model="m", capacity_blocks=capacity_blocks)
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        self.residency = Residency(self.held, model="m", capacity_blocks=capacity_blocks, awaited=self.awaited)
         self.counts = self.residency.counts
 
     def send(self, *events: Event, rank: int = 0, **counts: int) -> None:
         self.residency.apply(rank, Batch(events=events, **counts))
+
+    def await_prompt(self, blocks: int) -> None:
+        """Send the engine a prompt of so many blocks."""
+        keys = chain(ids(blocks)).keys
+        self.awaited[keys[-1]] = keys
 
     def blocks(self, blocks: int = 9, **root: str) -> int:
         """Return how many leading blocks of the prompt the member holds."""
@@ -348,7 +354,7 @@ def test_more_copies_than_the_memory_has_end_the_counting() -> None:
     assert (member.counts.drifts, member.blocks()) == (1, 2)
 
 
-def test_copies_are_not_counted_after_lost_messages() -> None:
+def test_copies_of_earlier_blocks_are_not_counted_after_lost_messages() -> None:
     member = Member()
     for rank in (0, 1):
         member.send(store(100, 101), store(101, parent=100), rank=rank)
@@ -360,6 +366,108 @@ def test_copies_are_not_counted_after_lost_messages() -> None:
     member.residency.clear(0)
     member.send(store(100, 101), store(101, parent=100), remove(101), rank=0)
     assert member.residency.blocks == 4
+
+
+def test_copies_of_later_blocks_are_counted_after_lost_messages() -> None:
+    member = Member()
+    member.send(store(100))
+    member.residency.forget_copies(0)
+    member.send(store(101, parent=100), store(101, parent=100), remove(101))
+    assert member.blocks() == 2
+    # The first store of an earlier block shows that the engine has it, and the second one that it has two copies.
+    member.send(store(100), store(100), remove(100))
+    assert member.blocks() == 2
+    member.send(remove(100))
+    assert member.blocks() == 0
+
+
+def test_lost_block_that_is_stored_again_has_one_copy() -> None:
+    member = Member()
+    member.send(store(100, 101))
+    # The engine removed both blocks, and the message was lost.
+    member.residency.forget_copies(0)
+    member.send(store(100, 101), remove(101))
+    assert member.blocks() == 1
+
+
+class TestHeldAgain:
+    """Blocks that the router has forgotten although the engine has another copy."""
+
+    def test_blocks_before_a_stored_block_of_an_awaited_prompt(self) -> None:
+        member = Member()
+        # Two equal prompts are computed at the same time, and look like a report. Later their first copy goes.
+        member.send(store(100, 101, 102, new=False), store(100, 101, 102, new=False))
+        member.send(remove(102), remove(101), remove(100))
+        assert member.blocks() == 0
+        member.await_prompt(4)
+        member.send(store(103, parent=102))
+        assert (member.blocks(), member.counts.held_again, member.residency.parked) == (4, 3, 0)
+        assert len(member.residency.take_arrived()) == 1
+        assert member.held.stored == member.residency.blocks == 4
+        member.send(remove(103), remove(102), remove(101), remove(100))
+        assert (member.blocks(), member.residency.blocks, member.held.stored) == (0, 0, 0)
+
+    def test_blocks_before_the_parent_of_a_generated_block(self) -> None:
+        member = Member()
+        member.send(store(100, 101, 102), store(100, 101, 102, new=False), remove(101))
+        assert member.blocks() == 1
+        member.await_prompt(3)
+        # The prompt is in the cache, so the engine stores only what it generates.
+        member.send(store(200, parent=102, start=50))
+        assert member.blocks() == 3
+
+    def test_parent_alone_without_an_awaited_prompt(self) -> None:
+        member = Member()
+        member.send(store(100, 101, 102, new=False), store(100, 101, 102, new=False), remove(102))
+        member.send(store(103, parent=102))
+        assert (member.blocks(), member.counts.held_again) == (4, 1)
+
+    def test_copies_before_lost_messages(self) -> None:
+        member = Member()
+        member.send(store(100, 101), store(101, parent=100))
+        member.residency.forget_copies(0)
+        member.send(remove(101))
+        assert member.blocks() == 1
+        member.send(store(102, parent=101))
+        assert member.blocks() == 3
+
+    def test_block_that_had_no_other_copy_is_never_held_again(self) -> None:
+        member = Member()
+        member.send(store(100, 101, 102), remove(102))
+        member.await_prompt(4)
+        member.send(store(103, parent=102))
+        assert (member.blocks(), member.counts.held_again, member.residency.parked) == (2, 0, 1)
+
+    def test_blocks_of_every_dense_group(self) -> None:
+        member = Member()
+        for group in (0, 1):
+            twice = store(100, 101, 102, new=False, group=group)
+            member.send(twice, twice, remove(100, group=group))
+        assert member.blocks() == 0
+        member.await_prompt(4)
+        member.send(store(103, parent=102, group=0), store(103, parent=102, group=1))
+        assert (member.blocks(), member.counts.held_again) == (4, 2)
+
+    def test_clear_forgets_removed_blocks(self) -> None:
+        member = Member()
+        member.send(store(100, 101), store(100, 101, new=False), remove(101), Cleared(), store(100))
+        member.send(store(102, parent=101))
+        assert (member.blocks(), member.counts.held_again) == (1, 0)
+
+    def test_removed_blocks_are_bounded_over_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(residency, "REMOVED_MAX", 2)
+        member = Member()
+        for rank in (0, 1):
+            member.send(store(100, 101, 102), store(100, 101, 102, new=False), remove(100, 101, 102), rank=rank)
+        assert [list(group.removed) for group in member.residency._each()] == [[101, 102], []]
+        assert [len(group.removed_keys) for group in member.residency._each()] == [2, 0]
+
+    def test_bound_of_blocks_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        member = Member()
+        member.send(store(100, 101), store(100, 101, new=False), remove(101))
+        monkeypatch.setattr(residency, "BLOCKS_MAX", 1)
+        member.send(store(102, parent=101))
+        assert (member.residency.blocks, member.counts.held_again) == (1, 0)
 
 
 def test_more_blocks_than_the_memory_has_are_forgotten() -> None:

@@ -185,7 +185,12 @@ class Snapshots:
         }
 
     def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        left_out = frozenset(each.id for each in status.endpoints if each.suspended or each.engine.asleep)
+        checked = pool.engine.checks_names
+        left_out = frozenset(
+            each.id
+            for each in status.endpoints
+            if each.suspended or each.engine.asleep or (checked and each.engine.lacks(pool.model.name))
+        )
         known = self._shares.get(pool.id)
         if known is None or known[0] is not pool or known[1] != left_out:
             members = [member for member in pool.members if member.id not in left_out]
@@ -268,7 +273,7 @@ def _engine(profile: EngineProfile) -> str:
 
 def _events(events: EventsStatus) -> str:
     """Return the state of the KV events, empty for a pool without them."""
-    return "" if events.state is SourceState.OFF else events.state.value
+    return "" if events.state is SourceState.OFF and not events.reason else events.state.value
 
 
 def _short(number: float | None) -> float | None:

@@ -233,10 +233,16 @@ def _members(status: PoolSnapshot) -> Iterator[Problem]:
 
 
 def _engines(status: PoolSnapshot) -> Iterator[Problem]:
-    """Yield what the router does not know of engines. Requests go to their members as before."""
+    """Yield what is wrong with engines, and what the router does not know of them."""
     asleep = [each.id for each in status.endpoints if each.engine.asleep]
     if asleep:
         yield Problem(level=Level.OK, text=f"{_names(asleep)} {_be(asleep)} asleep.")
+    unfit = {each.id: each.engine.mismatch for each in status.endpoints if each.engine.mismatch}
+    if unfit:
+        yield Problem(
+            level=Level.WARN,
+            text=f"{_names(unfit)} {'does' if len(unfit) == 1 else 'do'} not fit the pool ({_first(unfit)}).",
+        )
     unread = {each.id: each.engine.reason for each in status.endpoints if each.engine.reason}
     if unread:
         yield Problem(
@@ -246,7 +252,7 @@ def _engines(status: PoolSnapshot) -> Iterator[Problem]:
     lost = {
         each.id: each.events.reason
         for each in status.endpoints
-        if each.events.state in (SourceState.PARTIAL, SourceState.FAILED)
+        if each.events.reason and each.events.state is not SourceState.SYNCING
     }
     if lost:
         yield Problem(level=Level.OK, text=f"The KV events of {_names(lost)} are incomplete ({_first(lost)}).")

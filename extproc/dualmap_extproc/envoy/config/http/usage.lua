@@ -10,7 +10,7 @@
 local KEY = '"usage"'
 local WINDOW_BYTES = 65536 -- the most bytes of a chunk that one search covers: chunks may have megabytes
 local OBJECT_BYTES = 2048  -- the longest usage object, from its key to its closing brace
-local LAST = 4             -- the most keys checked per window, from its end: only the last usage is valid
+local LAST = 4             -- the most keys checked per window, from its end: later counts replace earlier ones
 
 local function is_readable(headers)
   local encoding = headers:get("content-encoding") or "identity"
@@ -24,15 +24,35 @@ local function count(object, key)
   return string.match(object, '"' .. key .. '"%s*:%s*(%d+)%s*[,}]')
 end
 
--- Returns the counts in a usage object of the chat completions, completions, embeddings or responses API.
+-- Returns the first count of a list, which has one count for each prompt that the engine computed for the request.
+local function first_count(object, key)
+  return string.match(object, '"' .. key .. '"%s*:%s*%[%s*(%d+)%s*[,%]]')
+end
+
+-- Returns the prompt's tokens in a usage object of the messages API, which counts the tokens of the cache apart. Returns
+-- nil if a count is no number. An absent count is 0.
+local function messages_prompt(object)
+  local prompt = count(object, "input_tokens")
+  for _, key in ipairs({"cache_read_input_tokens", "cache_creation_input_tokens"}) do
+    local value = string.match(object, '"' .. key .. '"%s*:%s*([^,}]*)')
+    if prompt and value and not string.find(value, "^null%s*$") then
+      local part = count(object, key)
+      prompt = part and string.format("%.0f", tonumber(prompt) + tonumber(part))
+    end
+  end
+  return prompt
+end
+
+-- Returns the counts in a usage object of any API that usage.py lists.
 local function counts(object)
   local outer = "{" .. string.gsub(string.sub(object, 2, -2), "%b{}", "") .. "}"
   local details = string.match(object, '"prompt_tokens_details"%s*:%s*(%b{})')
-    or string.match(object, '"input_tokens_details"%s*:%s*(%b{})')
+    or string.match(object, '"input_tokens_details"%s*:%s*(%b{})') or ""
   return {
-    [PROMPT] = count(outer, "prompt_tokens") or count(outer, "input_tokens"),
+    [PROMPT] = count(outer, "prompt_tokens") or first_count(details, "input_tokens_per_turn") or messages_prompt(outer),
     [COMPLETION] = count(outer, "completion_tokens") or count(outer, "output_tokens"),
-    [CACHED] = details and count(details, "cached_tokens"),
+    [CACHED] = first_count(details, "cached_tokens_per_turn") or count(details, "cached_tokens")
+      or count(outer, "cache_read_input_tokens"),
   }
 end
 
@@ -50,7 +70,8 @@ local function usage_at(text, at)
   return nil, begun ~= nil and #text - at < OBJECT_BYTES
 end
 
--- Returns the last usage in a text (or nil), and the end of the text, which may continue in the next window.
+-- Returns the counts of the last usage objects in a text, and the end of the text, which may continue in the next window.
+-- A later object replaces the counts that it has: an engine may write the prompt first, and the completion at the end.
 local function last_usage(text)
   local places, number = {}, 0
   local at = string.find(text, KEY, 1, true)
@@ -59,14 +80,14 @@ local function last_usage(text)
     places[number % LAST] = at
     at = string.find(text, KEY, at + #KEY, true)
   end
-  local rest = string.sub(text, -#KEY)
-  for index = number, math.max(1, number - LAST + 1), -1 do
+  local usage, rest = {}, string.sub(text, -#KEY)
+  for index = math.max(1, number - LAST + 1), number do
     local place = places[index % LAST]
-    local usage, may_come = usage_at(text, place)
-    if usage then return usage, rest end
+    local found, may_come = usage_at(text, place)
+    for tag, value in pairs(found or {}) do usage[tag] = value end
     if may_come and index == number then rest = string.sub(text, math.max(1, place - 1)) end
   end
-  return nil, rest
+  return usage, rest
 end
 
 function envoy_on_response(handle)
@@ -77,7 +98,7 @@ function envoy_on_response(handle)
     for start = 0, length - 1, WINDOW_BYTES do
       local usage
       usage, rest = last_usage(rest .. chunk:getBytes(start, math.min(WINDOW_BYTES, length - start)))
-      for tag, value in pairs(usage or {}) do
+      for tag, value in pairs(usage) do
         -- The script writes each value immediately, because a client may disconnect after the last event.
         if known[tag] ~= value then handle:streamInfo():dynamicMetadata():set(NAMESPACE, tag, value) end
         known[tag] = value

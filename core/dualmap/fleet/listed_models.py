@@ -1,14 +1,14 @@
-"""Which members have a LoRA adapter loaded, as their engines' lists of models say."""
+"""Which members list a model's name or a LoRA adapter, as their engines' lists of models say."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 
-class AdapterMembers(NamedTuple):
-    """The members of a pool for one adapter. Members whose list of models is not known are in ``absent`` only.
+class ModelMembers(NamedTuple):
+    """The members of a pool for one name. Members whose list of models is not known are in ``absent`` only.
 
-    ``loaded`` are the members that list the adapter, and ``absent`` are all others. ``lacking`` are the members with a
-    list that does not contain the adapter.
+    ``loaded`` are the members that list the name, and ``absent`` are all others. ``lacking`` are the members with a
+    list that does not contain the name.
     """
 
     loaded: frozenset[str]
@@ -22,21 +22,21 @@ class AdapterMembers(NamedTuple):
         return "absent" if member in self.lacking else "unknown"
 
 
-class LoadedAdapters:
+class ListedModels:
     """The models that each member of a pool lists."""
 
     def __init__(self, members: Iterable[str]) -> None:
         self._members = frozenset(members)
         self._models: dict[str, frozenset[str]] = {}
-        self._of: dict[str, AdapterMembers] = {}
+        self._of: dict[str, ModelMembers] = {}
 
-    def of(self, adapter: str) -> AdapterMembers:
-        """Return the members for an adapter that the pool serves."""
-        found = self._of.get(adapter)
+    def of(self, name: str) -> ModelMembers:
+        """Return the members for a name of the pool's model, or an adapter, that the pool serves."""
+        found = self._of.get(name)
         if found is None:
-            loaded = frozenset(member for member, models in self._models.items() if adapter in models)
-            found = AdapterMembers(loaded, self._members - loaded, frozenset(self._models) - loaded)
-            self._of[adapter] = found
+            loaded = frozenset(member for member, models in self._models.items() if name in models)
+            found = ModelMembers(loaded, self._members - loaded, frozenset(self._models) - loaded)
+            self._of[name] = found
         return found
 
     def put(self, member: str, models: Collection[str]) -> None:
