@@ -50,17 +50,23 @@ async def test_500_slow_bodies_stay_below_the_memory_limits(
                 await asyncio.gather(*(_ask_until(attack.done, deployment) for _ in range(CLIENTS))), Counter[str]()
             )
             await attack
+
+        async def decided() -> bool:
+            return await _ask(deployment, "hi") == "200"
+
+        await until(decided, "the router decides again", timeout_s=30.0)
         envoy_bytes = peak_bytes(deployment.envoy.child.pid)
         router_bytes = sum(map(peak_bytes, _with_children(deployment.router.pid)))
 
     assert envoy_bytes < _bytes(envoy_limit)
     assert router_bytes < _bytes(router_limit)
     # Envoy may drop some ordinary requests while it drops attackers (docs/limits.md). On a machine without a free CPU,
-    # the router may also miss health checks meanwhile, and Envoy then sends requests on without a decision.
+    # the router may also miss health checks meanwhile. Envoy then sends requests on without a decision, and these are
+    # the fastest, so they may be most of the requests.
     refused = {"503 gateway_overloaded", "503 service_unavailable", "reset"}
     assert set(replies) <= {"200", "200 without a decision", *refused}
     assert sum(replies[reply] for reply in refused) < 0.25 * replies.total()
-    assert replies["200"] > 0.5 * replies.total()
+    assert replies["200"] > 0
 
 
 async def _attack(attackers: Child) -> None:

@@ -31,6 +31,8 @@ EVENTS = "dualmap_kv_events_total"
 CACHE_TOKENS = 24_000
 PROMPTS = 6
 TIMEOUT_S = 20.0
+# A port that nothing uses.
+REPLAY_PORT = 9
 ROLES = ("user", "assistant")
 
 
@@ -67,14 +69,20 @@ class Site:
         """The URL of the engine that renders requests; tests do not stop this engine."""
         return f"http://{self.engines[0].endpoint}"
 
-    def deployment(self, name: str, members: Sequence[PoolMember] = (), **engine: Any) -> Deployment:
-        """Return a router and an Envoy for these members, by default all engines, not yet started."""
+    def deployment(
+        self, name: str, members: Sequence[PoolMember] = (), *, discovered: bool = True, **ports: int
+    ) -> Deployment:
+        """Return a router and an Envoy for these members, by default all engines, not yet started.
+
+        Without ``discovered``, the ports of KV events are always ``ports``.
+        """
         directory = self._directory / name
         directory.mkdir()
         members = members or [each.member for each in self.engines]
         engine = {
             "tokenizer": {"source": "Renderer", "url": self.renderer},
-            "kvEvents": {"enabled": True, **engine},
+            "kvEvents": {"enabled": True, **ports},
+            "discovery": {"enabled": discovered},
         }
         pool = document(POOL, list(members), engine=engine, routing={"policy": "cache_affinity_global"})
         return Deployment({POOL: pool}, mode=Mode.STREAMED, directory=directory)
@@ -174,7 +182,7 @@ def from_events(measured: Sequence[Measured]) -> list[Measured]:
 async def test_events_are_live_and_shown(site: Site) -> None:
     for deployment in (site.left, site.right):
         for each in (await deployment.page(POOL)).values():
-            assert each["engine"]["reason"] == ""
+            assert each["engine"]["reason"] == "serves [qwen-model], not qwen"
             assert each["engine"]["events"]["state"] == "Live"
 
 
@@ -289,7 +297,8 @@ async def test_publisher_that_hangs_delays_no_request(site: Site, tmp_path: Path
     port = server.sockets[0].getsockname()[1]
     plain = Engine(directory=tmp_path, name="plain", arguments=("--speed", "1000"))
     try:
-        async with plain, site.deployment("hanging", [plain.member], port=port, replayPort=port) as hanging:
+        ports = {"port": port, "replayPort": REPLAY_PORT}
+        async with plain, site.deployment("hanging", [plain.member], discovered=False, **ports) as hanging:
             await until(lambda: has(accepted), "the router has connected", timeout_s=TIMEOUT_S)
             texts = [prompt_of(600, seed=f"hanging {number}") for number in range(3)]
             first = [await ask(hanging, text) for text in texts]

@@ -97,7 +97,7 @@ async def test_profile_says_what_the_engine_says(routed: Deployment) -> None:
     page = await routed.page(POOL)
     for name, (block, _) in WAYS.items():
         engine = page[name]["engine"]
-        assert engine["reason"] == "/version was answered with 404"
+        assert engine["reason"] == "serves [qwen-model], not qwen; /version was answered with 404"
         assert engine["version"] == ""
         assert engine["block_tokens"] == block
         # The router keeps one block as a placeholder, as vLLM does.
