@@ -197,7 +197,9 @@ def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
     (before,) = (sync.requested for sync in run.syncs if sync.at_s == STEP_S)
-    assert lag(run.syncs, since_s=STEP_S, enough=before + 1) == Lag(asked_s=15, serving_s=15 + 120)
+    more = lag(run.syncs, since_s=STEP_S, enough=before + 1)
+    # A sync at the moment of a start may count the new instance or not; the next sync counts it.
+    assert more in (Lag(asked_s=15, serving_s=15 + 120), Lag(asked_s=15, serving_s=15 + 120 + 15))
     enough = lag(run.syncs, since_s=STEP_S, enough=2 * before)
     assert enough.asked_s is not None
     assert enough.asked_s <= 60
