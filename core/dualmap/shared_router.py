@@ -497,8 +497,9 @@ class SharedRouter:
         for request_id in tuple(each for each in (*self._queued, *self._in_flight) if self._at(each) == self._name):
             if self._owner != self._name:
                 outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        requests = (*self._asked.values(), *self._queued.values(), *self._in_flight.values())
-        for router in sorted({each.at for each in requests} - {self._owner, self._name}):
+        left = {each.at for each in (*self._asked.values(), *self._queued.values())}
+        left |= {each.at for each in self._in_flight.values()}
+        for router in sorted(left - {self._owner, self._name}):
             self._send(router, Left())
         for request in self._in_flight.values():
             if request.at != self._owner:
