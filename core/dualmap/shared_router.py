@@ -25,6 +25,7 @@ from dualmap.fleet.ledger import ENDED_MAX, IN_FLIGHT_TTL_S
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Asked,
@@ -116,7 +117,7 @@ class SharedRouter:
         name: str,
         send: Callable[[str, Message], None],
         decided: Callable[[RemoteDecision], None] = lambda _: None,
-        hash_key: bytes,
+        hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -603,6 +604,10 @@ class SharedRouter:
 
     def _answer_due_s(self, waiting: _Waiting) -> float:
         return waiting.request.arrived_s + self.pool.routing.queue.max_wait_s + _QUEUE_MARGIN_S
+
+
+Router = PoolRouter | SharedRouter
+"""A pool's router, alone or among others."""
 
 
 def _endpoints(pool: Pool) -> dict[str, str]:
