@@ -343,9 +343,8 @@ def test_any_order_of_events_decides_each_request_once(steps: list[tuple[int, in
             case 8 if how < 2 and len(running) > 1:
                 routers.lose(router)
             case 8:
-                routers.take(
-                    routers[router].on_routers(routers.now, {each for each in running if each != running[how % 2]})
-                )
+                known = {each for each in running if each != running[how % len(running)]}
+                routers.take(routers[router].on_routers(routers.now, known))
             case 9 if live:
                 ended = live[how % len(live)]
                 routers.take(routers[routers.asked_at[ended]].on_failed(routers.now, ended))
