@@ -168,7 +168,8 @@ class KvEvents:
     async def _let_others_work(self, used_s: float) -> None:
         """Let the loop do other work for as long as events used it, if there is other work."""
         began_s = self._loop.time()
-        # In the first round, the loop only finds what has arrived. It does this work before the end of the second one.
+        # The loop collects the events that have arrived in the first sleep, and handles them before the second sleep
+        # ends.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         others_s = self._loop.time() - began_s
