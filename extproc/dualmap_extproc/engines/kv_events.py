@@ -448,6 +448,10 @@ class _Source:
 
     def on_other_start(self, now: float) -> None:
         """The engine's process has another start time."""
+        # A process that says its start time is ready, so the next attempts come soon.
+        self._pause_s = RETRY_S[0]
+        if self.retry_s is not None:
+            self.retry_s = min(self.retry_s, now)
         if self._restarted:
             self._restarted = False
         else:
