@@ -634,7 +634,7 @@ async def test_another_start_time_ends_the_pause_before_the_next_connection(monk
         await publisher.publish(stored(1, PROMPT))
         await follows.has(state="Live", blocks=20)
         await publisher.close()
-        await follows.has(state="Connecting")
+        await follows.has(state="Failed")
         other = Publisher(publisher._context, publisher.host, ports=(publisher.port, publisher.replay_port))
         follows.publishers = (other,)
         other.history([stored(1, PROMPT)])
