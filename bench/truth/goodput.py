@@ -1,4 +1,4 @@
-"""Searches the highest rate at which a kind of knowledge meets the SLO."""
+"""Finds the highest request rate at which each kind of knowledge meets the SLO."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from typing import Final
 from bench.truth.cases import Case, Knowledge, Run
 from bench.truth.measures import measure
 from bench.truth.tables import name_of
+
+from dualmap_sim.goodput import highest_step
 
 ATTAINMENT: Final = 0.9
 """The share of the requests that must get the first token within the SLO."""
@@ -24,14 +26,12 @@ def goodput(run: Run) -> float:
     The search is a bisection on a grid of rates. All kinds of knowledge use the same grid. Attainment is not
     monotonic in the rate, so several rates may be such limits.
     """
-    good, bad = (round(log(part) / log(_STEP)) for part in _RANGE)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if measure(replace(run, rate=run.rate * _STEP**middle)).within_slo >= ATTAINMENT:
-            good = middle
-        else:
-            bad = middle
-    return float(run.rate * _STEP**good)
+
+    def attains(step: int) -> bool:
+        return measure(replace(run, rate=run.rate * _STEP**step)).within_slo >= ATTAINMENT
+
+    lowest, highest = (round(log(part) / log(_STEP)) for part in _RANGE)
+    return float(run.rate * _STEP ** highest_step(attains, lowest, highest))
 
 
 def goodput_table(measured: Sequence[tuple[Run, float]]) -> str:

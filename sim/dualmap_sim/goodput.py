@@ -61,18 +61,27 @@ def goodput(
     """
     search = _Search(experiment, attainment=attainment, tolerance=tolerance, on_try=on_try)
     good, bad = search.bracket(ideal_capacity(experiment) if guess is None else guess)
-    while good is not None and bad - good > 1:
+    if good is None:
+        return Goodput(requests_per_s=0.0, runs=search.runs, bracket=(0.0, search.rate(bad)))
+    good = highest_step(search.attains, good, bad)
+    rate = search.rate(good)
+    return Goodput(
+        requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(good + 1)), summary=search.summary(good)
+    )
+
+
+def highest_step(attains: Callable[[int], bool], good: int, bad: int) -> int:
+    """Return a grid point that attains the share, while the next one does not.
+
+    ``good`` is a grid point that attains the share, and ``bad`` a higher one that does not.
+    """
+    while bad - good > 1:
         middle = (good + bad) // 2
-        if search.attains(middle):
+        if attains(middle):
             good = middle
         else:
             bad = middle
-    if good is None:
-        return Goodput(requests_per_s=0.0, runs=search.runs, bracket=(0.0, search.rate(bad)))
-    rate = search.rate(good)
-    return Goodput(
-        requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(bad)), summary=search.summary(good)
-    )
+    return good
 
 
 def ideal_capacity(experiment: Experiment) -> float:

@@ -627,6 +627,21 @@ async def test_refused_connection_forgets_blocks_before_the_engine_restarts():
         assert follows.status().blocks == 20
 
 
+async def test_another_start_time_ends_the_pause_before_the_next_connection(monkeypatch):
+    monkeypatch.setattr(kv_events, "RETRY_S", (60.0, 60.0))
+    async with following() as follows:
+        publisher = follows.publishers[0]
+        await publisher.publish(stored(1, PROMPT))
+        await follows.has(state="Live", blocks=20)
+        await publisher.close()
+        await follows.has(state="Failed")
+        other = Publisher(publisher._context, publisher.host, ports=(publisher.port, publisher.replay_port))
+        follows.publishers = (other,)
+        other.history([stored(1, PROMPT)])
+        follows.tell("m-0", other.profile(started_s=2000.0))
+        await follows.has(state="Live", blocks=20)
+
+
 async def test_silent_server_is_given_up(monkeypatch):
     monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
     connections: list[asyncio.StreamWriter] = []

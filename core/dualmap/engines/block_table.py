@@ -125,7 +125,7 @@ class BlockTable:
             segment.states[at] = state | _MORE
 
     def doubt(self, slot: int) -> None:
-        """Record that the engine may have more copies of the block in a slot than are counted."""
+        """Mark the count of copies of the block in a slot as a lower bound."""
         segment, at = self._at(slot)
         segment.states[at] |= _MORE
 

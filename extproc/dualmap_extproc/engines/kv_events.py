@@ -168,7 +168,8 @@ class KvEvents:
     async def _let_others_work(self, used_s: float) -> None:
         """Let the loop do other work for as long as events used it, if there is other work."""
         began_s = self._loop.time()
-        # In the first round, the loop only finds what has arrived. It does this work before the end of the second one.
+        # The loop collects the events that have arrived in the first sleep, and handles them before the second sleep
+        # ends.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         others_s = self._loop.time() - began_s
@@ -447,6 +448,10 @@ class _Source:
 
     def on_other_start(self, now: float) -> None:
         """The engine's process has another start time."""
+        # A process that says its start time is ready, so the next attempts come soon.
+        self._pause_s = RETRY_S[0]
+        if self.retry_s is not None:
+            self.retry_s = min(self.retry_s, now)
         if self._restarted:
             self._restarted = False
         else:

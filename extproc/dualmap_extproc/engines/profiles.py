@@ -60,7 +60,10 @@ _OPTIONAL: Final = frozenset({"/kv_event_sources"})
 
 
 class _Asked(NamedTuple):
-    """A member that is asked. Another address, process, name of the model or setting makes it another one."""
+    """A member whose engine the router asks.
+
+    A change of its address, process, model name or settings makes it another value, so the router asks it again.
+    """
 
     pool: str
     id: str

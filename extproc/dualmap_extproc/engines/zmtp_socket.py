@@ -68,7 +68,7 @@ class ZmtpSocket:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to the port."""
+        """Whether the TCP connection to the port is open."""
         return self._connected
 
     @property

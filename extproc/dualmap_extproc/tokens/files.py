@@ -44,7 +44,7 @@ class FilesTokenizer:
 
     @property
     def problem(self) -> str:
-        """Why chat completions have no ids; empty if they have."""
+        """The reason why chat completions get no token ids; empty if they get token ids."""
         return self._texts.problem
 
     def ids(self, body: object, api: Api, within_s: float = math.inf) -> "array[int]":
