@@ -48,15 +48,17 @@ class Heard:
 class Router:
     """A router that has nothing but its peers; ``addresses`` are those that it finds."""
 
-    def __init__(self, name: str, *, key: bytes = KEY, security: Security | None = None) -> None:
+    def __init__(
+        self, name: str, *, key: bytes = KEY, security: Security | None = None, heard: Heard | None = None
+    ) -> None:
         self.name = name
-        self.heard = Heard()
+        self.heard = heard or Heard()
         self.addresses: list[Address] = []
         self.peers = Peers(
             self.heard,
             name=name,
             hash_key=key,
-            find=self._find,
+            find=lambda: self.find(),
             security=security,
             on_shared=self.heard.on_shared,
         )
@@ -87,8 +89,14 @@ class Router:
         if self._server is not None:
             await self._server.stop(None)
 
-    async def _find(self) -> list[Address]:
+    async def find(self) -> Collection[tuple[str, int]]:
         return self.addresses
+
+
+def connected(*some: Router) -> bool:
+    """Return whether all of the routers are connected to each other, and to no other router."""
+    names = {each.name for each in some}
+    return all(set(each.peers.names) == names - {each.name} for each in some)
 
 
 @asynccontextmanager

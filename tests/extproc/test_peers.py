@@ -4,13 +4,8 @@ import asyncio
 
 from dualmap.ownership.messages import Declined
 from dualmap_extproc.request.ending import AccessLogEntry
-from extproc.peer_routers import POOL, Router, routers
+from extproc.peer_routers import POOL, connected, routers
 from waiting import until
-
-
-def connected(*some: Router) -> bool:
-    names = {each.name for each in some}
-    return all(set(each.peers.names) == names - {each.name} for each in some)
 
 
 async def test_routers_that_know_each_other_connect_once():
