@@ -126,6 +126,9 @@ async def measure(port: int, seconds: float) -> None:
     running = asyncio.create_task(asking.peers.run())
     while not asking.peers.names:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+    began_s = time.process_time()
+    await asyncio.sleep(2 * seconds)
+    print(f"a connection without messages: {50 * (time.process_time() - began_s) / seconds:.2f} % of a core\n")
     print("| prompt tokens | questions | p50 ms | p99 ms | us CPU a message |")
     print("|---|---|---|---|---|")
     for tokens in PROMPT_TOKENS:
