@@ -149,6 +149,46 @@ return {string.format('%.0f', now_ms), held}
 )
 """Compare and set session bindings; return the server's time in milliseconds and the valid value per key."""
 
+ANNOUNCE: Final = (
+    _BEGIN
+    + """
+-- KEYS: a stream. ARGV: the router, its address, time to keep in ms, most entries, most routers, most bytes of both.
+local key, keep_ms = KEYS[1], tonumber(ARGV[3])
+local since = string.format('%.0f', math.max(0, now_ms - keep_ms))
+local function add()
+  return redis.pcall('XADD', key, 'MINID', since, '*', 'p', ARGV[1], 'a', ARGV[2])
+end
+local done = add()
+if is_of_another_type(done) or (done.err and string.find(done.err, 'exhausted', 1, true)) then
+  redis.call('DEL', key)
+  done = add()
+end
+if done.err then return done end
+redis.call('XTRIM', key, 'MAXLEN', ARGV[4])
+redis.call('PEXPIRE', key, keep_ms)
+local known, addresses, to = {}, {}, '+'
+-- Reads one entry after the other, because another client may have written large ones.
+while #addresses < tonumber(ARGV[5]) do
+  local entry = redis.call('XREVRANGE', key, to, '-', 'COUNT', 1)[1]
+  if not entry then break end
+  local bytes, name, address = 0, entry[2][2], entry[2][4]
+  for _, text in ipairs(entry[2]) do bytes = bytes + #text end
+  if bytes > tonumber(ARGV[6]) then
+    -- The routers announce themselves again within a second.
+    redis.call('DEL', key)
+    break
+  end
+  if address and not known[name] then
+    known[name] = true
+    addresses[#addresses + 1] = address
+  end
+  to = '(' .. entry[1]
+end
+return addresses
+"""
+)
+"""Append a router's address to a stream, drop those that are too old or too many, and return each router's last one."""
+
 PUBLISH: Final = (
     _BEGIN
     + """
