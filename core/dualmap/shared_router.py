@@ -267,7 +267,7 @@ class SharedRouter:
             case Answer():
                 return Effects(None, self._answered(now, peer, message.outcome))
             case Declined():
-                waiting = self._asked.get(message.request_id)
+                waiting = self._asked.get(message.request_id) or self._queued.get(message.request_id)
                 if waiting is None or waiting.at != peer:
                     return Effects(None)
                 return Effects(None, self._give_up(now, waiting, "refused"))
@@ -293,14 +293,24 @@ class SharedRouter:
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
 
-        The requests that the owner has not decided are decided here.
+        The requests that the owner has not decided are decided here. The other routers' queued requests return to their
+        routers.
         """
         self._is_ending = True
-        outcomes: tuple[Outcome | Queued, ...] = ()
+        outcomes = self._decline(now)
         for waiting in (*self._asked.values(), *self._queued.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
         return Effects(None, outcomes)
+
+    def leave(self, now: float) -> None:
+        """Return the other routers' queued requests to their routers, because this router no longer serves the pool.
+
+        The other routers drop this router's requests.
+        """
+        self._decline(now)
+        for router in self._elsewhere():
+            self._send(router, Left())
 
     # What other events change.
 
@@ -481,6 +491,13 @@ class SharedRouter:
             case _:
                 return self._sort(now, router.on_aborted(now, request_id).outcomes)
 
+    def _decline(self, now: float) -> tuple[Outcome, ...]:
+        """Return the other routers' queued requests to their routers."""
+        queued = tuple(each for each in self._guests if self._router.is_queued(each))
+        for request_id in queued:
+            self._send(self._guests[request_id], Declined(request_id=request_id))
+        return self._drop(now, queued)
+
     def _drop(self, now: float, guests: Collection[str]) -> tuple[Outcome, ...]:
         """Remove requests of other routers from this router's accounts."""
         outcomes: tuple[Outcome, ...] = ()
@@ -497,10 +514,9 @@ class SharedRouter:
         for request_id in tuple(each for each in (*self._queued, *self._in_flight) if self._at(each) == self._name):
             if self._owner != self._name:
                 outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        left = {each.at for each in (*self._asked.values(), *self._queued.values())}
-        left |= {each.at for each in self._in_flight.values()}
-        for router in sorted(left - {self._owner, self._name}):
-            self._send(router, Left())
+        for router in self._elsewhere():
+            if router != self._owner:
+                self._send(router, Left())
         for request in self._in_flight.values():
             if request.at != self._owner:
                 request.at = self._owner
@@ -509,6 +525,11 @@ class SharedRouter:
             if waiting.at != self._owner:
                 outcomes += self._ask_again(now, waiting)
         return outcomes
+
+    def _elsewhere(self) -> list[str]:
+        """Return the other routers that account for requests of this router."""
+        waiting = {each.at for each in (*self._asked.values(), *self._queued.values())}
+        return sorted((waiting | {each.at for each in self._in_flight.values()}) - {self._name})
 
     def _at(self, request_id: str) -> str:
         waiting = self._queued.get(request_id)

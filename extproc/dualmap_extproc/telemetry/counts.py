@@ -324,7 +324,7 @@ class RequestCounts(Collector):
 
     def _abandoned(self, abandoned: Abandoned) -> None:
         counts = self._pools.get(abandoned.pool)
-        if counts is not None:
+        if counts is not None and abandoned.queued_s is not None:
             counts.queued_s.observe(abandoned.queued_s)
 
     def _decided(self, decided: Decided) -> None:
