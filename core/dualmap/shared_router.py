@@ -341,8 +341,8 @@ class SharedRouter:
         return self._router.take_update(now)
 
     def status(self) -> PoolSnapshot:
-        """Return a snapshot of this router's accounts, as ``PoolRouter.status``."""
-        return self._router.status()
+        """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
+        return replace(self._router.status(), owner=self._owner)
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of this router's requests that expired without a report."""

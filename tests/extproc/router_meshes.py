@@ -1,4 +1,4 @@
-"""Several pickers of one process that exchange messages, for tests: messages may be late or lost, and keep their order."""
+"""Several pickers of one process that exchange messages, for tests: messages may be lost, and keep their order."""
 
 from collections import deque
 from collections.abc import Callable

@@ -164,7 +164,7 @@ def test_owner_that_ends_returns_queued_requests_to_their_routers():
 
 
 def test_ending_owner_of_a_pool_without_members_refuses_no_other_routers_request():
-    mesh = RouterMesh(pool(members=0))
+    mesh = RouterMesh(crowded_pool(members=0, hold_when_empty=True))
     ending, asker = mesh.owner, mesh.others[0]
     asker.ask(now=2.0)
     mesh.deliver(2.0)

@@ -1,7 +1,8 @@
 """The gRPC access log service (ALS): receives an entry about the end of each request from every Envoy.
 
-Every Envoy sends every entry to every router, in batches. ``app.wiring`` passes this router's entries to the picker.
-The sink counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
+Every Envoy sends every entry to one router or to every router, in batches. ``app.wiring`` passes this router's entries
+to the picker, and other routers' entries to these routers. The router that picked verifies an entry's id. The sink
+counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
 another client of the router sent, because any program that reaches the port could otherwise end requests.
 """
 
