@@ -228,3 +228,13 @@ def test_removed_pool_takes_its_requests_from_the_owners_queue():
     mesh.deliver(3.0)
     assert isinstance(asker.resumed[0], Refused)
     assert mesh.owner.held == 0
+
+
+def test_forwarded_entry_ends_a_request_of_the_same_envoy():
+    mesh = RouterMesh()
+    owner = mesh.owner
+    picked = [owner.picker.pick(1.0, chat(), None, 1.0, headers={}, resume=print, peer="10.0.0.9") for _ in range(2)]
+    for each, sender in zip(picked, ("10.0.0.9", "10.0.0.8"), strict=True):
+        entry = AccessLogEntry(request_id=each.request_id, status=200, sender=sender)
+        owner.picker.access_log(2.0, entry)
+    assert owner.in_flight == 1

@@ -428,6 +428,9 @@ class Picker:
         if entry.request_id in self._waiting:
             # Envoy has not received the id of a waiting request, so this entry does not come from Envoy.
             return
+        if entry.sender is not None and not self.ids.is_from(entry.request_id, entry.sender):
+            # Another router forwarded the entry of another client than the one that sent the request.
+            return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
         match entry.ending:
