@@ -14,7 +14,7 @@ decide, each with a part of the requests. No request is lost in any of these cas
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple, TypeVar
 
@@ -22,9 +22,11 @@ from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.fleet.ledger import ENDED_MAX, IN_FLIGHT_TTL_S
+from dualmap.guests import Guests
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Asked,
@@ -116,7 +118,7 @@ class SharedRouter:
         name: str,
         send: Callable[[str, Message], None],
         decided: Callable[[RemoteDecision], None] = lambda _: None,
-        hash_key: bytes,
+        hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -135,8 +137,7 @@ class SharedRouter:
         self._in_flight: OrderedDict[str, _InFlight] = OrderedDict()
         # Where the last requests that ended are accounted for, since the engine's token counts may come later.
         self._ended: OrderedDict[str, str] = OrderedDict()
-        # The other routers' requests in this router's accounts, and their routers.
-        self._guests: dict[str, str] = {}
+        self._guests = Guests(self._router, send)
 
     @property
     def pool(self) -> Pool:
@@ -263,7 +264,10 @@ class SharedRouter:
         """Apply the message of another router."""
         match message:
             case Ask():
-                return Effects(None, self._answer(now, peer, message))
+                if self._is_ending or self._knows(message.request.id):
+                    self._guests.decline(peer, message.request.id)
+                    return Effects(None)
+                return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
             case Answer():
                 return Effects(None, self._answered(now, peer, message.outcome))
             case Declined():
@@ -272,23 +276,21 @@ class SharedRouter:
                     return Effects(None)
                 return Effects(None, self._give_up(now, waiting, "refused"))
             case Sent():
-                if not self._knows(message.request.id) and self._router.take_over(now, _sent(now, message)):
-                    self._guests[message.request.id] = peer
+                if not self._knows(message.request.id):
+                    self._guests.take_over(now, peer, message)
                 return Effects(None)
             case Progress():
-                return Effects(None, self._progressed(now, peer, message))
+                return Effects(None, self._sort(now, self._guests.progress(now, peer, message)))
             case Left():
-                guests = tuple(each for each, router in self._guests.items() if router == peer)
-                return Effects(None, self._drop(now, guests))
+                return Effects(None, self._sort(now, self._guests.left(now, peer)))
 
     def on_router_lost(self, now: float, peer: str) -> Effects[None]:
         """Forget a router that has ended, or to which the connection is lost.
 
         Its requests in flight stay in the accounts, because the members still serve them.
         """
-        queued = tuple(each for each, router in self._guests.items() if router == peer and self._router.is_queued(each))
-        outcomes = self._drop(now, queued)
-        return Effects(None, outcomes + self._sort(now, self._router.on_peer_lost(now, peer).outcomes))
+        outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
+        return Effects(None, self._sort(now, outcomes))
 
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
@@ -297,7 +299,7 @@ class SharedRouter:
         routers.
         """
         self._is_ending = True
-        outcomes = self._decline(now)
+        outcomes = self._sort(now, self._guests.decline_queued(now))
         for waiting in (*self._asked.values(), *self._queued.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
@@ -308,7 +310,7 @@ class SharedRouter:
 
         The other routers drop this router's requests.
         """
-        self._decline(now)
+        self._guests.decline_queued(now)
         for router in self._elsewhere():
             self._send(router, Left())
 
@@ -347,7 +349,7 @@ class SharedRouter:
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of this router's requests that expired without a report."""
         expired, outcomes = self._router.on_deadline(now)
-        ended = [each for each in expired if self._guests.pop(each.request_id, None) is None]
+        ended = [each for each in expired if not self._guests.forget(each.request_id)]
         for each in ended:
             self._ends(each.request_id)
         released = self._sort(now, outcomes)
@@ -452,59 +454,8 @@ class SharedRouter:
             )
         return (outcome,)
 
-    # Questions of the other routers.
-
-    def _answer(self, now: float, peer: str, ask: Ask) -> tuple[Outcome, ...]:
-        request = replace(ask.request, arrived_s=now - ask.age_s)
-        if self._is_ending or self._knows(request.id):
-            self._send(peer, Declined(request_id=request.id))
-            return ()
-        self._guests[request.id] = peer
-        answer, outcomes = self._router.on_request(now, request)
-        return self._sort(now, (answer, *outcomes))
-
     def _knows(self, request_id: str) -> bool:
         return any(request_id in each for each in (self._guests, self._asked, self._queued, self._in_flight))
-
-    def _progressed(self, now: float, peer: str, progress: Progress) -> tuple[Outcome, ...]:
-        request_id, router = progress.request_id, self._router
-        if progress.step is Step.COUNTED:
-            if progress.usage is not None:
-                router.on_usage(now, request_id, progress.usage)
-            return ()
-        if self._guests.get(request_id) != peer:
-            return ()
-        match progress.step:
-            case Step.HEARD:
-                router.on_heard(now, request_id)
-                return ()
-            case Step.FIRST_TOKEN:
-                return self._sort(now, router.on_first_token(now, request_id).outcomes)
-            case Step.SERVED:
-                return self._sort(now, router.on_served(now, request_id, progress.endpoint).outcomes)
-        del self._guests[request_id]
-        match progress.step:
-            case Step.FINISHED:
-                return self._sort(now, router.on_finished(now, request_id, progress.usage).outcomes)
-            case Step.FAILED:
-                return self._sort(now, router.on_failed(now, request_id).outcomes)
-            case _:
-                return self._sort(now, router.on_aborted(now, request_id).outcomes)
-
-    def _decline(self, now: float) -> tuple[Outcome, ...]:
-        """Return the other routers' queued requests to their routers."""
-        queued = tuple(each for each in self._guests if self._router.is_queued(each))
-        for request_id in queued:
-            self._send(self._guests[request_id], Declined(request_id=request_id))
-        return self._drop(now, queued)
-
-    def _drop(self, now: float, guests: Collection[str]) -> tuple[Outcome, ...]:
-        """Remove requests of other routers from this router's accounts."""
-        outcomes: tuple[Outcome, ...] = ()
-        for request_id in guests:
-            outcomes += self._router.hand_over(now, request_id).outcomes
-            self._guests.pop(request_id, None)
-        return self._sort(now, outcomes)
 
     # The accounts of this router's requests.
 
@@ -577,20 +528,12 @@ class SharedRouter:
 
     def _sort(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Send the outcomes of other routers' requests to their routers; return those of this router's."""
-        if not outcomes:
-            return ()
-        own: list[Outcome] = []
-        for outcome in outcomes:
-            guest = self._guests.get(outcome.request_id)
-            if guest is not None:
-                if isinstance(outcome, Rejection):
-                    del self._guests[outcome.request_id]
-                self._send(guest, Answer(outcome=outcome))
-                continue
+        own: tuple[Outcome, ...] = ()
+        for outcome in self._guests.answer(outcomes):
             waiting = self._queued.get(outcome.request_id)
             if waiting is not None:
-                own.extend(self._settle(now, waiting, outcome))
-        return tuple(own)
+                own += self._settle(now, waiting, outcome)
+        return own
 
     def _broke_off(
         self, now: float, request_id: str, step: Step, end: Callable[[float, str], Effects[Completion | None]]
@@ -626,17 +569,10 @@ class SharedRouter:
         return waiting.request.arrived_s + self.pool.routing.queue.max_wait_s + _QUEUE_MARGIN_S
 
 
+Router = PoolRouter | SharedRouter
+"""A pool's router, alone or among others."""
+
+
 def _endpoints(pool: Pool) -> dict[str, str]:
     """Return the ids of a pool's members by endpoint."""
     return {member.endpoint: member.id for member in pool.members}
-
-
-def _sent(now: float, message: Sent) -> SentRequest:
-    return SentRequest(
-        request=replace(message.request, arrived_s=now - message.age_s),
-        endpoint=message.endpoint,
-        sent_s=now - message.sent_ago_s,
-        matched_tokens=message.matched_tokens,
-        predicted_ttft_s=message.predicted_ttft_s,
-        prefilled=message.prefilled,
-    )
