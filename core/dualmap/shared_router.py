@@ -14,7 +14,7 @@ decide, each with a part of the requests. No request is lost in any of these cas
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, NamedTuple, TypeVar
 
