@@ -139,4 +139,6 @@ def reason_of(error: Exception) -> str:
     """Return why a gRPC stream has ended."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name.lower()}: {error.details()}"
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
     return str(error) or type(error).__name__

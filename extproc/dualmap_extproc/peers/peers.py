@@ -26,7 +26,7 @@ from dualmap_extproc.peers.codec import (
     encode_shared,
     encode_state,
 )
-from dualmap_extproc.peers.dialer import Dialer, Finder, Security
+from dualmap_extproc.peers.dialer import Dialer, Finder, Security, Unreachable
 from dualmap_extproc.peers.handshake import Introduction, NotAPeer
 from dualmap_extproc.peers.link import Link, Stream, reason_of
 from dualmap_extproc.request.ending import AccessLogEntry
@@ -187,24 +187,31 @@ class Peers:
             await self._keep(link)
 
     async def _connect(self, stream: Stream, address: str) -> str | None:
-        """Serve a connection that this router opened; return the other router's name if it is a peer."""
+        """Serve a connection that this router opened; return the other router's name if it is a peer.
+
+        Raises Unreachable.
+        """
         name, link = await self._introduce(stream, address, dialed=True)
         if link is not None:
             await self._keep(link)
         return name
 
     async def _introduce(self, stream: Stream, address: str, *, dialed: bool) -> tuple[str | None, Link | None]:
-        """Do the handshake; return the name of the other router, and the link if the connection is used."""
+        """Do the handshake; return the name of the other router, and the link if the connection is used.
+
+        Raises Unreachable if there is no answer at an address that this router dialed.
+        """
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 return await self._shake_hands(stream, address, dialed=dialed)
         except (NotAPeer, UnreadableFrame) as error:
             self._refused.warn(1, address=address, reason=str(error))
-        except TimeoutError:
-            self._refused.warn(1, address=address, reason="it does not answer")
         # gRPC raises errors of several classes for a stream that has ended.
         except Exception as error:  # noqa: BLE001
-            self._refused.warn(1, address=address, reason=reason_of(error))
+            if dialed:
+                raise Unreachable(reason_of(error)) from None
+            # Any program may connect to the port and send nothing.
+            _log.debug("Closed a connection before its handshake", address=address, reason=reason_of(error))
         return None, None
 
     async def _shake_hands(self, stream: Stream, address: str, *, dialed: bool) -> tuple[str | None, Link | None]:
