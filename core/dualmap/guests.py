@@ -83,6 +83,13 @@ class Guests:
         of_peer = [each for each, router in self._routers.items() if router == peer]
         return self._drop(now, [each for each in of_peer if self._router.is_queued(each)])
 
+    def decline_queued(self, now: float) -> tuple[Outcome, ...]:
+        """Return all queued requests to their routers, because this router no longer decides them."""
+        queued = [each for each in self._routers if self._router.is_queued(each)]
+        for request_id in queued:
+            self.decline(self._routers[request_id], request_id)
+        return self._drop(now, queued)
+
     def forget(self, request_id: str) -> bool:
         """Forget a request that expired in the router's accounts; return whether it was another router's."""
         return self._routers.pop(request_id, None) is not None

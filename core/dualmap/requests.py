@@ -233,7 +233,8 @@ class PoolSnapshot:
 
     ``held`` is the number of queued requests. ``unplaced_prefill_tokens`` counts the prompt tokens of requests that
     wait because the pool has no member. ``sessions`` is the number of session bindings. ``peers`` is the number of
-    other replicas with a recent report.
+    other replicas with a recent report. ``owner`` is the name of the router that decides for the pool; empty for a
+    router that decides alone (``dualmap.shared_router``).
     """
 
     pool: str
@@ -245,3 +246,4 @@ class PoolSnapshot:
     endpoints: tuple[EndpointStatus, ...]
     hotness_nodes: int
     split_prefixes: int
+    owner: str = ""

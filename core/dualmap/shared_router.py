@@ -14,7 +14,7 @@ decide, each with a part of the requests. No request is lost in any of these cas
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, NamedTuple, TypeVar
 
@@ -271,7 +271,7 @@ class SharedRouter:
             case Answer():
                 return Effects(None, self._answered(now, peer, message.outcome))
             case Declined():
-                waiting = self._asked.get(message.request_id)
+                waiting = self._asked.get(message.request_id) or self._queued.get(message.request_id)
                 if waiting is None or waiting.at != peer:
                     return Effects(None)
                 return Effects(None, self._give_up(now, waiting, "refused"))
@@ -295,14 +295,24 @@ class SharedRouter:
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
 
-        The requests that the owner has not decided are decided here.
+        The requests that the owner has not decided are decided here. The other routers' queued requests return to their
+        routers.
         """
         self._is_ending = True
-        outcomes: tuple[Outcome | Queued, ...] = ()
+        outcomes = self._sort(now, self._guests.decline_queued(now))
         for waiting in (*self._asked.values(), *self._queued.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
         return Effects(None, outcomes)
+
+    def leave(self, now: float) -> None:
+        """Return the other routers' queued requests to their routers, because this router no longer serves the pool.
+
+        The other routers drop this router's requests.
+        """
+        self._guests.decline_queued(now)
+        for router in self._elsewhere():
+            self._send(router, Left())
 
     # What other events change.
 
@@ -333,8 +343,8 @@ class SharedRouter:
         return self._router.take_update(now)
 
     def status(self) -> PoolSnapshot:
-        """Return a snapshot of this router's accounts, as ``PoolRouter.status``."""
-        return self._router.status()
+        """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
+        return replace(self._router.status(), owner=self._owner)
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of this router's requests that expired without a report."""
@@ -459,10 +469,9 @@ class SharedRouter:
         for request_id in tuple(each for each in (*self._queued, *self._in_flight) if self._at(each) == self._name):
             if self._owner != self._name:
                 outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        left = {each.at for each in (*self._asked.values(), *self._queued.values())}
-        left |= {each.at for each in self._in_flight.values()}
-        for router in sorted(left - {self._owner, self._name}):
-            self._send(router, Left())
+        for router in self._elsewhere():
+            if router != self._owner:
+                self._send(router, Left())
         for request in self._in_flight.values():
             if request.at != self._owner:
                 request.at = self._owner
@@ -471,6 +480,11 @@ class SharedRouter:
             if waiting.at != self._owner:
                 outcomes += self._ask_again(now, waiting)
         return outcomes
+
+    def _elsewhere(self) -> list[str]:
+        """Return the other routers that account for requests of this router."""
+        waiting = {each.at for each in (*self._asked.values(), *self._queued.values())}
+        return sorted((waiting | {each.at for each in self._in_flight.values()}) - {self._name})
 
     def _at(self, request_id: str) -> str:
         waiting = self._queued.get(request_id)

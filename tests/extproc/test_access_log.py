@@ -244,12 +244,13 @@ async def serving(
     counts: Counts,
     *,
     ids: RequestIds | None = None,
+    forward: Callable[[AccessLogEntry], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
-        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), clock=clock).handler(),)
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), forward=forward, clock=clock).handler(),)
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -298,6 +299,18 @@ class TestServing:
             await stream
         assert received == ["b-1f-0", "b-1f-1"]
         assert (counts.known, counts.others) == (4, 1)
+
+    async def test_access_log_sink_forwards_entries_of_other_routers(self) -> None:
+        forwarded: list[AccessLogEntry] = []
+        counts = Counts()
+        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), forward=forwarded.append) as opened:
+            stream = opened()
+            await stream.write(batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0")))
+            await stream.done_writing()
+            await stream
+        assert [each.request_id for each in forwarded] == ["a-1f-0", "b-2e-0"]
+        assert {each.sender for each in forwarded} == {"127.0.0.1"}
+        assert (counts.known, counts.others) == (3, 1)
 
     async def test_access_log_sink_drops_only_the_unreadable_batch(self, caplog: pytest.LogCaptureFixture) -> None:
         received: list[str] = []

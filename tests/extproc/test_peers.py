@@ -37,7 +37,7 @@ async def test_messages_arrive_in_order_in_both_directions():
 async def test_entry_and_payload_reach_their_routers():
     async with routers("a-1", "b-1", "c-1") as (a, b, c):
         await until(lambda: connected(a, b, c))
-        entry = AccessLogEntry(request_id="b-1-7-0123456789abcdef", status=200)
+        entry = AccessLogEntry(request_id="b-1-7-0123456789abcdef", status=200, sender="10.0.0.9")
 
         assert a.peers.forward(entry)
         assert not a.peers.forward(AccessLogEntry(request_id="d-1-7-0123456789abcdef"))

@@ -117,6 +117,7 @@ def encode_entry(entry: AccessLogEntry) -> bytes:
         flags=entry.flags,
         served_endpoint=None if entry.served_endpoint is None else _text(entry.served_endpoint),
         usage=_usage(entry.usage),
+        sender=_text(entry.sender or ""),
     )
     return wire.Frame(entries=(told,)).SerializeToString()
 
@@ -446,6 +447,7 @@ def _read_entry(told: wire.AccessLogEntry) -> AccessLogEntry:
         flags=tuple(_read_text(each, "flag") for each in told.flags),
         served_endpoint=_read_text(told.served_endpoint, "endpoint") if told.HasField("served_endpoint") else None,
         usage=_read_usage(told.usage) if told.HasField("usage") else None,
+        sender=_read_text(told.sender, "sender"),
     )
 
 

@@ -293,15 +293,17 @@ class Left(_message.Message):
     def __init__(self) -> None: ...
 
 class AccessLogEntry(_message.Message):
-    __slots__ = ("request_id", "status", "flags", "served_endpoint", "usage")
+    __slots__ = ("request_id", "status", "flags", "served_endpoint", "usage", "sender")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     SERVED_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     status: int
     flags: _containers.RepeatedScalarFieldContainer[str]
     served_endpoint: str
     usage: Usage
-    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[int] = ..., flags: _Optional[_Iterable[str]] = ..., served_endpoint: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    sender: str
+    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[int] = ..., flags: _Optional[_Iterable[str]] = ..., served_endpoint: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sender: _Optional[str] = ...) -> None: ...

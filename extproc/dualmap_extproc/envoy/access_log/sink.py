@@ -1,13 +1,15 @@
 """The gRPC access log service (ALS): receives an entry about the end of each request from every Envoy.
 
-Every Envoy sends every entry to every router, in batches. ``app.wiring`` passes this router's entries to the picker.
-The sink counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
+Every Envoy sends every entry to one router or to every router, in batches. ``app.wiring`` passes this router's entries
+to the picker, and other routers' entries to these routers. The router that picked verifies an entry's id. The sink
+counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
 another client of the router sent, because any program that reaches the port could otherwise end requests.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
@@ -45,9 +47,10 @@ class AccessLogObserver(Protocol):
 class AccessLogSink:
     """The access log service: passes the entries of each batch to ``on_entries``, on the event loop.
 
-    Every router receives the entries of all routers. The service skips entries with an id that does not begin with the
-    prefix of ``ids``. The check of an entry's prefix costs 1 us; reading the entry would cost 10 us. Of the entries of
-    this router, the service passes on those that ``ids`` made for requests of the same client (``wire.peer``).
+    A router may receive the entries of all routers. An entry with an id that does not begin with the prefix of ``ids``
+    goes to ``forward``, which sends it to its router if it can; without ``forward``, the service skips the entry. The
+    check of an entry's prefix costs 1 us; reading the entry costs 10 us. Of the entries of this router, the service
+    passes on those that ``ids`` made for requests of the same client (``wire.peer``).
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class AccessLogSink:
         observer: AccessLogObserver,
         *,
         ids: RequestIds,
+        forward: Callable[[AccessLogEntry], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
         self._observer = observer
         self._ids = ids
+        self._forward = forward
         self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
         self._foreign = OncePerMinute(_log, "Ignoring access log entries about another client's requests", clock)
 
@@ -89,7 +94,12 @@ class AccessLogSink:
                 without = ids.count("")
                 self._observer.access_log_entries(known=len(ids) - without, others=without)
                 prefix = self._ids.prefix
-                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(prefix)]
+                picked = [each for each in zip(some, ids, strict=True) if each[1]]
+                ours = [each for each in picked if each[1].startswith(prefix)]
+                if self._forward is not None and len(ours) < len(picked):
+                    for entry, request_id in picked:
+                        if not request_id.startswith(prefix):
+                            self._forward(replace(read_entry(entry, request_id), sender=peer))
                 believed = [each for each in ours if self._ids.is_from(each[1], peer)]
                 if len(believed) < len(ours):
                     self._observer.access_log_foreign(len(ours) - len(believed))
