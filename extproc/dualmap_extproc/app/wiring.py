@@ -47,6 +47,7 @@ from dualmap_extproc.settings import RedisSettings, Settings, TracingError
 from dualmap_extproc.store.announcement import Announcement
 from dualmap_extproc.store.exchange import SHORTEST_HISTORY_S, Exchange, history_s
 from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.store.peers_store import PeersStore, Unobserved
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
@@ -105,6 +106,10 @@ async def serve(settings: Settings) -> None:
         if peers is not None:
             peers.send(pool, peer, message)
 
+    def share(payload: bytes) -> None:
+        if peers is not None:
+            peers.share(payload)
+
     picker = Picker(
         settings.limits,
         observations.report,
@@ -112,21 +117,29 @@ async def serve(settings: Settings) -> None:
         hash_key=settings.hash_key,
         id_key=secrets.token_bytes(KEY_BYTES),
         trace_headers=trace_headers,
-        replicated=settings.redis is not None,
+        replicated=meshed,
         log_prompts=settings.log_prompts,
         client_key=_client_key(settings.hash_key),
         send=send if meshed else None,
     )
-    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=settings.redis is not None)
+    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=meshed)
     scaler = Scaler(pool_demand)
-    exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)
     addresses = _RouterAddresses(settings, incarnation)
     peers: Peers | None = None
+    exchange: Exchange | None = None
     if meshed:
-        security = peer_security(settings.tls, settings.tls_client_ca)
-        peers = Peers(picker, name=incarnation, hash_key=settings.hash_key, find=addresses.find, security=security)
+        peers_store = PeersStore(share, lambda pool: picker.pool(pool) is not None, loop.time)
+        peers = Peers(
+            picker,
+            name=incarnation,
+            hash_key=settings.hash_key,
+            find=addresses.find,
+            security=peer_security(settings.tls, settings.tls_client_ca),
+            on_shared=peers_store.on_shared,
+        )
         metrics.show_peers(lambda: 0 if peers is None else len(peers.names))
+        exchange = _exchange(settings.redis, peers_store, picker, pool_demand, metrics, incarnation)
 
     def take_profile(pool: str, member: str, profile: EngineProfile) -> None:
         picker.on_profile(loop.time(), pool, member, profile)
@@ -184,7 +197,7 @@ async def serve(settings: Settings) -> None:
             tasks.append(asyncio.create_task(exchange.run()))
         if peers is not None:
             addresses.listen(grpc_port)
-            tasks.append(asyncio.create_task(_run_peers(peers, picker, exchange)))
+            tasks.append(asyncio.create_task(_run_peers(peers, picker, None if settings.redis is None else exchange)))
         done = await _first_ended(tasks, before=source.known())
         if not done:
             await servers.ready()
@@ -224,16 +237,19 @@ def _client_key(hash_key: bytes) -> bytes:
     return blake2b(key=hash_key, person=b"dualmap clients", digest_size=32).digest()
 
 
-async def _run_peers(peers: Peers, picker: Picker, exchange: Exchange | None) -> None:
-    """Connect to the other routers, and announce when this router knows enough of the past to own pools."""
+async def _run_peers(peers: Peers, picker: Picker, history: Exchange | None) -> None:
+    """Connect to the other routers, and announce when this router knows enough of the past to own pools.
+
+    ``history`` reads the past from Redis. Without it, this router knows what happened since its start.
+    """
     async with asyncio.TaskGroup() as group:
         group.create_task(peers.run())
         clock = asyncio.get_running_loop().time
         began_s, warm = clock(), False
         while not warm:
             await asyncio.sleep(_WARM_CHECK_S)
-            if exchange is not None:
-                warm = exchange.has_read_history
+            if history is not None:
+                warm = history.has_read_history
             else:
                 longest_s = max((history_s(pool) for pool in picker.pools), default=SHORTEST_HISTORY_S)
                 warm = clock() - began_s >= longest_s
@@ -387,12 +403,25 @@ def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]])
     return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
 
 
-def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
-    """Return the exchange of replication updates with the other routers; they identify this router by ``peer``."""
+def _exchange(
+    redis: RedisSettings | None,
+    peers_store: PeersStore,
+    picker: Picker,
+    pool_demand: PoolDemand,
+    metrics: Metrics,
+    peer: str,
+) -> Exchange:
+    """Return the exchange of replication updates with the other routers; they identify this router by ``peer``.
+
+    Without Redis, the routers send the updates to each other.
+    """
+    clock = asyncio.get_running_loop().time
+    if redis is None:
+        shown = "the other routers"
+        return Exchange(picker, peers_store, Unobserved(), reporter=pool_demand, peer=peer, clock=clock, shown=shown)
     from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
     target = target_of(redis)
-    clock = asyncio.get_running_loop().time
     observer = StoreMetrics(metrics.registry)
     return Exchange(
         picker, RedisStore(target), observer, reporter=pool_demand, peer=peer, clock=clock, shown=target.shown

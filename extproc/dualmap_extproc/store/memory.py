@@ -1,6 +1,6 @@
 """A store for several routers in one process, without a server: implements ``contract.Store``.
 
-Tests and benchmarks of several replicas use this store. A router without ``--redis`` has no store.
+Tests and benchmarks of several replicas use this store, and ``peers_store`` keeps what routers publish in one.
 """
 
 import math
@@ -86,6 +86,10 @@ class MemoryStore:
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
         """Publish to the other replicas (``contract.Store``)."""
+        self.put(peer, posts)
+
+    def put(self, peer: str, posts: Sequence[Post]) -> None:
+        """Keep the posts of ``peer``."""
         now = self._clock()
         for post in posts:
             state = self._pool(post.pool)
