@@ -22,6 +22,7 @@ from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
+from dualmap.replicas.told import ToldLoads
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Completion,
@@ -50,6 +51,7 @@ class PoolRouter:
         self._fleet = Fleet(pool, hash_key)
         self._chooser = Chooser(pool, self._fleet, replicated=replicated)
         self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
+        self._told = ToldLoads()
         self._bodiless_sequence = 0
 
     @property
@@ -207,10 +209,13 @@ class PoolRouter:
         return min((each for each in deadlines if each is not None), default=None)
 
     def take_update(self, now: float) -> ReplicaUpdate:
-        """Return the replication update for the other replicas: the changes in this replica since the last update."""
+        """Return the replication update for the other replicas: the changes in this replica since the last update.
+
+        The update contains the loads if they have changed, and at least every KEEP_ALIVE_S.
+        """
         return ReplicaUpdate(
             hotness=self._chooser.tree.take_counts(),
-            loads=self._fleet.own_loads(now),
+            loads=self._told.news(now, self._fleet.own_loads(now)),
             placements=self._dispatcher.take_placements(),
             bindings=self._chooser.sessions.take_changes(now),
             wanted=self._chooser.sessions.take_wanted(),
@@ -225,7 +230,8 @@ class PoolRouter:
         for placement in update.placements:
             self._fleet.on_placement(now, said_s, placement)
         self._adopt(said_s, update.bindings, hinted=False)
-        return Effects(None, self._dispatcher.release_all(now))
+        # Placements and counts change no load, so they release no queued request.
+        return Effects(None, () if update.loads is None else self._dispatcher.release_all(now))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
         """Apply session bindings from the store if their version is higher or this replica requested them."""

@@ -113,6 +113,7 @@ class Cluster:
             config.pool, engine=config.engine, engines=config.engines, kv_events=self._has_kv_events
         )
         self._token_root = token_root(model=config.pool.model.name)
+        self._replication: Replication | None = None
         self._records: dict[str, Record] = {}
         # Number of requests that are not over, including the next arrival, plus one until the run's minimum duration
         # has passed.
@@ -145,13 +146,14 @@ class Cluster:
         if self._messages is not None:
             self._messages.begin()
         if self._config.exchange is not None:
-            Replication(
+            self._replication = Replication(
                 self._config.exchange,
                 replicas=self._config.replicas,
                 routers=self.routers,
                 timeline=self._timeline,
-                after=self._after,
-            ).begin()
+                after=self._after_update,
+            )
+            self._replication.begin()
         if self._config.sample_s is not None:
             self._timeline.at(0.0, self._sample, self._config.sample_s, ticks=True)
         while self._open and not self.gave_up:
@@ -258,6 +260,19 @@ class Cluster:
             self.gave_up = True
 
     def _after(self, router: int, outcomes: tuple[Outcome, ...] = ()) -> None:
+        """Apply an event's decisions on queued requests; schedule the router's next update and deadline."""
+        if self._replication is not None:
+            self._replication.changed(router)
+        self._apply(router, outcomes)
+
+    def _after_update(self, router: int, outcomes: tuple[Outcome, ...]) -> None:
+        """Apply the decisions after another router's update, which is no news by itself."""
+        if outcomes:
+            self._after(router, outcomes)
+        else:
+            self._apply(router, ())
+
+    def _apply(self, router: int, outcomes: tuple[Outcome, ...]) -> None:
         """Apply a router's decisions on queued requests, and schedule the router's next deadline."""
         for outcome in outcomes:
             self._decided(outcome)

@@ -8,7 +8,9 @@ this decision.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
 
+from dualmap.replicas.told import KEEP_ALIVE_S
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Outcome
 from dualmap.shared_router import Router
@@ -33,8 +35,9 @@ def everything(update: ReplicaUpdate) -> ReplicaUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationConfig:
-    """Replication settings: updates are sent every ``period_s`` and arrive ``delay_s`` later.
+    """Replication settings: updates are sent at most every ``period_s`` and arrive ``delay_s`` later.
 
+    A router sends an update only if it has news: after an event, or to show that it still runs.
     The default delay is half a period, because routers read updates as often as they write them. ``carries`` may remove
     parts of an update. A store processes session bindings one at a time and answers at once.
     """
@@ -61,6 +64,8 @@ class Replication:
         self._routers = routers
         self._timeline = timeline
         self._after = after
+        # The time of each router's next update. Updates scheduled for other times are not sent.
+        self._ticks_s = [inf] * len(routers)
         self._told: deque[tuple[float, int, ReplicaUpdate]] = deque()
         self._remembered_s = max(replica.replay_s for replica in replicas)
         self._bindings: dict[int, tuple[float, SharedBinding]] = {}
@@ -68,16 +73,31 @@ class Replication:
     def begin(self) -> None:
         """Schedule every router's updates, starting when the router joins."""
         for router, replica in enumerate(self._replicas):
-            # Routers send at different times. A joining router first receives its replay.
-            phase_s = self._exchange.period_s * router / len(self._routers)
+            # A joining router first receives its replay.
             self._timeline.at(replica.at_s, self._replay, router, ticks=True)
-            self._timeline.at(replica.at_s + phase_s, self._tick, router, ticks=True)
+            self._tick_at(router, replica.at_s)
+
+    def changed(self, router: int) -> None:
+        """Schedule a router's next update after an event of the router."""
+        if self._ticks_s[router] > self._timeline.now_s + self._exchange.period_s:
+            self._tick_at(router, self._timeline.now_s)
+
+    def _tick_at(self, router: int, after_s: float) -> None:
+        """Schedule a router's next update at its first turn from ``after_s`` on; routers send at different times."""
+        period_s = self._exchange.period_s
+        began_s = self._replicas[router].at_s + period_s * router / len(self._routers)
+        self._ticks_s[router] = max(began_s, began_s + ceil((after_s - began_s) / period_s) * period_s)
+        self._timeline.at(self._ticks_s[router], self._tick, router, ticks=True)
 
     def _tick(self, router: int) -> None:
         exchange, timeline = self._exchange, self._timeline
         now = timeline.now_s
-        timeline.at(now + exchange.period_s, self._tick, router, ticks=True)
+        if self._ticks_s[router] != now:
+            return
+        self._tick_at(router, now + max(KEEP_ALIVE_S, exchange.period_s))
         update = exchange.carries(self._routers[router].take_update(now))
+        if update.is_empty:
+            return
         if self._remembered_s:
             self._told.append((now, router, update))
             while self._told[0][0] < now - self._remembered_s:

@@ -54,6 +54,35 @@ def test_replication_update_without_changes_is_none() -> None:
     assert router.take_update(3.0) == nothing
 
 
+def test_update_without_an_event_is_empty() -> None:
+    router = PoolRouter(slow_pool(), replicated=True)
+    assert not router.take_update(0.0).is_empty
+    assert router.take_update(0.1).is_empty
+    decide(router, "1", text_of(50_000, "a"), now=0.2)
+    update = router.take_update(0.2)
+    assert update.loads is not None
+    assert update.placements
+    # Only the backlog falls with time.
+    assert router.take_update(0.4).is_empty
+    router.on_first_token(0.5, "1")
+    assert router.take_update(0.5).loads is not None
+
+
+def test_unchanged_loads_are_told_before_other_replicas_drop_them() -> None:
+    mine, yours = replicas(slow_pool())
+    decide(mine, "1", text_of(500_000, "a"))
+    told_s = []
+    for tenth in range(100):
+        now = tenth / 10
+        update = mine.take_update(now)
+        if update.loads is not None:
+            told_s.append(now)
+            yours.on_update(now, "mine", update, 0.0)
+        yours.on_deadline(now)
+        assert yours.status().peers == 1
+    assert told_s == [float(second) for second in range(10)]
+
+
 def test_router_without_replication_collects_no_update() -> None:
     router = PoolRouter(pool())
     for n in range(10):

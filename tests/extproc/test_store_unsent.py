@@ -67,6 +67,13 @@ def test_unsent_loads_are_due_again_after_a_failure() -> None:
     assert unsent.loads(0.5) == unsent.loads(0.6) == {"m-0": SharedLoad(in_flight=1)}
 
 
+def test_update_without_loads_keeps_the_last_loads() -> None:
+    unsent = Unsent()
+    unsent.add(0.0, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
+    unsent.add(0.1, QUIET)
+    assert unsent.loads(0.1) == {"m-0": SharedLoad(in_flight=1)}
+
+
 def test_unsent_loads_are_kept_separate_from_updates() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))

@@ -92,6 +92,20 @@ def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
     return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=update.placements)
 
 
+def test_routers_without_news_exchange_only_keep_alives() -> None:
+    sent: list[ReplicaUpdate] = []
+
+    def record(update: ReplicaUpdate) -> ReplicaUpdate:
+        sent.append(update)
+        return update
+
+    exchange = ReplicationConfig(period_s=0.001, delay_s=0.0, carries=record)
+    Cluster(config(small_pool(2), routers=2, exchange=exchange)).run(one_block_prompts(0.0, 10.0))
+    assert sum(len(update.placements) for update in sent) == 2
+    # About one update a second and router, and one for each event.
+    assert len(sent) < 2 * 12 + 2 * 4
+
+
 def test_replica_exchange_sends_only_the_selected_updates() -> None:
     exchange = ReplicationConfig(period_s=0.01, delay_s=0.0, carries=placements_only)
     cluster = Cluster(config(small_pool(2), routers=2, exchange=exchange))

@@ -70,7 +70,7 @@ class ReplicaUpdate:
     """The update on one pool that a replica sends to the other replicas.
 
     ``loads`` is by member id and is complete each time: this replica puts no load on a member that is missing in it. If
-    ``loads`` is None, the update contains no loads. All other fields contain only changes since the last ReplicaUpdate.
+    ``loads`` is None, the last loads still apply. All other fields contain only changes since the last ReplicaUpdate.
     ``wanted`` contains sessions of requests for which this replica has no binding.
     """
 
@@ -79,3 +79,10 @@ class ReplicaUpdate:
     placements: tuple[Placement, ...] = ()
     bindings: tuple[SharedBinding, ...] = ()
     wanted: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the update contains nothing to send."""
+        counts = self.hotness
+        told = counts.requests or counts.nodes or counts.split or self.placements or self.bindings or self.wanted
+        return self.loads is None and not told

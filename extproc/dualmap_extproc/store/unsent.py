@@ -57,7 +57,8 @@ class Unsent:
 
     def add(self, now: float, update: ReplicaUpdate) -> None:
         """Add an update of this router."""
-        self._loads = dict(update.loads or {})
+        if update.loads is not None:
+            self._loads = dict(update.loads)
         if update.hotness.requests or update.hotness.nodes or update.hotness.split:
             self._hotness.append((now, update.hotness))
         while self._hotness and self._hotness[0][0] < now - HOTNESS_S:

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from dualmap_sim.workloads import agentic, tool_agent, zipf_bursts
+from dualmap_sim.workloads import agentic, poisson_chats, tool_agent, zipf_bursts
 from dualmap_sim.workloads.agentic import agentic_workload
 from dualmap_sim.workloads.mooncake import read_mooncake
+from dualmap_sim.workloads.poisson_chats import poisson_chats_workload
 from dualmap_sim.workloads.sessions import label_sessions
 from dualmap_sim.workloads.statistics import Asked, Fact, compare
 from dualmap_sim.workloads.synthetic import default_workload
@@ -33,6 +34,7 @@ WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType(
         "tool_agent": tool_agent_workload,
         "agentic": agentic_workload,
         "zipf_bursts": zipf_bursts_workload,
+        "poisson_chats": poisson_chats_workload,
     }
 )
 """The generated workloads by name."""
@@ -42,6 +44,7 @@ ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType(
         "tool_agent": tool_agent.ASKED,
         "agentic": agentic.ASKED,
         "zipf_bursts": zipf_bursts.ASKED,
+        "poisson_chats": poisson_chats.ASKED,
     }
 )
 """The target figures of each generated workload, if it has any."""

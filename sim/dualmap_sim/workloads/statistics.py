@@ -144,6 +144,12 @@ def input_per_output(trace: Trace) -> float:
     return input_tokens_mean(trace) / output_tokens_mean(trace)
 
 
+def turns_mean(trace: Trace) -> float:
+    """Return the mean number of requests of a session; NaN if the trace has no sessions."""
+    sessions = {request.session for request in trace.requests}
+    return nan if None in sessions else len(trace.requests) / len(sessions)
+
+
 def session_share(trace: Trace, *, top: float) -> float:
     """Return the share of all prompt tokens that belongs to the largest ``top`` (0 to 1) of the sessions.
 
