@@ -20,6 +20,8 @@
 
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
+  routers                    goodput of one to eight routers, in virtual time (an hour; --quick: 5 minutes)
+
   truth                      what routers know about engines' caches, in virtual time (2 to 8 minutes; --quick: 1)
 
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
@@ -32,10 +34,10 @@ All benchmarks except the first four have a --help option: python -m bench gatew
 import os
 import sys
 
-from bench import decisions, memory, picks, replicas, rings, window
+from bench import decisions, memory, picks, replicas, rings, routers, window
 
 CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main, "picks": picks.main}
-VIRTUAL = {"window": window.main, "replicas": replicas.main}
+VIRTUAL = {"window": window.main, "replicas": replicas.main, "routers": routers.main}
 
 
 def main(names: list[str]) -> None:
