@@ -211,7 +211,7 @@ class TestReading:
 
 class Counts:
     def __init__(self) -> None:
-        self.known = self.others = self.unreadable = self.foreign = 0
+        self.known = self.others = self.unreadable = self.foreign = self.undelivered = 0
 
     def access_log_entries(self, *, known: int, others: int) -> None:
         self.known += known
@@ -222,6 +222,9 @@ class Counts:
 
     def access_log_foreign(self, count: int) -> None:
         self.foreign += count
+
+    def access_log_undelivered(self, count: int) -> None:
+        self.undelivered += count
 
 
 class AnySender(RequestIds):

@@ -127,11 +127,12 @@ async def serve(settings: Settings) -> None:
     reading = ReadingProcesses()
     processor = ExternalProcessor(picker, observations.report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
+    access_log = AccessLogSink(take_entries, metrics, ids=picker.ids)
     servers = GrpcServers(
         processor,
         services=(*discovery.handlers(), scaler.handler()),
         plain=(scaler.handler(),),
-        access_log=(AccessLogSink(take_entries, metrics, ids=picker.ids).handler(),),
+        access_log=(access_log.handler(),),
         limits=settings.limits,
     )
     status = StatusServer(
@@ -165,7 +166,7 @@ async def serve(settings: Settings) -> None:
             _warn_of_public_key(settings)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
-        await servers.drain(settings.drain_timeout_s)
+        await servers.drain(settings.drain_timeout_s, end_access_log=access_log.end_streams)
         # Only the task of `stop` may end without an error. The error of another task ends the router, and its
         # supervisor restarts it.
         for task in done:

@@ -1,7 +1,8 @@
 """Ids of requests, each bound to the Envoy that sent the request.
 
-Every Envoy reports ended requests to every router, and other programs may reach the access log port. An id contains a
-keyed hash of the Envoy's identity (``wire.peer``). The router accepts a report about an id only from the same identity.
+An Envoy reports the end of a request to every router or to any, and other programs may reach the access log port. An
+id contains a keyed hash of the Envoy's identity (``wire.peer``). The router accepts a report about an id only from the
+same identity.
 """
 
 from hashlib import blake2b
@@ -13,6 +14,11 @@ SEAL_BYTES: Final = 8
 """The length of the keyed hash in an id: 64 bits, which no client can guess."""
 KEY_BYTES: Final = 32
 """The length of the secret key of the hashes."""
+
+
+def router_of(request_id: str) -> str:
+    """Return the ``prefix`` with which a router made a request id; for other text, any part of the text."""
+    return request_id.rsplit("-", maxsplit=2)[0]
 
 
 class RequestIds:
