@@ -164,6 +164,11 @@ class TestReading:
         message.common_properties.upstream_remote_address.socket_address.named_port = "http"
         assert read(message).served_endpoint is None
 
+    def test_access_log_entry_with_a_long_address_has_no_endpoint(self) -> None:
+        message = entry()
+        message.common_properties.upstream_remote_address.socket_address.address = "f" * 46
+        assert read(message).served_endpoint is None
+
     def test_access_log_entry_with_invalid_port_has_no_endpoint(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.port_value = 65_536

@@ -9,13 +9,13 @@ import grpc.aio
 import pytest
 
 from dualmap_extproc.envoy.access_log import forwarding
-from dualmap_extproc.envoy.access_log.forwarding import KEPT_BYTES_MAX, KEPT_S, Forwarding
+from dualmap_extproc.envoy.access_log.forwarding import KEPT_MAX, KEPT_S, Forwarding
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
-from dualmap_extproc.request.ids import KEY_BYTES, RequestIds, router_of
+from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
-from extproc.test_access_log import METHOD, Counts, Stream, entry
+from extproc.test_access_log import METHOD, Counts, Stream, entry, read
 from waiting import until
 
 ENVOY = "10.0.0.9"
@@ -30,7 +30,6 @@ class Routers:
         self.ids = {name: RequestIds(name, bytes([number]) * KEY_BYTES) for number, name in enumerate(names)}
         self.now_s = 1000.0
         self.connected = set(names)
-        self._forwarded: list[asyncio.Task[None]] = []
         self.sinks = {name: self._sink(name) for name in names}
 
     def _sink(self, name: str) -> AccessLogSink:
@@ -42,15 +41,11 @@ class Routers:
             clock=lambda: self.now_s,
         )
 
-    def _send(self, router: str, client: str, batch: bytes) -> bool:
-        if router not in self.connected:
-            return False
-        taking = self.sinks[router].take_forwarded(client, batch)
-        self._forwarded.append(asyncio.ensure_future(taking))
-        return True
-
-    async def sent(self) -> None:
-        await asyncio.gather(*self._forwarded)
+    def _send(self, client: str, sent: AccessLogEntry) -> bool:
+        to = [name for name in self.connected if sent.request_id.startswith(f"{name}-")]
+        for name in to:
+            self.sinks[name].take_forwarded(client, sent)
+        return bool(to)
 
     def received_ids(self, name: str) -> list[str]:
         return [each.request_id for each in self.received[name]]
@@ -85,19 +80,12 @@ async def report(sink: AccessLogSink, *batches: bytes) -> None:
         await stream
 
 
-def test_router_of_an_id_is_the_prefix_of_its_router() -> None:
-    incarnation = "dualmap-router-7f9-x2-1a2b3c4d"
-    assert router_of(RequestIds(incarnation, b"key").new(ENVOY)) == incarnation
-    assert [router_of(text) for text in ("", "-", "no", "a-b-c")] == ["", "", "no", "a"]
-
-
 async def test_shared_log_entries_reach_the_routers_that_picked() -> None:
     routers = Routers("a-1", "b-2")
     ours, theirs = (routers.ids[name].new("127.0.0.1") for name in ("a-1", "b-2"))
     later = routers.ids["b-2"].new("127.0.0.1")
     # Only the first batch of a stream names the log.
     await report(routers.sinks["a-1"], batch([ours, theirs, "-"], SHARED_ACCESS_LOG), batch([later]))
-    await routers.sent()
     assert routers.received_ids("a-1") == [ours]
     assert routers.received_ids("b-2") == [theirs, later]
     assert routers.received["b-2"][0].usage == routers.received["a-1"][0].usage is not None
@@ -108,7 +96,6 @@ async def test_shared_log_entries_reach_the_routers_that_picked() -> None:
 async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | None) -> None:
     routers = Routers("a-1", "b-2")
     await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("127.0.0.1")], log))
-    await routers.sent()
     assert routers.received_ids("b-2") == []
     assert routers.counts["a-1"].undelivered == 0
 
@@ -116,16 +103,15 @@ async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | No
 async def test_forwarded_entry_of_another_client_ends_no_request() -> None:
     routers = Routers("a-1", "b-2")
     await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("10.0.0.77")], SHARED_ACCESS_LOG))
-    await routers.sent()
     assert routers.received_ids("b-2") == []
     assert routers.counts["b-2"].foreign == 1
 
 
-async def test_forwarded_entries_are_not_forwarded_again() -> None:
+async def test_forwarded_entry_of_another_router_is_ignored() -> None:
     routers = Routers("a-1", "b-2")
-    await routers.sinks["a-1"].take_forwarded("127.0.0.1", batch([routers.ids["b-2"].new("127.0.0.1")]))
-    await routers.sent()
-    assert routers.received_ids("b-2") == []
+    routers.sinks["a-1"].take_forwarded("127.0.0.1", read(entry(routers.ids["b-2"].new("127.0.0.1"))))
+    assert routers.received_ids("a-1") == routers.received_ids("b-2") == []
+    assert routers.counts["a-1"].foreign == 1
 
 
 async def test_entries_wait_for_the_connection_of_a_new_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,19 +139,16 @@ async def test_entries_of_a_router_that_has_gone_are_dropped(
     routers.now_s += 1
     await until(lambda: routers.counts["a-1"].undelivered == 2)
     (logged,) = [record.__dict__["details"] for record in caplog.records]
-    assert (logged["count"], logged["router"]) == (2, "gone-2")
+    assert (logged["count"], logged["request"]) == (1, "gone-2-0-ff")
 
 
 async def test_entries_that_wait_use_bounded_memory() -> None:
     counts = Counts()
     keeping = Forwarding(lambda *_: False, counts, clock=lambda: 0.0)
-    long = entry("gone-2-0-ff")
-    long.common_properties.custom_tags["flags"] = "x" * (KEPT_BYTES_MAX // 4)
-    keeping.forward(ENVOY, [(long, "gone-2-0-ff")])
+    keeping.forward(ENVOY, [AccessLogEntry(request_id="gone-2-0-ff")] * KEPT_MAX)
     assert counts.undelivered == 0
-    for _ in range(3):
-        keeping.forward(ENVOY, [(long, "gone-2-0-ff")])
-    assert counts.undelivered == 1
+    keeping.forward(ENVOY, [AccessLogEntry(request_id="gone-2-0-ff")] * 3)
+    assert counts.undelivered == 3
 
 
 async def test_router_without_other_routers_counts_undelivered_entries() -> None:

@@ -16,11 +16,6 @@ KEY_BYTES: Final = 32
 """The length of the secret key of the hashes."""
 
 
-def router_of(request_id: str) -> str:
-    """Return the ``prefix`` with which a router made a request id; for other text, any part of the text."""
-    return request_id.rsplit("-", maxsplit=2)[0]
-
-
 class RequestIds:
     """The request ids of this process.
 

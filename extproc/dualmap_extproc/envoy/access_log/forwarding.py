@@ -1,7 +1,7 @@
 """Sends access log entries about other routers' requests to these routers.
 
 Of several routers behind one DNS name, Envoy sends an entry to any. Only the router that picked the request's member
-can use the entry. The entry's request id begins with this router's prefix.
+can use the entry.
 """
 
 import asyncio
@@ -10,25 +10,24 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dualmap_edge.logs import OncePerMinute, get_logger
-from dualmap_extproc.request.ids import router_of
-from dualmap_extproc.wire import access_log_pb2 as wire
+from dualmap_extproc.request.ending import AccessLogEntry
 
 # A new router may pick members some seconds before its connections to the other routers exist.
 KEPT_S: Final = 10.0
 RETRY_S: Final = 0.5
-# The most bytes of entries that wait for connections. An entry has about 500 bytes.
-KEPT_BYTES_MAX: Final = 8 * 1024 * 1024
+# The most entries that wait for a connection. An entry has less than 1 KiB.
+KEPT_MAX: Final = 10_000
 _log = get_logger(__name__)
 
 
 class Send(Protocol):
-    """Sends entries to another router."""
+    """Sends an entry to the router that picked the request's member."""
 
-    def __call__(self, router: str, client: str, batch: bytes) -> bool:
-        """Send the batch, and return whether a connection to the router exists.
+    def __call__(self, client: str, entry: AccessLogEntry) -> bool:
+        """Send an entry, and return whether a connection to its router exists.
 
-        ``router`` is the prefix of the router's request ids, without the final hyphen. ``client`` is the identity of
-        the Envoy that sent the entries (``wire.peer``). ``batch`` is a serialized StreamAccessLogsMessage.
+        The request id begins with the router's prefix (``request.ids``). ``client`` is the identity of the Envoy that
+        sent the entry (``wire.peer``), which the router compares with that of the request's Envoy.
         """
 
 
@@ -41,10 +40,8 @@ class ForwardingObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    router: str
     client: str
-    batch: bytes
-    entries: int
+    entry: AccessLogEntry
     until_s: float
 
 
@@ -59,35 +56,23 @@ class Forwarding:
         self._observer = observer
         self._clock = clock
         self._kept: list[_Kept] = []
-        self._kept_bytes = 0
         self._retry: asyncio.TimerHandle | None = None
         self._undelivered = OncePerMinute(_log, "Dropping access log entries of routers without a connection", clock)
 
-    def forward(self, client: str, entries: Iterable[tuple[wire.HTTPAccessLogEntry, str]]) -> None:
-        """Send entries with their request ids, which the Envoy ``client`` sent, to the routers of the requests."""
-        batches: dict[str, wire.StreamAccessLogsMessage] = {}
-        for entry, request_id in entries:
-            batch = batches.setdefault(router_of(request_id), wire.StreamAccessLogsMessage())
-            batch.http_logs.log_entry.append(entry)
-        for router, batch in batches.items():
-            count = len(batch.http_logs.log_entry)
+    def forward(self, client: str, entries: Iterable[AccessLogEntry]) -> None:
+        """Send entries from the Envoy ``client`` to the routers of their requests."""
+        until_s = self._clock() + KEPT_S
+        for entry in entries:
             if self._send is None:
-                self._drop(router, count)
-                continue
-            data = batch.SerializeToString()
-            if not self._send(router, client, data):
-                until_s = self._clock() + KEPT_S
-                self._keep(_Kept(router=router, client=client, batch=data, entries=count, until_s=until_s))
+                self._drop(entry)
+            elif not self._send(client, entry):
+                self._keep(_Kept(client=client, entry=entry, until_s=until_s))
 
-    def _keep(self, batch: _Kept) -> None:
-        if self._kept_bytes + len(batch.batch) > KEPT_BYTES_MAX:
-            self._drop(batch.router, batch.entries)
+    def _keep(self, kept: _Kept) -> None:
+        if len(self._kept) >= KEPT_MAX:
+            self._drop(kept.entry)
             return
-        self._kept.append(batch)
-        self._kept_bytes += len(batch.batch)
-        self._retry_later()
-
-    def _retry_later(self) -> None:
+        self._kept.append(kept)
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
@@ -95,18 +80,15 @@ class Forwarding:
         self._retry = None
         assert self._send is not None
         now_s = self._clock()
-        waiting, self._kept, self._kept_bytes = self._kept, [], 0
+        waiting, self._kept = self._kept, []
         for each in waiting:
-            if self._send(each.router, each.client, each.batch):
+            if self._send(each.client, each.entry):
                 continue
             if each.until_s <= now_s:
-                self._drop(each.router, each.entries)
+                self._drop(each.entry)
             else:
-                self._kept.append(each)
-                self._kept_bytes += len(each.batch)
-        if self._kept:
-            self._retry_later()
+                self._keep(each)
 
-    def _drop(self, router: str, count: int) -> None:
-        self._observer.access_log_undelivered(count)
-        self._undelivered.warn(count, router=router)
+    def _drop(self, entry: AccessLogEntry) -> None:
+        self._observer.access_log_undelivered(1)
+        self._undelivered.warn(1, request=entry.request_id)

@@ -79,9 +79,13 @@ class AccessLogSink:
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
-    async def take_forwarded(self, client: str, batch: bytes) -> None:
-        """Take the batch that another router sent with its ``send``."""
-        await self._take(client, batch, shared=False)
+    def take_forwarded(self, client: str, entry: AccessLogEntry) -> None:
+        """Take an entry that another router sent with its ``send``."""
+        self._observer.access_log_entries(known=1, others=0)
+        if entry.request_id.startswith(self._ids.prefix) and self._ids.is_from(entry.request_id, client):
+            self._on_entries((entry,))
+        else:
+            self._ignore(1, client)
 
     def end_streams(self) -> None:
         """End each stream after its next batch, so that Envoy opens a new stream to another router.
@@ -125,8 +129,12 @@ class AccessLogSink:
         ours = [each for each in known if each[1].startswith(prefix)]
         believed = [each for each in ours if self._ids.is_from(each[1], client)]
         if len(believed) < len(ours):
-            self._observer.access_log_foreign(len(ours) - len(believed))
-            self._foreign.warn(len(ours) - len(believed), peer=client)
+            self._ignore(len(ours) - len(believed), client)
         self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
-        if shared and len(ours) < len(known):
-            self._forwarding.forward(client, (each for each in known if not each[1].startswith(prefix)))
+        if shared:
+            theirs = (each for each in known if not each[1].startswith(prefix))
+            self._forwarding.forward(client, (read_entry(entry, request_id) for entry, request_id in theirs))
+
+    def _ignore(self, count: int, client: str) -> None:
+        self._observer.access_log_foreign(count)
+        self._foreign.warn(count, peer=client)
