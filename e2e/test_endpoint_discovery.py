@@ -10,9 +10,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from dualmap_extproc.envoy.config.settings import EnvoySettings
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
 from dualmap_extproc.envoy.discovery.service import Discovery
-from dualmap_extproc.settings import Address
 from harness.clients import http1
 from harness.envoy import Envoy
 from harness.settings import pool_of

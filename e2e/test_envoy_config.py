@@ -16,8 +16,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.config.settings import Mode
-from dualmap_extproc.settings import Address
+from dualmap_extproc.envoy.config.settings import Address, Mode
 from harness.clients import Reply, http1, http2, raw, sha256
 from harness.envoy import Envoy
 from harness.picker import Pick, Picker, Seen, always

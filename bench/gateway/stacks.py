@@ -21,10 +21,9 @@ from bench.gateway.prompts import MODEL
 from dualmap_cli.demo.children import Child, Children
 from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 from dualmap_extproc.envoy.config.http.filters import EXT_PROC
-from dualmap_extproc.envoy.config.settings import EnvoySettings
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.pools.file import load_pool_files
-from dualmap_extproc.settings import Address
 
 ENGINES = 8
 ENGINES_MAX = 100

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from dualmap.pools.pool import Member, MemberState, Model, Pool
-from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
-from dualmap_extproc.settings import Address
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from harness.picker import Picker
 from harness.upstream import Upstream
 

@@ -1,9 +1,8 @@
 """The router's settings, parsed once from the command line (``main``)."""
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from dualmap.errors import DualMapError
 from dualmap.pools.pool import BODY_BYTES
@@ -13,68 +12,10 @@ from dualmap_edge.logs import LogFormat
 # The greatest length of a replica id, which is the greatest length of a host name. Request ids, metrics and Redis keys
 # contain the replica id.
 REPLICA_ID_CHARACTERS: Final = 253
-PORT_MAX: Final = 65535
-
-
-class SettingError(DualMapError):
-    """A setting that cannot be used; the message names the field, the value and the accepted values."""
-
-    def __init__(self, field: str, value: str, accepted: str) -> None:
-        self.field = field
-        super().__init__(f"{field}: {value!r} is not accepted; give {accepted}")
 
 
 class TracingError(DualMapError):
     """The settings for the export of spans are invalid; the message names the fault."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """A TCP address; ``host`` is an IP address without brackets or a DNS name."""
-
-    host: str
-    port: int
-
-    @property
-    def is_ip(self) -> bool:
-        """Whether the host is an IP address rather than a DNS name."""
-        try:
-            ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        return True
-
-    @classmethod
-    def to_bind(cls, text: str, *, field: str) -> Self:
-        """Read the ``IP:PORT`` to listen on (port 0: any free port). Raises SettingError."""
-        address = cls._split(text)
-        if address is None or not address.is_ip or not 0 <= address.port <= PORT_MAX:
-            raise SettingError(field, text, "IP:PORT, such as 127.0.0.1:8080 or [::]:8080")
-        return address
-
-    @classmethod
-    def to_connect(cls, text: str, *, field: str) -> Self:
-        """Read the ``HOST:PORT`` to connect to. Raises SettingError."""
-        address = cls._split(text)
-        if address is None or not address.host or not 1 <= address.port <= PORT_MAX:
-            raise SettingError(field, text, "HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002")
-        return address
-
-    @classmethod
-    def _split(cls, text: str) -> Self | None:
-        """Split at the last colon and remove brackets; return None without a port, or for IPv6 without brackets.
-
-        The method replaces "localhost" by 127.0.0.1, because Envoy cannot listen on a name, and the router does not
-        listen on ::1.
-        """
-        host, colon, port = text.strip().rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        host = host[1:-1] if bracketed else host
-        if not colon or not (port.isascii() and port.isdigit()) or (":" in host) != bracketed:
-            return None
-        if any(not (c.isalnum() or c in "-._:%") for c in host):
-            return None
-        return cls(host="127.0.0.1" if host == "localhost" else host, port=int(port))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +83,7 @@ class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need no certificate). ``peers`` are the gRPC addresses of the other
-    routers; a DNS name stands for all its addresses, and any address may be the router's own. ``redis`` is None for
-    routers that share no state.
+    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router.
     ``hash_key`` is the key of the hashes of prompts and sessions. With ``log_prompts``, debug logs quote headers and
     prompts. The router sends spans to the OpenTelemetry collector at ``otlp_endpoint`` (None: no spans), and serves the
     ``dashboard`` on the metrics port.
@@ -159,7 +98,6 @@ class Settings:
     als_port: int = 9004
     tls: str = "off"
     tls_client_ca: Path | None = None
-    peers: tuple[Address, ...] = ()
     redis: RedisSettings | None = None
     hash_key: bytes = field(default=PUBLIC_KEY, repr=False)
     replica_id: str

@@ -11,9 +11,9 @@ import yaml
 
 from dualmap.prompts.api import PATHS
 from dualmap_extproc import names
-from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
-from dualmap_extproc.settings import Address, Limits
+from dualmap_extproc.settings import Limits
 from extproc.envoy_configs import (
     all_routes,
     clusters,

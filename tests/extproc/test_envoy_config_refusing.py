@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dualmap_extproc.envoy.config.settings import Discover, EnvoySettings, EnvoySettingsError
+from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettings, EnvoySettingsError
 from dualmap_extproc.pools.file import load_pool_files
-from dualmap_extproc.settings import Address
 from extproc.envoy_configs import pool_file, run
 
 

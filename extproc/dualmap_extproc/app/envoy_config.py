@@ -9,6 +9,7 @@ import click
 from dualmap_edge.options import Duration
 from dualmap_extproc.envoy.config.settings import (
     MEMORY_BYTES,
+    Address,
     Discover,
     EnvoySettings,
     EnvoySettingsError,
@@ -16,7 +17,6 @@ from dualmap_extproc.envoy.config.settings import (
     Tls,
     read_memory,
 )
-from dualmap_extproc.settings import Address, SettingError
 
 MEMORY_VARIABLE: Final = "DUALMAP_ENVOY_MEMORY"
 
@@ -170,7 +170,7 @@ def envoy_config(
             allow_paths=allow_paths,
             memory_bytes=MEMORY_BYTES if memory is None else read_memory(memory, field=MEMORY_VARIABLE),
         )
-    except (SettingError, PoolFileError) as error:
+    except (EnvoySettingsError, PoolFileError) as error:
         click.echo(f"dualmap envoy-config: {error}", err=True)
         sys.exit(2)
     if settings.tls is not None:
@@ -197,7 +197,7 @@ def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static
 
 
 def _addresses(text: str, *, field: str) -> tuple[Address, ...]:
-    """Return the addresses of a comma-separated list without duplicates. Raises SettingError."""
+    """Return the addresses of a comma-separated list without duplicates. Raises EnvoySettingsError."""
     addresses = [Address.to_connect(part, field=field) for part in text.split(",")]
     return tuple(dict.fromkeys(addresses))
 

@@ -16,14 +16,7 @@ from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
-from dualmap_extproc.settings import (
-    REPLICA_ID_CHARACTERS,
-    Address,
-    KubeSettings,
-    Limits,
-    SettingError,
-    Settings,
-)
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 _DEFAULT_NAMESPACE: Final = "dualmap-system"
@@ -53,20 +46,6 @@ class _Namespace(click.ParamType[str]):
         if not _DNS_LABEL.fullmatch(text):
             self.fail(f"{text!r} is not accepted; give a DNS label of at most 63 characters", param, ctx)
         return text
-
-
-class _PeerAddress(click.ParamType[Address]):
-    """The parameter type of another router's gRPC address."""
-
-    name = "address"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Address:
-        if isinstance(value, Address):
-            return value
-        try:
-            return Address.to_connect(str(value), field="--peer")
-        except SettingError:
-            self.fail(f"{value!r} is not accepted; give HOST:PORT, such as dualmap-router-peers:9002", param, ctx)
 
 
 class _OtlpEndpoint(click.ParamType[str]):
@@ -171,15 +150,6 @@ def _check_distinct(ports: dict[str, int]) -> None:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
-)
-@click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    metavar="HOST:PORT",
-    type=_PeerAddress(),
-    help="gRPC address of another router. Repeat the option for several routers. A DNS name stands for all its "
-    "addresses, which the router resolves again every second.",
 )
 @redis_options
 @hash_key_option(default="random; a public key with --redis or --kube")

@@ -45,11 +45,10 @@ from envoy_data_plane.envoy.type.v3 import Percent
 
 from dualmap.pools.pool import MemberState, Pool
 from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, endpoint_at, extension, packed
-from dualmap_extproc.envoy.config.settings import EnvoySettings
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
 from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER, own_stream, shared_stream
 from dualmap_extproc.envoy.config.transport import tls_socket
 from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, ONLY_POOL, SERVED_KEY, cluster_name
-from dualmap_extproc.settings import Address
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
 

@@ -14,7 +14,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 from envoy_data_plane.google.protobuf import Any
 
-from dualmap_extproc.settings import Address
+from dualmap_extproc.envoy.config.settings import Address
 
 # The data that Envoy buffers for a connection to a router or an engine.
 BUFFER_BYTES = 16 * 1024 * 1024

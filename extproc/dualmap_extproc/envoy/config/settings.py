@@ -1,14 +1,16 @@
 """The inputs of the generated Envoy configuration; ``app.envoy_config`` reads them from the command line."""
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
+from dualmap.errors import DualMapError
 from dualmap.pools.pool import BODY_BYTES, Pool
-from dualmap_extproc.settings import Address, SettingError
 
+PORT_MAX = 65535
 ANY_PATH: Final = "*"
 """The member of ``EnvoySettings.allow_paths`` that allows every path."""
 MEMORY_BYTES: Final = 1 << 30
@@ -21,8 +23,12 @@ _QUANTITY: Final = re.compile(rf"(?P<number>\d{{1,15}}(\.\d{{1,9}})?(e\+?\d{{1,2
 _PATH: Final = re.compile(r"/[^?#\s]*")
 
 
-class EnvoySettingsError(SettingError):
+class EnvoySettingsError(DualMapError):
     """A setting that Envoy cannot use; the message names the field, the value and the accepted values."""
+
+    def __init__(self, field: str, value: str, accepted: str) -> None:
+        self.field = field
+        super().__init__(f"{field}: {value!r} is not accepted; give {accepted}")
 
 
 def read_memory(text: str, *, field: str) -> int:
@@ -45,6 +51,55 @@ class Mode(StrEnum):
     STREAMED = "streamed"
     FULL_DUPLEX = "full-duplex"
     BUFFERED = "buffered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A TCP address; ``host`` is an IP address without brackets or a DNS name."""
+
+    host: str
+    port: int
+
+    @property
+    def is_ip(self) -> bool:
+        """Whether the host is an IP address rather than a DNS name."""
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        return True
+
+    @classmethod
+    def to_bind(cls, text: str, *, field: str) -> Self:
+        """Read the ``IP:PORT`` to listen on (port 0: any free port). Raises EnvoySettingsError."""
+        address = cls._split(text)
+        if address is None or not address.is_ip or not 0 <= address.port <= PORT_MAX:
+            raise EnvoySettingsError(field, text, "IP:PORT, such as 127.0.0.1:8080 or [::]:8080")
+        return address
+
+    @classmethod
+    def to_connect(cls, text: str, *, field: str) -> Self:
+        """Read the ``HOST:PORT`` to connect to. Raises EnvoySettingsError."""
+        address = cls._split(text)
+        if address is None or not address.host or not 1 <= address.port <= PORT_MAX:
+            raise EnvoySettingsError(field, text, "HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002")
+        return address
+
+    @classmethod
+    def _split(cls, text: str) -> Self | None:
+        """Split at the last colon and remove brackets; return None without a port, or for IPv6 without brackets.
+
+        The method replaces "localhost" by 127.0.0.1, because Envoy cannot listen on a name, and the router does not
+        listen on ::1.
+        """
+        host, colon, port = text.strip().rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if bracketed else host
+        if not colon or not (port.isascii() and port.isdigit()) or (":" in host) != bracketed:
+            return None
+        if any(not (c.isalnum() or c in "-._:%") for c in host):
+            return None
+        return cls(host="127.0.0.1" if host == "localhost" else host, port=int(port))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

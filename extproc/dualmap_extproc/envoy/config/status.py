@@ -16,7 +16,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 
 from dualmap_extproc.envoy.config.extensions import endpoint_at, packed, socket_address
-from dualmap_extproc.settings import Address
+from dualmap_extproc.envoy.config.settings import Address
 
 SHOWN = ("/ready", "/stats/prometheus")
 _CLUSTER = "envoy-admin"
