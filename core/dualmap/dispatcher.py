@@ -48,6 +48,10 @@ class Dispatcher:
         """The prompt tokens of the requests that wait because the pool has no member."""
         return self._queue.unplaced_tokens
 
+    def is_queued(self, request_id: str) -> bool:
+        """Return whether a request is queued."""
+        return request_id in self._queue
+
     def adopt(self, pool: Pool) -> None:
         """Store a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool

@@ -94,7 +94,35 @@ class Queued:
     request_id: str
 
 
-Outcome = Decision | Rejection
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request that another router decides (``dualmap.shared_router``).
+
+    A later event returns the request's outcome, unless the client aborts the request. If the other router queues the
+    request, an earlier event returns ``Queued``.
+    """
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentRequest:
+    """A request in flight that another router sent to ``endpoint`` (``ip:port``) at ``sent_s``.
+
+    ``matched_tokens`` and ``predicted_ttft_s`` are as in the request's receipt. ``prefilled`` is true after the
+    request's first token.
+    """
+
+    request: Request
+    endpoint: str
+    sent_s: float
+    matched_tokens: int
+    predicted_ttft_s: float
+    prefilled: bool
+
+
+Outcome = Decision | Rejection | Queued
+"""What became of a request. ``Queued`` reaches a driver after the request's event only from another router."""
 AnswerT = TypeVar("AnswerT", covariant=True)
 
 
@@ -205,7 +233,8 @@ class PoolSnapshot:
 
     ``held`` is the number of queued requests. ``unplaced_prefill_tokens`` counts the prompt tokens of requests that
     wait because the pool has no member. ``sessions`` is the number of session bindings. ``peers`` is the number of
-    other replicas with a recent report.
+    other replicas with a recent report. ``owner`` is the name of the router that decides for the pool; empty for a
+    router that decides alone (``dualmap.shared_router``).
     """
 
     pool: str
@@ -217,3 +246,4 @@ class PoolSnapshot:
     endpoints: tuple[EndpointStatus, ...]
     hotness_nodes: int
     split_prefixes: int
+    owner: str = ""

@@ -33,6 +33,7 @@ from dualmap.requests import (
     Queued,
     Rejection,
     Request,
+    SentRequest,
     Usage,
 )
 
@@ -128,6 +129,28 @@ class PoolRouter:
         outcomes = self._on_failure(now, request.member, request.dispatched_s)
         completion, released = self._completed(now, request)
         return Effects(completion, outcomes + released)
+
+    def take_over(self, now: float, sent: SentRequest) -> bool:
+        """Record a request in flight that another router decided; False for an unknown endpoint or a known request."""
+        return self._fleet.take_over(now, sent)
+
+    def is_queued(self, request_id: str) -> bool:
+        """Return whether a request is queued."""
+        return self._dispatcher.is_queued(request_id)
+
+    def hand_over(self, now: float, request_id: str) -> Effects[None]:
+        """Drop a request, queued or in flight, because another router accounts for it from now on."""
+        was_queued, outcomes = self._dispatcher.forget(now, request_id)
+        if not was_queued:
+            member = self._fleet.hand_over(now, request_id)
+            if member is not None:
+                outcomes += self._dispatcher.release(now, member)
+        return Effects(None, outcomes)
+
+    def on_peer_lost(self, now: float, peer: str) -> Effects[None]:
+        """Remove the load that a replica reported which has ended, or to which the connection is lost."""
+        self._fleet.forget_peer(peer)
+        return Effects(None, self._dispatcher.release_all(now))
 
     def on_pool(self, now: float, pool: Pool) -> Effects[None]:
         """Apply a new version of the pool: members join, change and leave; requests in flight stay recorded."""

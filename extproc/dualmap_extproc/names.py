@@ -67,6 +67,11 @@ ONLY_POOL: Final = "dualmap-only-pool"
 SCALER_SERVICE: Final = "externalscaler.ExternalScaler"
 
 
+def replica_of(router: str) -> str:
+    """Return the replica id in a router's name among the routers, which ends with a random number."""
+    return router.rpartition("-")[0]
+
+
 def cluster_name(namespace: str, name: str) -> str:
     """Return the name of a pool's Envoy cluster, which is also its EDS resource and the value of CLUSTER_HEADER.
 

@@ -83,7 +83,9 @@ class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router.
+    verifies clients' certificates (None: clients need no certificate). ``redis`` is None without shared state.
+    ``peers`` are the hosts and gRPC ports of the other routers; a DNS name stands for all its addresses. Without
+    ``peers``, routers with ``redis`` find each other there.
     ``hash_key`` is the key of the hashes of prompts and sessions. With ``log_prompts``, debug logs quote headers and
     prompts. The router sends spans to the OpenTelemetry collector at ``otlp_endpoint`` (None: no spans), and serves the
     ``dashboard`` on the metrics port.
@@ -99,6 +101,7 @@ class Settings:
     tls: str = "off"
     tls_client_ca: Path | None = None
     redis: RedisSettings | None = None
+    peers: tuple[tuple[str, int], ...] = ()
     hash_key: bytes = field(default=PUBLIC_KEY, repr=False)
     replica_id: str
     log_level: str = "info"

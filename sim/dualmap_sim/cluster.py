@@ -20,14 +20,16 @@ from xxhash import xxh3_64_intdigest
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import TOKEN_BYTES, token_root
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
+from dualmap.requests import Asked, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
 from dualmap_sim.instances import Instance, Instances
 from dualmap_sim.kv_subscriptions import KvSubscriptions
+from dualmap_sim.messages import RouterMessages
 from dualmap_sim.observer import ClusterObserver
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import LoadSample, Record
@@ -54,6 +56,8 @@ class ClusterConfig:
     events: tuple[Event, ...] = ()
     replicas: tuple[Replica, ...] = (Replica(),)
     exchange: ReplicationConfig | None = None
+    hop_delay_s: float | None = None
+    """Delay of a message between two routers, if the pool's owner decides. None: each router decides by itself."""
     feedback_delay_s: float = 0.0
     """Delay until a router receives a first token, a completion or a failed connection."""
     report_loss: float = 0.0
@@ -84,11 +88,23 @@ class Cluster:
     def __init__(self, config: ClusterConfig, *, observer: ClusterObserver | None = None) -> None:
         self._config = config
         self._observer = observer
-        self.routers = tuple(PoolRouter(config.pool, replicated=config.exchange is not None) for _ in config.replicas)
         self.samples: list[LoadSample] = []
         self.gave_up = False
         """Whether ``gives_up`` ended the run."""
         self._timeline = Timeline()
+        replicated = config.exchange is not None
+        self._messages: RouterMessages | None = None
+        if config.hop_delay_s is not None:
+            self._messages = RouterMessages(
+                config.pool,
+                replicas=config.replicas,
+                hop_delay_s=config.hop_delay_s,
+                replicated=replicated,
+                timeline=self._timeline,
+                after=self._after,
+            )
+        alone = (PoolRouter(config.pool, replicated=replicated) for _ in config.replicas)
+        self.routers: tuple[Router, ...] = tuple(alone) if self._messages is None else self._messages.routers
         self._subscriptions: KvSubscriptions | None = None
         if config.pool.engine.kv_events.enabled:
             self._subscriptions = KvSubscriptions(self.routers, self._timeline, delay_s=config.kv_events_delay_s)
@@ -126,6 +142,8 @@ class Cluster:
             self._observer.begin(self._timeline, self.routers, self._publish)
         for event in self._config.events:
             self._timeline.at(event.at_s, self._happen, event)
+        if self._messages is not None:
+            self._messages.begin()
         if self._config.exchange is not None:
             Replication(
                 self._config.exchange,
@@ -183,7 +201,9 @@ class Cluster:
         present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= now]
         return present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
 
-    def _decided(self, outcome: Decision | Queued | Rejection) -> None:
+    def _decided(self, outcome: Outcome | Asked) -> None:
+        if isinstance(outcome, Asked):
+            return
         record = self._records[outcome.request_id]
         assert record.dispatched_s is None, f"{outcome.request_id} was dispatched twice"
         assert record.refused is None, f"{outcome.request_id} was refused before"

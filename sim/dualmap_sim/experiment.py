@@ -49,6 +49,10 @@ class Experiment:
     warmup: int = 500
     """Number of requests at the start of the trace that are served but not counted."""
     routers: int = 1
+    owner_decides: bool = True
+    """Whether the pool's owner decides for all routers, instead of each router by itself."""
+    hop_delay_s: float = 0.001
+    """Delay of a message between two routers."""
     view_delay_s: float = 0.1
     """Mean age of a router's data about the other routers' requests."""
     feedback_delay_s: float = 0.0
@@ -145,6 +149,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             engines=dict(experiment.engines),
             replicas=(Replica(),) * experiment.routers,
             exchange=_exchange(experiment),
+            hop_delay_s=experiment.hop_delay_s if experiment.routers > 1 and experiment.owner_decides else None,
             feedback_delay_s=experiment.feedback_delay_s,
             report_loss=experiment.report_loss,
             kv_moves=experiment.kv_moves,

@@ -11,7 +11,7 @@ from math import inf
 from dualmap.engines.events import Batch
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import Apply, EventSource, Message
-from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 from dualmap_sim.block_pool import EventBatch
 from dualmap_sim.timeline import Timeline
 
@@ -21,7 +21,7 @@ _RANK = 0
 class KvSubscriptions:
     """The subscriptions of all routers. A router that joins later receives the earlier messages as well."""
 
-    def __init__(self, routers: Sequence[PoolRouter], timeline: Timeline, *, delay_s: float) -> None:
+    def __init__(self, routers: Sequence[Router], timeline: Timeline, *, delay_s: float) -> None:
         self._routers = routers
         self._timeline = timeline
         self._delay_s = delay_s

@@ -10,14 +10,14 @@ from typing import Protocol
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
-from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 from dualmap_sim.timeline import Timeline
 
 
 class ClusterObserver(Protocol):
     """Receives the routers' events. ``router`` is the number of the router."""
 
-    def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
+    def begin(self, timeline: Timeline, routers: Sequence[Router], publish: Callable[[Pool], None]) -> None:
         """Start before the first event. ``publish`` sends a new version of the pool to every router."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:

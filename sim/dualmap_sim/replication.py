@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Outcome
-from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 from dualmap_sim.timeline import Timeline
 
 
@@ -52,7 +52,7 @@ class Replication:
         exchange: ReplicationConfig,
         *,
         replicas: Sequence[Replica],
-        routers: Sequence[PoolRouter],
+        routers: Sequence[Router],
         timeline: Timeline,
         after: Callable[[int, tuple[Outcome, ...]], None],
     ) -> None:

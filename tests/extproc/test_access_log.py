@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dualmap.requests import Usage
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
-from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
+from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
 from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
@@ -252,12 +252,13 @@ async def serving(
     counts: Counts,
     *,
     ids: RequestIds | None = None,
+    forward: Callable[[AccessLogEntry], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
-        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), clock=clock).handler(),)
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), forward=forward, clock=clock).handler(),)
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -306,6 +307,26 @@ class TestServing:
             await stream
         assert received == ["b-1f-0", "b-1f-1"]
         assert (counts.known, counts.others) == (4, 1)
+
+    async def test_access_log_sink_forwards_entries_of_other_routers(self) -> None:
+        forwarded: list[AccessLogEntry] = []
+        counts = Counts()
+
+        def forward(sent: AccessLogEntry) -> bool:
+            forwarded.append(sent)
+            return True
+
+        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), forward=forward) as opened:
+            stream = opened()
+            named = wire.StreamAccessLogsMessage()
+            named.identifier.log_name = SHARED_ACCESS_LOG
+            entries = batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0"))
+            await stream.write(named.SerializeToString() + entries)
+            await stream.done_writing()
+            await stream
+        assert [each.request_id for each in forwarded] == ["a-1f-0", "b-2e-0"]
+        assert {each.sender for each in forwarded} == {"127.0.0.1"}
+        assert (counts.known, counts.others) == (3, 1)
 
     async def test_access_log_sink_drops_only_the_unreadable_batch(self, caplog: pytest.LogCaptureFixture) -> None:
         received: list[str] = []

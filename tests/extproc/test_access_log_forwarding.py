@@ -15,10 +15,8 @@ from dualmap_extproc.names import ACCESS_LOG, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
-from extproc.test_access_log import METHOD, Counts, Stream, entry, read
+from extproc.test_access_log import METHOD, Counts, Stream, entry
 from waiting import until
-
-ENVOY = "10.0.0.9"
 
 
 class Routers:
@@ -37,14 +35,14 @@ class Routers:
             self.received[name].extend,
             self.counts[name],
             ids=self.ids[name],
-            send=self._send,
+            forward=self._forward,
             clock=lambda: self.now_s,
         )
 
-    def _send(self, client: str, sent: AccessLogEntry) -> bool:
+    def _forward(self, sent: AccessLogEntry) -> bool:
         to = [name for name in self.connected if sent.request_id.startswith(f"{name}-")]
         for name in to:
-            self.sinks[name].take_forwarded(client, sent)
+            self.received[name].append(sent)
         return bool(to)
 
     def received_ids(self, name: str) -> list[str]:
@@ -89,7 +87,9 @@ async def test_shared_log_entries_reach_the_routers_that_picked() -> None:
     assert routers.received_ids("a-1") == [ours]
     assert routers.received_ids("b-2") == [theirs, later]
     assert routers.received["b-2"][0].usage == routers.received["a-1"][0].usage is not None
-    assert (routers.counts["a-1"].known, routers.counts["b-2"].known) == (3, 2)
+    assert [each.sender for each in routers.received["a-1"]] == [None]
+    assert {each.sender for each in routers.received["b-2"]} == {"127.0.0.1"}
+    assert routers.counts["a-1"].known == 3
 
 
 @pytest.mark.parametrize("log", [ACCESS_LOG, "another", None])
@@ -98,20 +98,6 @@ async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | No
     await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("127.0.0.1")], log))
     assert routers.received_ids("b-2") == []
     assert routers.counts["a-1"].undelivered == 0
-
-
-async def test_forwarded_entry_of_another_client_ends_no_request() -> None:
-    routers = Routers("a-1", "b-2")
-    await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("10.0.0.77")], SHARED_ACCESS_LOG))
-    assert routers.received_ids("b-2") == []
-    assert routers.counts["b-2"].foreign == 1
-
-
-async def test_forwarded_entry_of_another_router_is_ignored() -> None:
-    routers = Routers("a-1", "b-2")
-    routers.sinks["a-1"].take_forwarded("127.0.0.1", read(entry(routers.ids["b-2"].new("127.0.0.1"))))
-    assert routers.received_ids("a-1") == routers.received_ids("b-2") == []
-    assert routers.counts["a-1"].foreign == 1
 
 
 async def test_entries_wait_for_the_connection_of_a_new_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +131,9 @@ async def test_entries_of_a_router_that_has_gone_are_dropped(
 async def test_entries_that_wait_use_bounded_memory() -> None:
     counts = Counts()
     keeping = Forwarding(lambda *_: False, counts, clock=lambda: 0.0)
-    keeping.forward(ENVOY, [AccessLogEntry(request_id="gone-2-0-ff")] * KEPT_MAX)
+    keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * KEPT_MAX)
     assert counts.undelivered == 0
-    keeping.forward(ENVOY, [AccessLogEntry(request_id="gone-2-0-ff")] * 3)
+    keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * 3)
     assert counts.undelivered == 3
 
 

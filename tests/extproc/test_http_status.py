@@ -114,7 +114,7 @@ async def test_pool_page_has_the_documented_fields() -> None:
             assert response.status == 200
             assert response.content_type == "application/json"
             document = await response.json()
-    assert document.keys() == {"router", "ring_version", "held", "traffic", "tokenizer", "endpoints"}
+    assert document.keys() == {"router", "owner", "ring_version", "held", "traffic", "tokenizer", "endpoints"}
     assert (document["router"], document["ring_version"]) == ("router-0", 1)
     assert {"requests", "slo_met", "first_tokens", "measured_cached_tokens"} <= document["traffic"].keys()
     endpoints = document["endpoints"]

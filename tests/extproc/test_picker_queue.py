@@ -230,15 +230,15 @@ def test_picker_rejects_requests_of_empty_pool_at_shutdown():
 def test_picker_reports_deadline_of_the_first_queued_request():
     desk = Queue(max_wait_s=50.0)
     announced: list[float | None] = []
-    desk.picker.on_first_queued(lambda: announced.append(desk.picker.next_deadline()))
-    assert not desk.picker.has_queued
+    desk.picker.on_first_waiting(lambda: announced.append(desk.picker.next_deadline()))
+    assert not desk.picker.has_waiting
     assert desk.picker.next_deadline() == pytest.approx(10.0 + 600.0)
 
     waiting = [desk.hold(now=11.0), desk.hold(now=12.0)]
-    assert desk.picker.has_queued
+    assert desk.picker.has_waiting
     for request_id in waiting:
         desk.picker.aborted(13.0, request_id)
-    assert not desk.picker.has_queued
+    assert not desk.picker.has_waiting
     desk.hold(now=14.0)
 
     assert announced == [pytest.approx(61.0), pytest.approx(64.0)]

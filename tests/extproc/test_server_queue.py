@@ -110,10 +110,10 @@ class Clockwork:
         self.kept = asyncio.Event()
         self.times_kept = 0
         self.goes_away = True
-        self.has_queued = False
+        self.has_waiting = False
         self.wake = lambda: None
 
-    def on_first_queued(self, wake) -> None:
+    def on_first_waiting(self, wake) -> None:
         self.wake = wake
 
     def next_deadline(self) -> float | None:
@@ -153,7 +153,7 @@ async def test_deadline_task_wakes_at_the_first_queued_request(monkeypatch):
 async def test_deadline_task_finds_new_deadlines_by_polling(monkeypatch):
     monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
-    clockwork.has_queued = True
+    clockwork.has_waiting = True
     task = asyncio.create_task(keep_deadlines(clockwork))
     for _ in range(3):
         await clockwork.asked.wait()

@@ -121,6 +121,22 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         help="Number of routers that share the requests.",
     ),
     click.option(
+        "--decide",
+        type=click.Choice(["owner", "local"]),
+        default="owner",
+        show_default=True,
+        help="With several routers: the pool's owner decides for all of them, or each router decides by itself.",
+    ),
+    click.option(
+        "--hop-delay",
+        "hop_delay_s",
+        metavar="DURATION",
+        callback=duration(0.0, 60.0),
+        default="1ms",
+        show_default=True,
+        help="With --decide owner: delay of a message between two routers.",
+    ),
+    click.option(
         "--view-delay",
         "view_delay_s",
         metavar="DURATION",

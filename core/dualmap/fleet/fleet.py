@@ -33,7 +33,7 @@ from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
 from dualmap.replicas.plausible import LoadLimits
 from dualmap.replicas.update import Placement, SharedLoad
-from dualmap.requests import EndpointStatus, EventsStatus, Request, Usage
+from dualmap.requests import EndpointStatus, EventsStatus, Request, SentRequest, Usage
 
 # The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
 _OUTPUT_TOKENS = 200.0
@@ -296,6 +296,53 @@ class Fleet:
         self._ledger.enter(now, in_flight)
         self._claim(now, queued)
         return in_flight
+
+    def take_over(self, now: float, sent: SentRequest) -> bool:
+        """Record a request in flight that another router decided; False for an unknown endpoint or a known request.
+
+        The request teaches no speed, because this router does not know what was before it at its member.
+        """
+        member = self._membership.at(sent.endpoint)
+        request = self.recounted(sent.request)
+        if member is None or self._ledger.request(request.id) is not None:
+            return False
+        chain, load = request.chain, self._ledger.loads[member.id]
+        matched_tokens = min(sent.matched_tokens, chain.tokens)
+        self._caches.add(member.id, chain, computed=sent.prefilled)
+        self._ledger.enter(
+            now,
+            InFlightRequest(
+                request_id=request.id,
+                member=member.id,
+                chain=chain,
+                matched_tokens=matched_tokens,
+                prediction=self._caches.predict(now, member.id, chain, Origin.of(request), matched_tokens),
+                arrived_s=request.arrived_s,
+                dispatched_s=sent.sent_s,
+                predicted_ttft_s=sent.predicted_ttft_s,
+                compute_s=load.speed.current.compute_s(chain.tokens - matched_tokens, matched_tokens),
+                heard_s=now,
+                streamed=request.streamed,
+                prefilled=sent.prefilled,
+                session=request.session,
+                client=request.client,
+                sequences=request.sequences,
+                alone=False,
+            ),
+        )
+        return True
+
+    def hand_over(self, now: float, request_id: str) -> str | None:
+        """Remove a request in flight that another router accounts for from now on; return its member.
+
+        Its member still serves the request, so its blocks stay in the index. None for an unknown request.
+        """
+        request = self._ledger.leave(now, request_id)
+        return None if request is None else request.member
+
+    def forget_peer(self, peer: str) -> None:
+        """Remove the load that another replica reported."""
+        self._update_others(self._peers.forget(peer))
 
     def served(self, now: float, request_id: str, endpoint: str) -> tuple[InFlightRequest, str] | None:
         """Move a request to the member that serves it; return the request and its former member.

@@ -16,6 +16,7 @@ from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettingsError
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
@@ -46,6 +47,19 @@ class _Namespace(click.ParamType[str]):
         if not _DNS_LABEL.fullmatch(text):
             self.fail(f"{text!r} is not accepted; give a DNS label of at most 63 characters", param, ctx)
         return text
+
+
+class _Peer(click.ParamType[tuple[str, int]]):
+    """The parameter type of another router's address."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        try:
+            address = Address.to_connect(str(value), field="--peer")
+        except EnvoySettingsError:
+            self.fail(f"{value!r} is not accepted; give HOST:PORT, such as 10.0.0.2:9002 or routers.llm.svc:9002")
+        return address.host, address.port
 
 
 class _OtlpEndpoint(click.ParamType[str]):
@@ -152,7 +166,17 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
 )
 @redis_options
-@hash_key_option(default="random; a public key with --redis or --kube")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=_Peer(),
+    metavar="HOST:PORT",
+    help="gRPC port of the other routers, which decide about each pool together. A DNS name stands for all its "
+    "addresses, and may include this router. Repeat the option for several addresses. [default: with --redis, routers "
+    "find each other there]",
+)
+@hash_key_option(default="random; a public key with --redis, --peer or --kube")
 @click.option(
     "--replica-id",
     default=socket.gethostname,
@@ -201,6 +225,7 @@ def router(
     Example:
       dualmap router --pool pool.yaml --redis redis://redis:6379
       dualmap router --kube --namespace llm
+      dualmap router --pool pool.yaml --peer 10.0.0.2:9002 --peer 10.0.0.3:9002
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
     With --kube for all namespaces, the router reads the ConfigMap dualmap-models, which reserves model names for
@@ -221,8 +246,8 @@ def router(
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
     limits = Limits(buffered_bytes=max_buffered)
     if hash_key is None:
-        # Routers of one deployment need the same key. Without --redis and --kube, the router is the only one.
-        hash_key = PUBLIC_KEY if shared or watched else secrets.token_bytes(32)
+        # Routers of one deployment need the same key. Without these options, the router is the only one.
+        hash_key = PUBLIC_KEY if shared or watched or options["peers"] else secrets.token_bytes(32)
     settings = Settings(
         pools=pools,
         kube=watched,

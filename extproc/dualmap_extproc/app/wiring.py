@@ -8,16 +8,18 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
+from dualmap.ownership.messages import Message
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
@@ -31,6 +33,8 @@ from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
+from dualmap_extproc.peers.addresses import NamedAddresses
+from dualmap_extproc.peers.peers import Peers
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
@@ -40,7 +44,8 @@ from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import RedisSettings, Settings, TracingError
-from dualmap_extproc.store.exchange import Exchange
+from dualmap_extproc.store.announcement import Announcement
+from dualmap_extproc.store.exchange import SHORTEST_HISTORY_S, Exchange, history_s
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.telemetry.dashboard.histories import Histories
@@ -54,8 +59,10 @@ from dualmap_extproc.tokens.sources import PoolTokenizers
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
-from dualmap_extproc.transport.tls import TlsError, server_credentials
+from dualmap_extproc.transport.tls import TlsError, peer_security, server_credentials
 
+# The interval in which a router checks whether it knows enough of the past to own pools.
+_WARM_CHECK_S: Final = 0.2
 _log = get_logger(__name__)
 
 
@@ -92,6 +99,12 @@ async def serve(settings: Settings) -> None:
     # of this process unique. ``request.ids`` makes the ids unguessable.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     trace_headers, close_tracing = _tracing(settings, observations)
+    meshed = bool(settings.peers) or settings.redis is not None
+
+    def send(pool: str, peer: str, message: Message) -> None:
+        if peers is not None:
+            peers.send(pool, peer, message)
+
     picker = Picker(
         settings.limits,
         observations.report,
@@ -101,12 +114,19 @@ async def serve(settings: Settings) -> None:
         trace_headers=trace_headers,
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
-        client_key=secrets.token_bytes(32),
+        client_key=_client_key(settings.hash_key),
+        send=send if meshed else None,
     )
     pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)
+    addresses = _RouterAddresses(settings, incarnation)
+    peers: Peers | None = None
+    if meshed:
+        security = peer_security(settings.tls, settings.tls_client_ca)
+        peers = Peers(picker, name=incarnation, hash_key=settings.hash_key, find=addresses.find, security=security)
+        metrics.show_peers(lambda: 0 if peers is None else len(peers.names))
 
     def take_profile(pool: str, member: str, profile: EngineProfile) -> None:
         picker.on_profile(loop.time(), pool, member, profile)
@@ -127,10 +147,11 @@ async def serve(settings: Settings) -> None:
     reading = ReadingProcesses()
     processor = ExternalProcessor(picker, observations.report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
-    access_log = AccessLogSink(take_entries, metrics, ids=picker.ids)
+    forward = None if peers is None else peers.forward
+    access_log = AccessLogSink(take_entries, metrics, ids=picker.ids, forward=forward)
     servers = GrpcServers(
         processor,
-        services=(*discovery.handlers(), scaler.handler()),
+        services=(*discovery.handlers(), scaler.handler(), *(() if peers is None else (peers.handler(),))),
         plain=(scaler.handler(),),
         access_log=(access_log.handler(),),
         limits=settings.limits,
@@ -147,7 +168,7 @@ async def serve(settings: Settings) -> None:
     )
     tasks: list[asyncio.Task[Any]] = []
     try:
-        ready_line = await _listen(settings, servers, status)
+        ready_line, grpc_port = await _listen(settings, servers, status)
         tasks += [
             asyncio.create_task(stop.wait()),
             asyncio.create_task(source.run()),
@@ -159,6 +180,9 @@ async def serve(settings: Settings) -> None:
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))
+        if peers is not None:
+            addresses.listen(grpc_port)
+            tasks.append(asyncio.create_task(_run_peers(peers, picker, exchange)))
         done = await _first_ended(tasks, before=source.known())
         if not done:
             await servers.ready()
@@ -166,6 +190,8 @@ async def serve(settings: Settings) -> None:
             _warn_of_public_key(settings)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
+        if peers is not None:
+            peers.leave()
         await servers.drain(settings.drain_timeout_s, end_access_log=access_log.end_streams)
         # Only the task of `stop` may end without an error. The error of another task ends the router, and its
         # supervisor restarts it.
@@ -177,6 +203,9 @@ async def serve(settings: Settings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         if exchange is not None:
             await exchange.leave()
+        if peers is not None:
+            await peers.close()
+        await addresses.close()
         await servers.close()
         await status.close()
         await source.close()
@@ -184,6 +213,64 @@ async def serve(settings: Settings) -> None:
         await tokenizers.close()
         kv_events.close()
         await asyncio.to_thread(close_tracing)
+
+
+def _client_key(hash_key: bytes) -> bytes:
+    """Return the key of the hashes of clients' names: the same for all routers with the same secret hash key."""
+    if hash_key == PUBLIC_KEY:
+        return secrets.token_bytes(32)
+    return blake2b(key=hash_key, person=b"dualmap clients", digest_size=32).digest()
+
+
+async def _run_peers(peers: Peers, picker: Picker, exchange: Exchange | None) -> None:
+    """Connect to the other routers, and announce when this router knows enough of the past to own pools."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(peers.run())
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+
+        def warm() -> bool:
+            if exchange is not None:
+                return exchange.has_read_history
+            return clock() - began_s >= max((history_s(pool) for pool in picker.pools), default=SHORTEST_HISTORY_S)
+
+        while not warm():
+            await asyncio.sleep(_WARM_CHECK_S)
+        peers.warm()
+
+
+class _RouterAddresses:
+    """Finds the addresses of the other routers: those of ``--peer``, else those that routers announce in Redis.
+
+    ``name`` is this router's name among the routers.
+    """
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self._settings = settings
+        self._name = name
+        self._named = NamedAddresses(settings.peers)
+        self._announcement: Announcement | None = None
+        self._close: Callable[[], Coroutine[Any, Any, object]] = _at_once
+
+    def listen(self, grpc_port: int) -> None:
+        """Begin to announce this router, which listens on ``grpc_port``, if routers find each other in Redis."""
+        if self._settings.peers or self._settings.redis is None:
+            return
+        from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
+
+        target = target_of(self._settings.redis)
+        store = RedisStore(target)
+        self._close = store.close
+        host = self._settings.host
+        self._announcement = Announcement(store, name=self._name, host=host, port=grpc_port, target=target)
+
+    async def find(self) -> Collection[tuple[str, int]]:
+        """Return the addresses of the routers, this one possibly among them."""
+        return await (self._named if self._announcement is None else self._announcement).find()
+
+    async def close(self) -> None:
+        """Close the connections to Redis."""
+        await self._close()
 
 
 def _warn_of_public_key(settings: Settings) -> None:
@@ -311,8 +398,8 @@ def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, met
     )
 
 
-async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
-    """Bind every port; return the line that lists the addresses. Raises AddressError and TlsError."""
+async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> tuple[str, int]:
+    """Bind every port; return the line that lists the addresses, and the gRPC port. Raises AddressError and TlsError."""
     wanted = {
         "--grpc-port": settings.grpc_port,
         "--health-port": settings.health_port,
@@ -333,4 +420,5 @@ async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer
     except OSError as error:
         raise AddressError(settings.host, settings.metrics_port, "--metrics-port", error) from error
     bound = {"grpc": ports.grpc, "health": ports.health, "metrics": metrics_port, "als": ports.als}
-    return "dualmap router ready " + " ".join(f"{name}={address(settings.host, port)}" for name, port in bound.items())
+    shown = " ".join(f"{name}={address(settings.host, port)}" for name, port in bound.items())
+    return f"dualmap router ready {shown}", ports.grpc

@@ -59,7 +59,8 @@ class AccessLogEntry:
     """Envoy's report of the end of one request; fields that Envoy did not report are None.
 
     ``request_id`` is the id that the router assigned at the pick. ``served_endpoint`` (``ip:port``) is the last member
-    that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file.
+    that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file. ``sender`` is
+    the identity (``wire.peer``) of the Envoy that sent the entry to another router, which forwarded it; None otherwise.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class AccessLogEntry:
     flags: tuple[str, ...] = ()
     served_endpoint: str | None = None
     usage: Usage | None = None
+    sender: str | None = None
 
     @property
     def ending(self) -> Ending:

@@ -71,18 +71,26 @@ class ClientLimited(NamedTuple):
 
 
 class Abandoned(NamedTuple):
-    """The client of a queued request left before the request was routed or rejected."""
+    """The client left before its request was routed or rejected; ``queued_s`` is as in Routed."""
 
     now: float
     pool: str
     arrival: Arrival
-    queued_s: float
+    queued_s: float | None
 
 
 class Decided(NamedTuple):
     """The router read a body, picked a member and built the answer in ``seconds``."""
 
     now: float
+    seconds: float
+
+
+class RemotelyDecided(NamedTuple):
+    """A request of a pool that another router owns was decided after ``seconds`` (``dualmap.shared_router``)."""
+
+    pool: str
+    result: str
     seconds: float
 
 
@@ -149,6 +157,7 @@ Observation: TypeAlias = (
     | Enqueued
     | Abandoned
     | Decided
+    | RemotelyDecided
     | FirstTokenSeen
     | Ended
     | Expired

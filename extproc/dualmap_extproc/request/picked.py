@@ -1,4 +1,4 @@
-"""The results of a pick: a destination, or a queued request that gets its answer later."""
+"""The results of a pick: a destination, or a waiting request that gets its answer later."""
 
 from dataclasses import dataclass, field
 
@@ -25,6 +25,6 @@ class Picked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLater:
-    """A queued request. The picker passes the request's outcome to ``resume``, unless the request is aborted before."""
+    """A waiting request. The picker passes the outcome to ``resume``, unless the request is aborted before."""
 
     request_id: str

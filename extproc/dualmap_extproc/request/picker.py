@@ -5,8 +5,9 @@ requests. The access log reports how requests ended, and ``store`` supplies othe
 ``transport.deadlines`` calls ``on_deadline``. Each pool's ``dualmap.router.PoolRouter`` makes the decisions and tracks
 the pool's requests. The picker reports every event as an observation.
 
-A pool's router may queue a request. A later event, such as a first token, a new member or a deadline, releases the
-request. The event's outcomes then include the request, and the picker resumes the request's stream.
+A pool's router may queue a request, or ask the router that owns the pool. A later event, such as a first token, a new
+member, a deadline or the owner's answer, decides the request. The event's outcomes then include the request, and the
+picker resumes the request's stream.
 """
 
 from collections import deque
@@ -20,14 +21,26 @@ from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.engines.token_chain import pack_tokens, token_root
+from dualmap.ownership.messages import Ask, Declined, Message
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
-from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
-from dualmap.router import PoolRouter
+from dualmap.requests import (
+    Asked,
+    Completion,
+    Decision,
+    Effects,
+    Outcome,
+    PoolSnapshot,
+    Queued,
+    Rejection,
+    Request,
+    Usage,
+)
+from dualmap.shared_router import RemoteDecision
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import (
     Refused,
@@ -54,6 +67,7 @@ from dualmap_extproc.request.observations import (
     FirstTokenSeen,
     Measured,
     Rejected,
+    RemotelyDecided,
     Report,
     Routed,
     RoutedBodiless,
@@ -62,7 +76,7 @@ from dualmap_extproc.request.observations import (
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
-from dualmap_extproc.request.served_pools import Outcomes, ServedPools
+from dualmap_extproc.request.served_pools import Mesh, Outcomes, Router, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.settings import Limits
@@ -73,18 +87,23 @@ _log = get_logger(__name__)
 _COMMON_ROOTS_MAX: Final = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queued:
-    """A queued request: its router, the time when it was queued, and the function that resumes its stream.
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A request without an outcome: its router, and the function that resumes its stream.
 
-    ``quoted`` is the text of the request that a debug line may quote.
+    ``since_s`` is the time when the request was queued; None while only another router's answer is awaited. ``quoted``
+    is the text of the request that a debug line may quote.
     """
 
-    router: PoolRouter
-    since_s: float
+    router: Router
+    since_s: float | None
     arrival: Arrival
     quoted: Mapping[str, object]
     resume: Callable[[Picked | Refused], None]
+
+    def queued_s(self, now: float) -> float | None:
+        """Return the time in the queue; None for a request that was not queued."""
+        return None if self.since_s is None else now - self.since_s
 
 
 class Picker:
@@ -94,8 +113,10 @@ class Picker:
     access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request ids
     (``ids``). ``hash_key`` is the key of the hashes of prompts and sessions, which all replicas must share.
     ``client_key`` is the key of the hashes of clients' names. ``trace_headers`` are additional headers in observations.
-    If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). If
-    ``log_prompts`` is true, debug lines quote prompts.
+    If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). With ``send``,
+    each pool has an owner among the routers (``dualmap.shared_router``), and the picker sends messages about a pool to
+    the router of a name; ``id_prefix`` is then this router's name. If ``log_prompts`` is true, debug lines quote
+    prompts.
     """
 
     def __init__(
@@ -110,6 +131,7 @@ class Picker:
         replicated: bool = False,
         log_prompts: bool = False,
         client_key: bytes = b"",
+        send: Callable[[str, str, Message], None] | None = None,
     ) -> None:
         self._limits = limits
         self._report = report
@@ -122,16 +144,18 @@ class Picker:
         # whether a salt is in use.
         self._common_root = lru_cache(_COMMON_ROOTS_MAX)(partial(chain_root, key=hash_key))
         self._client_key = client_key
-        self._served = ServedPools(replicated=replicated, hash_key=hash_key)
-        # The router of every request that is queued or in flight, by request id.
-        self._owners: dict[str, PoolRouter] = {}
-        self._queued: dict[str, _Queued] = {}
+        self._send = send
+        mesh = None if send is None else Mesh(name=id_prefix, send=send, decided=self._decided_remotely)
+        self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
+        # The router of every request without an end, by request id.
+        self._owners: dict[str, Router] = {}
+        self._waiting: dict[str, _Waiting] = {}
         # Released requests and their answers, before their streams are resumed.
         self._released: deque[tuple[str, Picked | Refused]] = deque()
         self._resuming = False
         self._ended = EndedRequests(limits.ended_requests)
         self._counts = TokenCounts()
-        self._on_first_queued: Callable[[], None] = lambda: None
+        self._on_first_waiting: Callable[[], None] = lambda: None
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -172,17 +196,17 @@ class Picker:
         """Replace the pools. Keep the requests of pools that stay, and drop the requests of removed pools.
 
         If two pools have the same model, the first pool serves it. (The reader of pool files rejects such pools.) The
-        picker rejects the queued requests of a removed pool.
+        picker rejects the waiting requests of a removed pool.
         """
         removed, effects = self._served.replace(now, pools)
         self._counts.set_pools(pool.id for pool in pools)
         self._kept_headers = self._served.session_headers | self._served.client_headers | self._trace_headers
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
-        for request_id, queued in tuple(self._queued.items()):
-            pool_id = queued.router.pool.id
+        for request_id, waiting in tuple(self._waiting.items()):
+            pool_id = waiting.router.pool.id
             if pool_id in removed:
-                refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
+                refused = self._reject(now, no_endpoint(pool_id), waiting.arrival, waiting.queued_s(now))
                 self._released.append((request_id, refused))
         self._release(now, *effects)
 
@@ -205,11 +229,13 @@ class Picker:
             router.on_kv_events(member, rank, changes, status)
 
     def stop_queueing(self, now: float) -> None:
-        """Release all queued requests and stop queueing, because this router is about to end.
+        """Release all waiting requests, stop queueing and stop asking others, because this router is about to end.
 
         The picker rejects requests of a pool without members. Another router may serve these requests at a later
         attempt.
         """
+        for router in self._served.shared():
+            self._release(now, (router, router.stop_asking(now).outcomes))
         self._served.queue_no_more()
         self.set_pools(now, self.pools)
 
@@ -227,8 +253,8 @@ class Picker:
     ) -> Picked | Refused | AnswerLater:
         """Pick the member for a request that arrived at ``arrived_s``, and assign an id to the request.
 
-        ``headers`` contains the request's headers that are in ``kept_headers``. If the request is queued, a later call
-        of any method of the picker calls ``resume`` once with the answer. If ``aborted`` ends the request before, the
+        ``headers`` contains the request's headers that are in ``kept_headers``. If the request waits, a later call of
+        any method of the picker calls ``resume`` once with the answer. If ``aborted`` ends the request before, the
         picker does not call ``resume``. ``peer`` is the identity of the Envoy that sent the request (``wire.peer``).
         """
         prompt, size_bytes = read_body(body, api), len(body)
@@ -295,9 +321,10 @@ class Picker:
         if tokens is not None:
             self._counts.add(request.id, pool.id, tokens)
         decision, outcomes = router.on_request(now, request)
-        if isinstance(decision, Queued):
-            queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
-            return self._queue(now, request.id, queued, outcomes)
+        if isinstance(decision, Queued | Asked):
+            since_s = now if isinstance(decision, Queued) else None
+            waiting = _Waiting(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
+            return self._await(now, request.id, waiting, outcomes)
         answer = self._answer(now, pool, decision, arrival, quoted)
         self._release(now, (router, outcomes))
         return answer
@@ -389,8 +416,8 @@ class Picker:
 
     def aborted(self, now: float, request_id: str) -> None:
         """End a request that was cancelled or broke off; remove it from the queue if it is queued."""
-        queued = self._queued.pop(request_id, None)
-        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, queued)
+        waiting = self._waiting.pop(request_id, None)
+        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, waiting)
 
     def failed(self, now: float, request_id: str) -> None:
         """End a request that its member failed to serve."""
@@ -398,8 +425,11 @@ class Picker:
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """End a request by its entry in Envoy's access log; ignore unknown requests and ended requests."""
-        if entry.request_id in self._queued:
-            # Envoy has not received the id of a queued request, so this entry does not come from Envoy.
+        if entry.request_id in self._waiting:
+            # Envoy has not received the id of a waiting request, so this entry does not come from Envoy.
+            return
+        if entry.sender is not None and not self.ids.is_from(entry.request_id, entry.sender):
+            # Another router forwarded the entry of another client than the one that sent the request.
             return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
@@ -435,18 +465,34 @@ class Picker:
         if router is not None:
             router.on_bindings(now, bindings)
 
+    def on_routers(self, now: float, routers: Collection[str]) -> None:
+        """Take the names of the routers that may own pools, this router among them if it may."""
+        self._release(now, *self._served.set_owners(now, routers))
+
+    def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
+        """Apply the message of another router about a pool; decline questions about a pool that is not served."""
+        router = self._served.shared_router(pool)
+        if router is not None:
+            self._release(now, (router, router.on_message(now, peer, message).outcomes))
+        elif isinstance(message, Ask) and self._send is not None:
+            self._send(pool, peer, Declined(request_id=message.request.id))
+
+    def on_router_lost(self, now: float, peer: str) -> None:
+        """Forget a router that has ended, or to which the connection is lost."""
+        self._release(now, *((each, each.on_router_lost(now, peer).outcomes) for each in self._served.shared()))
+
     def next_deadline(self) -> float | None:
         """Return the time at which ``on_deadline`` is due next, or None."""
         return self._served.next_deadline()
 
     @property
-    def has_queued(self) -> bool:
-        """Whether any request is queued. While requests are queued, any event may cause an earlier deadline."""
-        return bool(self._queued)
+    def has_waiting(self) -> bool:
+        """Whether any request waits for its outcome. Meanwhile, any event may cause an earlier deadline."""
+        return bool(self._waiting)
 
-    def on_first_queued(self, wake: Callable[[], None]) -> None:
-        """Set the function to call when a request is queued while no other request is queued."""
-        self._on_first_queued = wake
+    def on_first_waiting(self, wake: Callable[[], None]) -> None:
+        """Set the function to call when a request begins to wait while no other request waits."""
+        self._on_first_waiting = wake
 
     def on_deadline(self, now: float) -> None:
         """Run all due actions: release or reject queued requests, and expire requests without recent events."""
@@ -470,7 +516,7 @@ class Picker:
         self,
         now: float,
         pool: Pool,
-        outcome: Outcome,
+        outcome: Decision | Rejection,
         arrival: Arrival,
         quoted: Mapping[str, object],
         queued_s: float | None = None,
@@ -498,27 +544,34 @@ class Picker:
         self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=arrival, queued_s=queued_s))
         return refused
 
-    def _queue(
-        self, now: float, request_id: str, queued: _Queued, outcomes: tuple[Outcome, ...]
-    ) -> Picked | Refused | AnswerLater:
-        """Keep a queued request until its router decides; resume the other requests that its arrival released.
+    def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
+        self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
 
-        A resumed stream may end its request, which may also release the queued request. The method then returns the
-        answer to the queued request.
+    def _await(
+        self, now: float, request_id: str, waiting: _Waiting, outcomes: tuple[Outcome, ...]
+    ) -> Picked | Refused | AnswerLater:
+        """Keep a request until its router decides; resume the other requests that its arrival released.
+
+        A resumed stream may end its request, which may also release the waiting request. The method then returns the
+        answer to the waiting request.
         """
-        self._queued[request_id] = queued
-        answer = self._release(now, (queued.router, outcomes), arriving=request_id)
+        self._waiting[request_id] = waiting
+        answer = self._release(now, (waiting.router, outcomes), arriving=request_id)
         if answer is not None:
             return answer
-        if len(self._queued) == 1:
-            self._on_first_queued()
-        self._report(Enqueued(now=now, pool=queued.router.pool.id))
-        if _log.debugging:
-            _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)
+        if len(self._waiting) == 1:
+            self._on_first_waiting()
+        if waiting.since_s is not None:
+            self._report_queued(now, request_id, waiting)
         return AnswerLater(request_id=request_id)
 
+    def _report_queued(self, now: float, request_id: str, waiting: _Waiting) -> None:
+        self._report(Enqueued(now=now, pool=waiting.router.pool.id))
+        if _log.debugging:
+            _log.debug("Queued", request_id=request_id, pool=waiting.router.pool.id)
+
     def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
-        """Resume the queued requests that routers released or rejected.
+        """Resume the waiting requests that routers released or rejected.
 
         If the request ``arriving`` is among the released requests, return its answer, because its stream does not wait
         yet. The method reports all outcomes of a call before it resumes the first stream. A resumed stream may release
@@ -526,9 +579,13 @@ class Picker:
         """
         for router, outcomes in effects:
             for each in outcomes:
-                queued = self._queued[each.request_id]
-                waited_s = now - queued.since_s
-                answer = self._answer(now, router.pool, each, queued.arrival, queued.quoted, waited_s)
+                waiting = self._waiting[each.request_id]
+                if isinstance(each, Queued):
+                    waiting.since_s = now
+                    self._report_queued(now, each.request_id, waiting)
+                    continue
+                queued_s = waiting.queued_s(now)
+                answer = self._answer(now, router.pool, each, waiting.arrival, waiting.quoted, queued_s)
                 self._released.append((each.request_id, answer))
         return None if self._resuming else self._resume(arriving)
 
@@ -539,13 +596,13 @@ class Picker:
         try:
             while self._released:
                 request_id, answer = self._released.popleft()
-                queued = self._queued.pop(request_id, None)
-                if queued is None:
+                waiting = self._waiting.pop(request_id, None)
+                if waiting is None:
                     continue
                 if request_id == arriving:
                     arrived = answer
                 else:
-                    queued.resume(answer)
+                    waiting.resume(answer)
         finally:
             self._resuming = False
         return arrived
@@ -554,13 +611,13 @@ class Picker:
         self,
         now: float,
         request_id: str,
-        end: Callable[[PoolRouter], Effects[Completion | None]],
+        end: Callable[[Router], Effects[Completion | None]],
         ending: Ending,
-        queued: _Queued | None = None,
+        waiting: _Waiting | None = None,
     ) -> bool:
         """End a request at its router and report the end; return whether the request was in flight.
 
-        A request that left the queue may be in flight before its stream is resumed.
+        A request with an outcome may be in flight before its stream is resumed.
         """
         router = self._owners.get(request_id)
         if router is None:
@@ -573,9 +630,9 @@ class Picker:
                 self._report(Measured(now=now, pool=pool, completion=completion))
             elif ending is Ending.FINISHED:
                 self._ended.add(pool, completion)
-        elif queued is not None:
+        elif waiting is not None:
             del self._owners[request_id]
-            self._report(Abandoned(now=now, pool=pool, arrival=queued.arrival, queued_s=now - queued.since_s))
+            self._report(Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=waiting.queued_s(now)))
         self._release(now, (router, outcomes))
         return completion is not None
 

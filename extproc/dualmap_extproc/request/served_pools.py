@@ -1,33 +1,56 @@
 """The routers of the pools that this process serves, by pool and by model, and the queries over all pools."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from dualmap.ownership.messages import Message
 from dualmap.pools.pool import Pool, TokenSource
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
+from dualmap.shared_router import RemoteDecision, SharedRouter
 from dualmap_extproc.names import FAIRNESS_HEADER
 from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
-Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
+Router = PoolRouter | SharedRouter
+"""A pool's router: a ``SharedRouter`` if this process exchanges messages with other routers."""
+Outcomes = tuple[Router, tuple[Outcome, ...]]
 """A pool's router, and the outcomes of queued requests from one event of the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """This process among the other routers: its name, and the functions that its pools' routers use.
+
+    ``send`` takes a pool, the name of a router and the message to this router. ``decided`` takes a pool and how one of
+    its decisions was made of which another router is the owner.
+    """
+
+    name: str
+    send: Callable[[str, str, Message], None]
+    decided: Callable[[str, RemoteDecision], None]
 
 
 class ServedPools:
     """The routers of all pools. With ``replicated``, the pools' routers store replication updates for other
-    replicas. ``hash_key`` is the key of the hashes of prompts.
+    replicas. ``hash_key`` is the key of the hashes of prompts. With a ``mesh``, each pool has an owner among the
+    routers.
 
     A pool serves the names of its specification, and the adapters that its engines serve. A name of a specification
     always goes to the pool that specifies it.
     """
 
-    def __init__(self, *, replicated: bool, hash_key: bytes) -> None:
+    def __init__(self, *, replicated: bool, hash_key: bytes, mesh: Mesh | None = None) -> None:
         self._replicated = replicated
         self._hash_key = hash_key
+        self._mesh = mesh
         self._queues = True
-        self._routers: dict[str, PoolRouter] = {}
+        # The routers that may own pools, for the routers of new pools.
+        self._owners: tuple[str, ...] = ()
+        self._routers: dict[str, Router] = {}
         # The pools as they were given; a router's pool also contains what its engines say.
         self._given: tuple[Pool, ...] = ()
-        self._models: dict[str, PoolRouter] = {}
+        self._models: dict[str, Router] = {}
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
@@ -37,7 +60,7 @@ class ServedPools:
         self.max_body_bytes: int | None = None
         """The largest request body that any pool accepts; None without pools."""
 
-    def __iter__(self) -> Iterator[PoolRouter]:
+    def __iter__(self) -> Iterator[Router]:
         return iter(tuple(self._routers.values()))
 
     @property
@@ -46,15 +69,15 @@ class ServedPools:
         return self._given
 
     @property
-    def only(self) -> PoolRouter | None:
+    def only(self) -> Router | None:
         """The router of the only pool, or None if there are several pools or none."""
         return next(iter(self._routers.values())) if len(self._routers) == 1 else None
 
-    def router(self, pool: str) -> PoolRouter | None:
+    def router(self, pool: str) -> Router | None:
         """Return the router of a pool (``namespace/name``), or None if this process does not serve the pool."""
         return self._routers.get(pool)
 
-    def of_model(self, model: str) -> PoolRouter | None:
+    def of_model(self, model: str) -> Router | None:
         """Return the router of the pool that serves a model, or None if no pool serves the model."""
         return self._models.get(model)
 
@@ -62,23 +85,40 @@ class ServedPools:
         """Disable queueing in all pools, starting at the next ``replace``."""
         self._queues = False
 
+    def shared(self) -> Iterator[SharedRouter]:
+        """Yield the routers of pools that have an owner among the routers."""
+        return (each for each in tuple(self._routers.values()) if isinstance(each, SharedRouter))
+
+    def shared_router(self, pool: str) -> SharedRouter | None:
+        """Return the router of a pool that has an owner among the routers; None for other pools."""
+        router = self._routers.get(pool)
+        return router if isinstance(router, SharedRouter) else None
+
+    def set_owners(self, now: float, names: Collection[str]) -> list[Outcomes]:
+        """Take the names of the routers that may own pools; return the outcomes of this router's requests."""
+        self._owners = tuple(names)
+        return [(each, each.on_routers(now, self._owners).outcomes) for each in self.shared()]
+
     def replace(self, now: float, pools: Sequence[Pool]) -> tuple[frozenset[str], list[Outcomes]]:
         """Replace the pools; return the ids of removed pools, and the outcomes of queued requests in other pools.
 
         A pool that stays keeps its router. If two pools have the same model, the first pool serves it.
         """
-        routers: dict[str, PoolRouter] = {}
+        routers: dict[str, Router] = {}
         effects: list[Outcomes] = []
         before = {pool.id: pool for pool in self._given}
         self._given = tuple(pool if self._queues else pool.never_queueing() for pool in pools)
         for pool in self._given:
             router = self._routers.get(pool.id)
             if router is None:
-                router = PoolRouter(pool, replicated=self._replicated, hash_key=self._hash_key)
+                router = self._new(now, pool)
             elif before[pool.id] != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
         removed = frozenset(self._routers.keys() - routers.keys())
+        for each in self.shared():
+            if each.pool.id in removed:
+                each.leave(now)
         self._routers = routers
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
@@ -89,7 +129,7 @@ class ServedPools:
 
     def name_pools(self) -> None:
         """Map every model name to its pool again, after a pool or what its engines say has changed."""
-        models: dict[str, PoolRouter] = {}
+        models: dict[str, Router] = {}
         for pool in self._given:
             for name in pool.served_names:
                 models.setdefault(name, self._routers[pool.id])
@@ -110,6 +150,22 @@ class ServedPools:
     def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
+
+    def _new(self, now: float, pool: Pool) -> Router:
+        """Return the router of a new pool."""
+        mesh = self._mesh
+        if mesh is None:
+            return PoolRouter(pool, replicated=self._replicated, hash_key=self._hash_key)
+        router = SharedRouter(
+            pool,
+            name=mesh.name,
+            send=partial(mesh.send, pool.id),
+            decided=partial(mesh.decided, pool.id),
+            hash_key=self._hash_key,
+            replicated=self._replicated,
+        )
+        router.on_routers(now, self._owners)
+        return router
 
 
 def _bounds(pool: Pool) -> Bounds:

@@ -119,6 +119,12 @@ class Exchange:
         self._deliveries: dict[str, AnswerDelivery] = {}
         # The time since which the store is unreachable; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
+        self._has_read_history = False
+
+    @property
+    def has_read_history(self) -> bool:
+        """Whether this router has read the updates of the last minutes for the pools that it served first."""
+        return self._has_read_history
 
     @property
     def lost_for_s(self) -> float | None:
@@ -191,8 +197,10 @@ class Exchange:
     async def _read(self, pools: dict[str, Pool]) -> None:
         """Read new entries; stop between pages when the next exchange is due."""
         until_s = self._clock() + INTERVAL_S
-        while await self._read_page(pools) and self._clock() < until_s:
-            pass
+        while await self._read_page(pools):
+            if self._clock() >= until_s:
+                return
+        self._has_read_history = self._has_read_history or bool(pools)
 
     async def _read_page(self, pools: dict[str, Pool]) -> bool:
         """Read one page of new entries, and the bindings of the wanted sessions.

@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
-from dualmap.scaling.reports import REMEMBERED_S
+from dualmap.scaling.reports import REMEMBERED_S, ROUTERS_MAX
 from dualmap_extproc.store.codec import (
     LONGEST_S,
     UnreadableUpdate,
@@ -42,7 +42,7 @@ from dualmap_extproc.store.contract import (
     ReportEntry,
     StoreError,
 )
-from dualmap_extproc.store.scripts import PUBLISH, READ, RESOLVE
+from dualmap_extproc.store.scripts import ANNOUNCE, PUBLISH, READ, RESOLVE
 from dualmap_extproc.store.target import Target
 
 CONNECT_S: Final = 1.0
@@ -67,6 +67,10 @@ _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 # The largest entry that a router reads. The loads of 10,000 members take at most 3 MB, and a prompt of 500,000 blocks
 # takes 4 MB. The READ script removes a larger entry, because a page of such entries takes longer than REPLY_S.
 _ENTRY_BYTES_MAX: Final = 4 * 2**20
+# Routers announce their addresses once a second. The limits apply if another client of the server writes addresses.
+_ADDRESS_KEEP_S: Final = 5.0
+_ADDRESS_ENTRIES_MAX: Final = 1024
+_ADDRESS_BYTES_MAX: Final = 512
 # The largest value of a session's key: more than the longest member id and four numbers.
 _BINDING_BYTES_MAX: Final = 1024
 # Limits of a binding's values: greater than any value of a router, and below the limits of the codec.
@@ -124,6 +128,13 @@ class RedisStore:
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
         """Publish to the other replicas (``contract.Store``)."""
         await self._run([_publish(peer, post) for post in posts])
+
+    async def announce(self, name: str, address: str) -> tuple[str, ...]:
+        """Announce a router's address; return all routers' addresses (``announcement.AddressStore``)."""
+        limits = (int(1000 * _ADDRESS_KEEP_S), _ADDRESS_ENTRIES_MAX, ROUTERS_MAX + 1, _ADDRESS_BYTES_MAX)
+        replies = await self._run([("EVAL", ANNOUNCE, 1, ADDRESSES_KEY, name, address, *limits)])
+        with _replies_as_scripted():
+            return tuple(address.decode(errors="replace") for address in replies[0])
 
     async def close(self) -> None:
         """Close the connections (``contract.Store``)."""
@@ -202,6 +213,10 @@ def _replies_as_scripted() -> Iterator[None]:
         yield
     except (TypeError, ValueError, AttributeError):
         raise StoreError(Failure.REPLY, "the server sent an unexpected reply; is the server Redis?") from None
+
+
+ADDRESSES_KEY: Final = "dualmap:1:{routers}:addresses"
+"""The key of the stream of the routers' addresses. No pool has this hash tag, because a pool's id has a slash."""
 
 
 def updates_key(pool: str) -> str:

@@ -149,6 +149,37 @@ return {string.format('%.0f', now_ms), held}
 )
 """Compare and set session bindings; return the server's time in milliseconds and the valid value per key."""
 
+ANNOUNCE: Final = (
+    _BEGIN
+    + """
+-- KEYS: a stream. ARGV: the router, its address, time to keep in ms, most entries, most routers, most bytes of both.
+local key, keep_ms = KEYS[1], tonumber(ARGV[3])
+local since = string.format('%.0f', math.max(0, now_ms - keep_ms))
+local function add()
+  return redis.pcall('XADD', key, 'MINID', since, '*', 'p', ARGV[1], 'a', ARGV[2])
+end
+local done = add()
+if is_of_another_type(done) or (done.err and string.find(done.err, 'exhausted', 1, true)) then
+  redis.call('DEL', key)
+  done = add()
+end
+if done.err then return done end
+redis.call('XTRIM', key, 'MAXLEN', ARGV[4])
+redis.call('PEXPIRE', key, keep_ms)
+local known, addresses = {}, {}
+for _, entry in ipairs(redis.call('XREVRANGE', key, '+', '-')) do
+  local fields = entry[2]
+  local name, address = fields[2], fields[4]
+  if #fields == 4 and #name + #address <= tonumber(ARGV[6]) and not known[name] and #addresses < tonumber(ARGV[5]) then
+    known[name] = true
+    addresses[#addresses + 1] = address
+  end
+end
+return addresses
+"""
+)
+"""Append a router's address to a stream, drop those that are too old or too many, and return each router's last one."""
+
 PUBLISH: Final = (
     _BEGIN
     + """

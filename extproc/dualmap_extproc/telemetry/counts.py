@@ -29,6 +29,7 @@ from dualmap_extproc.request.observations import (
     FirstTokenSeen,
     Measured,
     Rejected,
+    RemotelyDecided,
     Routed,
     RoutedBodiless,
     ServedElsewhere,
@@ -44,6 +45,8 @@ _QUEUED_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 
 # A decision takes a few hundred microseconds, and milliseconds for a long prompt.
 _DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
+# An owner in the same cluster answers within a few milliseconds; the router waits for an answer for 20 ms.
+_REMOTE_BUCKETS_S: Final = (5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 1e-2, 1.5e-2, 2e-2, 2.5e-2, 5e-2, 0.1)
 # Tokenizing takes microseconds for text seen before, and at most the router's deadline for it.
 _TOKENIZE_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
 
@@ -51,6 +54,8 @@ _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 _MET, _MISSED = "met", "missed"
 _EXPIRED: Final = "expired"
+_LOCAL: Final = "local"
+_REMOTE_RESULTS: Final = ("answered", "timeout", "refused", _LOCAL)
 _OUTCOMES: Final = (*(ending.value for ending in Ending), _EXPIRED)
 
 
@@ -126,6 +131,7 @@ class _PoolCounts:
     endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
     rules: dict[str, int] = field(default_factory=dict)
     rejections: dict[str, int] = field(default_factory=dict)
+    remote: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMOTE_RESULTS, 0))
 
 
 # Name, help text, and a function that reads the value from the counts.
@@ -219,6 +225,7 @@ class RequestCounts(Collector):
     def __init__(self) -> None:
         self._pools: dict[str, _PoolCounts] = {}
         self._decision_s = Distribution(_DECISION_BUCKETS_S)
+        self._remote_s = Distribution(_REMOTE_BUCKETS_S)
         # Rejections of requests without a known pool, by code.
         self._poolless: dict[str, int] = {}
 
@@ -235,6 +242,7 @@ class RequestCounts(Collector):
         observations.subscribe(ClientLimited, self._client_limited)
         observations.subscribe(Abandoned, self._abandoned)
         observations.subscribe(Decided, self._decided)
+        observations.subscribe(RemotelyDecided, self._remotely_decided)
         observations.subscribe(FirstTokenSeen, self._first_token)
         observations.subscribe(Ended, self._ended)
         observations.subscribe(Expired, self._expired)
@@ -280,10 +288,26 @@ class RequestCounts(Collector):
             for pool, counts in pools:
                 _add(histogram, (pool,), bounds, distribution(counts))
             yield histogram
-        text = "Time from a whole request body to the answer, in seconds."
-        decisions = HistogramMetricFamily("dualmap_decision_seconds", text, labels=())
-        _add(decisions, (), _DECISION_BUCKETS_S, self._decision_s)
-        yield decisions
+        remote = [(pool, counts.remote) for pool, counts in pools]
+        text = "Routing decisions of which another router is the pool's owner, by how they were made."
+        yield _by_kind("dualmap_remote_decisions", text, "result", remote)
+        for name, text, bounds, distribution_s in (
+            (
+                "dualmap_decision_seconds",
+                "Time from a whole request body to the answer, in seconds.",
+                _DECISION_BUCKETS_S,
+                self._decision_s,
+            ),
+            (
+                "dualmap_remote_decision_seconds",
+                "Time from a question to the pool's owner to its answer, or to the decision without it, in seconds.",
+                _REMOTE_BUCKETS_S,
+                self._remote_s,
+            ),
+        ):
+            decisions = HistogramMetricFamily(name, text, labels=())
+            _add(decisions, (), bounds, distribution_s)
+            yield decisions
 
     def _routed(self, routed: Routed) -> None:
         counts = self._pools.get(routed.pool)
@@ -324,11 +348,18 @@ class RequestCounts(Collector):
 
     def _abandoned(self, abandoned: Abandoned) -> None:
         counts = self._pools.get(abandoned.pool)
-        if counts is not None:
+        if counts is not None and abandoned.queued_s is not None:
             counts.queued_s.observe(abandoned.queued_s)
 
     def _decided(self, decided: Decided) -> None:
         self._decision_s.observe(decided.seconds)
+
+    def _remotely_decided(self, decided: RemotelyDecided) -> None:
+        counts = self._pools.get(decided.pool)
+        if counts is not None:
+            counts.remote[decided.result] += 1
+        if decided.result != _LOCAL:
+            self._remote_s.observe(decided.seconds)
 
     def _first_token(self, seen: FirstTokenSeen) -> None:
         counts, first_token = self._pools.get(seen.pool), seen.first_token

@@ -19,6 +19,7 @@ from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.connections import Connections
 from dualmap_edge.ports import IDLE_TIMEOUT_S
+from dualmap_extproc.names import replica_of
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -202,10 +203,11 @@ def pool_document(
     ``held`` is the number of requests queued in this router, even for a pool without members. The ring version is the
     version that the picker uses, which may briefly be older than the latest version (``app.adoption``). A ``suspended``
     endpoint failed several times and temporarily gets no requests. ``engine`` is what the endpoint's engine says.
-    ``tokenizer`` is the state of the pool's source of token ids.
+    ``tokenizer`` is the state of the pool's source of token ids. ``owner`` is the router that decides for the pool.
     """
     return {
         "router": router,
+        "owner": replica_of(status.owner) or router,
         "ring_version": status.ring_version,
         "held": status.held,
         "traffic": asdict(traffic),

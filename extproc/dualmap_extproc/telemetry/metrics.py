@@ -17,6 +17,7 @@ from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
+from dualmap_extproc.names import replica_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.telemetry.counts import RequestCounts, Traffic
 
@@ -117,6 +118,7 @@ class Metrics:
     """
 
     def __init__(self, *, version: str, replica_id: str) -> None:
+        self._replica_id = replica_id
         self._registry = registry = CollectorRegistry()
         self._counts = RequestCounts()
         registry.register(self._counts)
@@ -160,6 +162,7 @@ class Metrics:
         self._buffered = Gauge(
             "dualmap_buffered_bytes", "Bytes of all request bodies that this router stores.", registry=registry
         )
+        self._peers = Gauge("dualmap_peers", "Other routers to which this router is connected.", registry=registry)
         self._pool_file_refused = Gauge(
             "dualmap_pool_file_refused", "1 if any pool file is invalid or missing, else 0.", registry=registry
         )
@@ -172,6 +175,10 @@ class Metrics:
     def show_buffered(self, buffered_bytes: Callable[[], float]) -> None:
         """Have a scrape read the bytes of all stored request bodies."""
         self._buffered.set_function(buffered_bytes)
+
+    def show_peers(self, peers: Callable[[], float]) -> None:
+        """Have a scrape read the number of connected routers."""
+        self._peers.set_function(peers)
 
     def subscribe(self, observations: FanOut) -> None:
         """Subscribe to the observations that are counted."""
@@ -196,7 +203,7 @@ class Metrics:
 
     def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
         """Return the page in Prometheus' text format, with these statuses and signals. Any thread may call it."""
-        return generate_latest(_Scrape(self._registry, statuses, signals))
+        return generate_latest(_Scrape(self._registry, statuses, signals, self._replica_id))
 
     def discovery_streams(self, count: int) -> None:
         """Set the count of open discovery streams (DiscoveryObserver)."""
@@ -240,9 +247,14 @@ class _Scrape(Collector):
     """A collector for one scrape: the registry's metrics, and gauges from these statuses and signals."""
 
     def __init__(
-        self, registry: CollectorRegistry, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]
+        self,
+        registry: CollectorRegistry,
+        statuses: Sequence[PoolSnapshot],
+        signals: Mapping[str, PoolSignals],
+        replica_id: str,
     ) -> None:
         self._registry = registry
+        self._replica_id = replica_id
         self._statuses = statuses
         self._signals = signals
 
@@ -254,6 +266,7 @@ class _Scrape(Collector):
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
         yield from _load_gauges(self._statuses, self._signals)
+        yield _owners(self._statuses, self._replica_id)
 
 
 def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
@@ -288,6 +301,14 @@ def _kv_event_states(statuses: Sequence[PoolSnapshot]) -> Metric:
             if endpoint.events.state is not SourceState.OFF:
                 for state in SourceState:
                     family.add_metric((status.pool, endpoint.id, state.value), endpoint.events.state is state)
+    return family
+
+
+def _owners(statuses: Sequence[PoolSnapshot], replica_id: str) -> Metric:
+    text = "1 for the router that decides for the pool, as far as this router knows."
+    family = GaugeMetricFamily("dualmap_pool_owner", text, labels=(*_POOL, "router"))
+    for status in statuses:
+        family.add_metric((status.pool, replica_of(status.owner) or replica_id), 1)
     return family
 
 

@@ -7,7 +7,9 @@ clients need a certificate that this CA signed. The router reads the three files
 Functions import the package cryptography only when they need it, because the import takes 0.1 s.
 """
 
+import asyncio
 import datetime
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +29,8 @@ _CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
 # The pause after a change of certificates. A gRPC handshake creates its TLS object microseconds after it has requested
 # the certificate.
 _SETTLED_S = 0.05
+# The longest wait for the certificate that another router presents.
+_PRESENTED_S = 1.0
 _log = get_logger(__name__)
 
 # A private key and its certificate chain, both PEM.
@@ -52,6 +56,58 @@ def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], 
     if Path(tls).is_dir():
         return Certificates(Path(tls), client_ca).for_port
     raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
+
+
+def peer_security(tls: str, client_ca: Path | None = None) -> "PeerSecurity | None":
+    """Return how this router connects to the other routers, which have the same options; None without TLS."""
+    return None if tls == "off" else PeerSecurity(None if tls == "self-signed" else Path(tls), client_ca)
+
+
+class PeerSecurity:
+    """Makes the credentials of connections to the other routers from the current files of ``folder`` and ``client_ca``.
+
+    The routers share one certificate, or have certificates of one authority: the client CA, else ``ca.crt`` beside the
+    certificate, else the certificate itself is trusted. Without ``folder``, each router has a self-signed certificate,
+    which nothing verifies: the connection is encrypted, and the routers verify each other by their common key.
+    """
+
+    def __init__(self, folder: Path | None, client_ca: Path | None) -> None:
+        self._folder = folder
+        self._client_ca = client_ca
+
+    async def __call__(self, host: str, port: int) -> tuple[grpc.ChannelCredentials, str]:
+        """Return the credentials for an address, and the name in the other router's certificate.
+
+        Raises TlsError or OSError.
+        """
+        return await asyncio.to_thread(self._credentials, host, port)
+
+    def _credentials(self, host: str, port: int) -> tuple[grpc.ChannelCredentials, str]:
+        if self._folder is None:
+            presented = ssl.get_server_certificate((host, port), timeout=_PRESENTED_S).encode()
+            return grpc.ssl_channel_credentials(presented), _first_name(presented)
+        own = _bytes_of(self._folder / "tls.crt")
+        beside = self._folder / "ca.crt"
+        if self._client_ca is not None:
+            roots, key = _bytes_of(self._client_ca), _bytes_of(self._folder / "tls.key")
+            return grpc.ssl_channel_credentials(roots, key, own), _first_name(own)
+        return grpc.ssl_channel_credentials(_bytes_of(beside) if beside.exists() else own), _first_name(own)
+
+
+def _first_name(chain: bytes) -> str:
+    """Return the first DNS name of a certificate, else its first IP address. Raises TlsError without either."""
+    from cryptography import x509
+
+    certificate = _certificates(chain, "--tls: tls.crt")[0]
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    found = names.get_values_for_type(x509.DNSName) + [str(each) for each in names.get_values_for_type(x509.IPAddress)]
+    if not found:
+        raise TlsError("--tls: tls.crt has neither a DNS name nor an IP address, so routers cannot verify each other")
+    # Any name that a wildcard covers will do.
+    return found[0].replace("*", "router", 1)
 
 
 def self_signed() -> Pair:

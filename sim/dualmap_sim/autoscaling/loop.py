@@ -12,7 +12,7 @@ from math import inf
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
-from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.autoscaling.fleet import IDLE_CHECK_S, Fleet, Pod
 from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
@@ -97,7 +97,7 @@ class _Loop:
         self._meter = None if config.scaler is None else config.scaler.meter(config.pool, routers=config.routers)
         self.pool = replace(config.pool, members=self.fleet.members(0.0), ring_version=1)
         self._timeline: Timeline
-        self._routers: Sequence[PoolRouter] = ()
+        self._routers: Sequence[Router] = ()
         self._publish: Callable[[Pool], None]
         self._is_check_due = False
         # The time of the next publication of the ring. Wake-ups scheduled for other times have no effect.
@@ -108,7 +108,7 @@ class _Loop:
         """The run's current time."""
         return self._timeline.now_s
 
-    def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
+    def begin(self, timeline: Timeline, routers: Sequence[Router], publish: Callable[[Pool], None]) -> None:
         """Schedule the first sync and the first sample."""
         self._timeline, self._routers, self._publish = timeline, routers, publish
         timeline.at(SYNC_S, self._sync, SYNC_S, ticks=True)

@@ -7,7 +7,7 @@ can use the entry.
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.request.ending import AccessLogEntry
@@ -20,15 +20,8 @@ KEPT_MAX: Final = 10_000
 _log = get_logger(__name__)
 
 
-class Send(Protocol):
-    """Sends an entry to the router that picked the request's member."""
-
-    def __call__(self, client: str, entry: AccessLogEntry) -> bool:
-        """Send an entry, and return whether a connection to its router exists.
-
-        The request id begins with the router's prefix (``request.ids``). ``client`` is the identity of the Envoy that
-        sent the entry (``wire.peer``), which the router compares with that of the request's Envoy.
-        """
+Forward: TypeAlias = Callable[[AccessLogEntry], bool]
+"""Sends an entry to the router that picked the request's member; returns whether a connection to this router exists."""
 
 
 class ForwardingObserver(Protocol):
@@ -40,33 +33,32 @@ class ForwardingObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    client: str
     entry: AccessLogEntry
     until_s: float
 
 
 class Forwarding:
-    """Sends entries by ``send``; keeps the entries of a router without a connection for up to KEPT_S.
+    """Sends entries by ``forward``; keeps the entries of a router without a connection for up to KEPT_S.
 
-    Without ``send``, the router knows no other routers, and each entry counts as undelivered.
+    Without ``forward``, the router knows no other routers, and each entry counts as undelivered.
     """
 
-    def __init__(self, send: Send | None, observer: ForwardingObserver, *, clock: Callable[[], float]) -> None:
-        self._send = send
+    def __init__(self, forward: Forward | None, observer: ForwardingObserver, *, clock: Callable[[], float]) -> None:
+        self._forward = forward
         self._observer = observer
         self._clock = clock
         self._kept: list[_Kept] = []
         self._retry: asyncio.TimerHandle | None = None
         self._undelivered = OncePerMinute(_log, "Dropping access log entries of routers without a connection", clock)
 
-    def forward(self, client: str, entries: Iterable[AccessLogEntry]) -> None:
-        """Send entries from the Envoy ``client`` to the routers of their requests."""
+    def forward(self, entries: Iterable[AccessLogEntry]) -> None:
+        """Send entries, each with its sender, to the routers of their requests."""
         until_s = self._clock() + KEPT_S
         for entry in entries:
-            if self._send is None:
+            if self._forward is None:
                 self._drop(entry)
-            elif not self._send(client, entry):
-                self._keep(_Kept(client=client, entry=entry, until_s=until_s))
+            elif not self._forward(entry):
+                self._keep(_Kept(entry=entry, until_s=until_s))
 
     def _keep(self, kept: _Kept) -> None:
         if len(self._kept) >= KEPT_MAX:
@@ -78,11 +70,11 @@ class Forwarding:
 
     def _try_again(self) -> None:
         self._retry = None
-        assert self._send is not None
+        assert self._forward is not None
         now_s = self._clock()
         waiting, self._kept = self._kept, []
         for each in waiting:
-            if self._send(each.client, each.entry):
+            if self._forward(each.entry):
                 continue
             if each.until_s <= now_s:
                 self._drop(each.entry)

@@ -2,14 +2,15 @@
 
 An Envoy sends its entries in batches, either every entry to every router, or each entry to any router. In the second
 case, the entries of the shared log, ``forwarding`` sends other routers' entries to them. ``app.wiring`` passes this
-router's entries to the picker. The sink counts and drops a batch that cannot be parsed. The sink also counts and drops
-an entry about a request that another client of the router sent, because any program that reaches the port could
-otherwise end requests.
+router's entries to the picker. The router that picked verifies the id of a forwarded entry. The sink counts and drops a
+batch that cannot be parsed. The sink also counts and drops an entry about a request that another client of the router
+sent, because any program that reaches the port could otherwise end requests.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
-from dualmap_extproc.envoy.access_log.forwarding import Forwarding, ForwardingObserver, Send
+from dualmap_extproc.envoy.access_log.forwarding import Forward, Forwarding, ForwardingObserver
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import RequestIds
@@ -51,7 +52,7 @@ class AccessLogSink:
     Entries of this router have an id that begins with the prefix of ``ids``. The check of an entry's prefix costs 1 us;
     reading the entry would cost 10 us. Of the entries of this router, the service passes on those that ``ids`` made for
     requests of the same client (``wire.peer``). Of the other routers' entries, the service sends those of the shared
-    log to their routers by ``send``, and skips the rest. ``send`` is None if the router knows no other routers.
+    log to their routers by ``forward``, and skips the rest. ``forward`` is None if the router knows no other routers.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class AccessLogSink:
         observer: AccessLogObserver,
         *,
         ids: RequestIds,
-        send: Send | None = None,
+        forward: Forward | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
-        self._forwarding = Forwarding(send, observer, clock=clock)
+        self._forwarding = Forwarding(forward, observer, clock=clock)
         self._ending = False
         self._observer = observer
         self._ids = ids
@@ -78,14 +79,6 @@ class AccessLogSink:
             self._receive, response_serializer=wire.StreamAccessLogsResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
-
-    def take_forwarded(self, client: str, entry: AccessLogEntry) -> None:
-        """Take an entry that another router sent with its ``send``."""
-        self._observer.access_log_entries(known=1, others=0)
-        if entry.request_id.startswith(self._ids.prefix) and self._ids.is_from(entry.request_id, client):
-            self._on_entries((entry,))
-        else:
-            self._ignore(1, client)
 
     def end_streams(self) -> None:
         """End each stream after its next batch, so that Envoy opens a new stream to another router.
@@ -129,12 +122,9 @@ class AccessLogSink:
         ours = [each for each in known if each[1].startswith(prefix)]
         believed = [each for each in ours if self._ids.is_from(each[1], client)]
         if len(believed) < len(ours):
-            self._ignore(len(ours) - len(believed), client)
+            self._observer.access_log_foreign(len(ours) - len(believed))
+            self._foreign.warn(len(ours) - len(believed), peer=client)
         self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
         if shared:
             theirs = (each for each in known if not each[1].startswith(prefix))
-            self._forwarding.forward(client, (read_entry(entry, request_id) for entry, request_id in theirs))
-
-    def _ignore(self, count: int, client: str) -> None:
-        self._observer.access_log_foreign(count)
-        self._foreign.warn(count, peer=client)
+            self._forwarding.forward(replace(read_entry(*each), sender=client) for each in theirs)

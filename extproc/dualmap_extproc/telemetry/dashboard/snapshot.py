@@ -16,6 +16,7 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, EventsStatus, PoolSnapshot
 from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.names import replica_of
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.history import (
     DECISIONS,
@@ -135,6 +136,7 @@ class Snapshots:
             "algorithm": pool.routing.ring.algorithm.value,
             "ring_version": status.ring_version,
             "peers": status.peers,
+            "owner": replica_of(status.owner) or self._source.router,
             "sessions": status.sessions,
             "split_prefixes": status.split_prefixes,
             "held": status.held,

@@ -109,6 +109,7 @@ function showPool() {
   decisions.show(pool, marked);
   showPair();
   setText(byId("about"), `View of router ${latest.router} (version ${latest.version}), connected to ${plural(pool.peers, "other router")}. `
+    + `${pool.owner === latest.router ? "This router" : `Router ${pool.owner}`} decides for the pool${pool.owner === latest.router ? "" : ", and its view has the loads of all routers' requests"}. `
     + `Model ${pool.model}, policy ${pool.policy}, ${pool.algorithm} rings of version ${pool.ring_version}. `
     + `Times are in this browser's time zone (${timeZone()}).`);
 }

@@ -1,0 +1,121 @@
+"""The requests of other routers in one router's accounts: their questions, their progress, and the answers to them."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from dualmap.ownership.messages import Answer, Ask, Declined, Message, Progress, Sent, Step
+from dualmap.requests import Outcome, Rejection, SentRequest
+from dualmap.router import PoolRouter
+
+
+class Guests:
+    """The requests of other routers that ``router`` accounts for; ``send`` sends a message to a router.
+
+    Each method returns outcomes of ``router``, which also releases requests of this router. ``answer`` sends the
+    outcomes of the other routers' requests, and returns the rest.
+    """
+
+    def __init__(self, router: PoolRouter, send: Callable[[str, Message], None]) -> None:
+        self._router = router
+        self._send = send
+        # The router of each request.
+        self._routers: dict[str, str] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._routers
+
+    def ask(self, now: float, peer: str, ask: Ask) -> tuple[Outcome, ...]:
+        """Decide a request of another router. Its id must be unknown."""
+        request = replace(ask.request, arrived_s=now - ask.age_s)
+        self._routers[request.id] = peer
+        answer, outcomes = self._router.on_request(now, request)
+        return (answer, *outcomes)
+
+    def decline(self, peer: str, request_id: str) -> None:
+        """Tell another router that this router does not decide its request."""
+        self._send(peer, Declined(request_id=request_id))
+
+    def take_over(self, now: float, peer: str, sent: Sent) -> None:
+        """Account for a request in flight of another router; ignore an endpoint that the pool does not have."""
+        request = SentRequest(
+            request=replace(sent.request, arrived_s=now - sent.age_s),
+            endpoint=sent.endpoint,
+            sent_s=now - sent.sent_ago_s,
+            matched_tokens=sent.matched_tokens,
+            predicted_ttft_s=sent.predicted_ttft_s,
+            prefilled=sent.prefilled,
+        )
+        if self._router.take_over(now, request):
+            self._routers[request.request.id] = peer
+
+    def progress(self, now: float, peer: str, progress: Progress) -> tuple[Outcome, ...]:
+        """Apply another router's report of one of its requests; ignore an unknown request."""
+        request_id, router = progress.request_id, self._router
+        if progress.step is Step.COUNTED:
+            if progress.usage is not None:
+                router.on_usage(now, request_id, progress.usage)
+            return ()
+        if self._routers.get(request_id) != peer:
+            return ()
+        match progress.step:
+            case Step.HEARD:
+                router.on_heard(now, request_id)
+                return ()
+            case Step.FIRST_TOKEN:
+                return router.on_first_token(now, request_id).outcomes
+            case Step.SERVED:
+                return router.on_served(now, request_id, progress.endpoint).outcomes
+        del self._routers[request_id]
+        match progress.step:
+            case Step.FINISHED:
+                return router.on_finished(now, request_id, progress.usage).outcomes
+            case Step.FAILED:
+                return router.on_failed(now, request_id).outcomes
+            case _:
+                return router.on_aborted(now, request_id).outcomes
+
+    def left(self, now: float, peer: str) -> tuple[Outcome, ...]:
+        """Drop all requests of a router, because another router accounts for them from now on."""
+        return self._drop(now, [each for each, router in self._routers.items() if router == peer])
+
+    def lost(self, now: float, peer: str) -> tuple[Outcome, ...]:
+        """Drop the queued requests of a router that has ended. The members still serve those in flight."""
+        of_peer = [each for each, router in self._routers.items() if router == peer]
+        return self._drop(now, [each for each in of_peer if self._router.is_queued(each)])
+
+    def decline_queued(self, now: float) -> tuple[Outcome, ...]:
+        """Return all queued requests to their routers, because this router no longer decides them."""
+        queued = [each for each in self._routers if self._router.is_queued(each)]
+        for request_id in queued:
+            self.decline(self._routers[request_id], request_id)
+        return self._drop(now, queued)
+
+    def forget(self, request_id: str) -> bool:
+        """Forget a request that expired in the router's accounts; return whether it was another router's."""
+        return self._routers.pop(request_id, None) is not None
+
+    def answer(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Send the outcomes of the other routers' requests; return the outcomes of this router's requests."""
+        if not self._routers:
+            return outcomes
+        own: list[Outcome] = []
+        for outcome in outcomes:
+            peer = self._routers.get(outcome.request_id)
+            if peer is None:
+                own.append(outcome)
+                continue
+            if isinstance(outcome, Rejection):
+                del self._routers[outcome.request_id]
+            self._send(peer, Answer(outcome=outcome))
+        return tuple(own)
+
+    def _drop(self, now: float, requests: Collection[str]) -> tuple[Outcome, ...]:
+        """Remove requests from the accounts."""
+        outcomes: tuple[Outcome, ...] = ()
+        for request_id in requests:
+            outcomes += self._router.hand_over(now, request_id).outcomes
+        # A request that another one's end released is dropped, too, so its outcome is sent to no router.
+        for request_id in requests:
+            del self._routers[request_id]
+        dropped = frozenset(requests)
+        return tuple(each for each in outcomes if each.request_id not in dropped)

@@ -1,0 +1,83 @@
+"""The messages between the routers of a pool: questions to its owner, the owner's answers, and reports of progress.
+
+Messages between two routers arrive in order, or not at all. Routers share no clock, so times in messages are ages. The
+receiver adds the age to its own clock; the time on the way counts as none.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dualmap.requests import Decision, Queued, Rejection, Request, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request for the owner to decide, which arrived ``age_s`` ago. ``request.arrived_s`` has no meaning."""
+
+    request: Request
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The owner's answer to an ``Ask``. After ``Queued``, another answer follows."""
+
+    outcome: Decision | Rejection | Queued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """The answer of a router that does not decide for others, because it does not serve the pool or is about to end."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A request in flight that the sender of this message decided, or that another owner decided before.
+
+    The request arrived ``age_s`` ago, and was sent to ``endpoint`` (``ip:port``) ``sent_ago_s`` ago.
+    ``matched_tokens`` and ``predicted_ttft_s`` are as in its receipt. If ``prefilled`` is true, its first token was
+    observed.
+    """
+
+    request: Request
+    age_s: float
+    endpoint: str
+    sent_ago_s: float
+    matched_tokens: int
+    predicted_ttft_s: float
+    prefilled: bool
+
+
+class Step(StrEnum):
+    """What happened to a request."""
+
+    HEARD = "its response continues"
+    FIRST_TOKEN = "its first token arrived"
+    SERVED = "another endpoint served it"
+    FINISHED = "its response ended"
+    COUNTED = "the engine's token counts of the ended request are known"
+    ABORTED = "its client disconnected, or the sender decided it without the owner"
+    FAILED = "its member failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A report of a request that the receiver decided, or whose ``Sent`` it received.
+
+    ``endpoint`` is for ``SERVED``, ``usage`` for ``FINISHED`` and ``COUNTED``.
+    """
+
+    request_id: str
+    step: Step
+    endpoint: str = ""
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """The sender's requests are now accounted for by another router; the receiver drops them."""
+
+
+Message = Ask | Answer | Declined | Sent | Progress | Left

@@ -1,0 +1,578 @@
+"""One pool's router among several routers: it asks the pool's owner, and decides by itself while no owner answers.
+
+``SharedRouter`` has the methods of ``PoolRouter``, and wraps one: its own accounts. One of the live routers owns the
+pool (``dualmap.ownership``). A router that does not own the pool asks the owner for each of its requests, and reports
+each request's progress to the owner. The owner's ``PoolRouter`` accounts for the requests of all routers, so it decides
+like a single router.
+
+Each request of this router is in the accounts of one router: this router, or the owner. If the owner changes, every
+router moves its own requests to the new owner's accounts: it asks again for queued requests, and sends those in flight.
+A router without an answer in PATIENCE_S decides by itself, and does not ask the owner again for SUSPICION_S. It moves
+these requests to the owner with the owner's next answer. Two routers that both believe that they own a pool both
+decide, each with a part of the requests. No request is lost in any of these cases.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, NamedTuple, TypeVar
+
+from dualmap.engines.profile import EngineProfile
+from dualmap.engines.residency import KvChange
+from dualmap.engines.source import SourceStatus
+from dualmap.fleet.ledger import ENDED_MAX, IN_FLIGHT_TTL_S
+from dualmap.guests import Guests
+from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
+from dualmap.ownership.owner import owner_of
+from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import PUBLIC_KEY
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
+from dualmap.requests import (
+    Asked,
+    Completion,
+    Decision,
+    Effects,
+    FirstToken,
+    Outcome,
+    PoolSnapshot,
+    Queued,
+    Rejection,
+    Request,
+    SentRequest,
+    Usage,
+)
+from dualmap.router import PoolRouter
+
+AnswerT = TypeVar("AnswerT")
+PATIENCE_S: Final = 0.02
+"""The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
+SUSPICION_S: Final = 0.5
+"""The time for which a router does not ask an owner that did not answer in time."""
+# An owner answers a queued request within the pool's longest wait, and this much later at the latest.
+_QUEUE_MARGIN_S: Final = 1.0
+# A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
+_HEARD_EVERY_S: Final = 10.0
+
+
+class RemoteDecision(NamedTuple):
+    """How a decision of which another router is the owner was made, and the seconds until then.
+
+    ``result`` is ``answered`` by the owner, ``timeout`` and ``refused`` if this router decided after it had asked, and
+    ``local`` if it decided without asking.
+    """
+
+    result: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request of this router without an outcome, in the accounts of router ``at``.
+
+    ``queued`` is true after the router has said that it queued the request.
+    """
+
+    request: Request
+    at: str
+    asked_s: float
+    queued: bool = False
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request of this router in flight, in the accounts of router ``at``."""
+
+    request: Request
+    at: str
+    member: str
+    endpoint: str
+    sent_s: float
+    matched_tokens: int
+    predicted_ttft_s: float
+    heard_s: float
+    told_s: float
+    prefilled: bool = False
+
+    def completion(self, usage: Usage | None) -> Completion:
+        return Completion(
+            request_id=self.request.id,
+            member=self.member,
+            predicted_cached_tokens=self.matched_tokens,
+            measured_cached_tokens=None if usage is None else usage.cached_tokens,
+            comparable=self.request.comparable,
+        )
+
+
+class SharedRouter:
+    """Routes this router's requests of one pool, and those of the other routers while this router owns the pool.
+
+    ``name`` is this router's name among the routers. ``send`` sends a message to a router, and ignores a router to
+    which there is no connection. ``decided`` receives how each decision of another owner's pool was made.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        name: str,
+        send: Callable[[str, Message], None],
+        decided: Callable[[RemoteDecision], None] = lambda _: None,
+        hash_key: bytes = PUBLIC_KEY,
+        replicated: bool = True,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._router = PoolRouter(pool, replicated=replicated, hash_key=hash_key)
+        self._name = name
+        self._send = send
+        self._decided = decided
+        self._patience_s = patience_s
+        self._owner = name
+        self._suspected_until_s = -inf
+        self._is_ending = False
+        self._endpoints = _endpoints(pool)
+        # This router's requests. The oldest question is first, and the request with the oldest report.
+        self._asked: OrderedDict[str, _Waiting] = OrderedDict()
+        self._queued: OrderedDict[str, _Waiting] = OrderedDict()
+        self._in_flight: OrderedDict[str, _InFlight] = OrderedDict()
+        # Where the last requests that ended are accounted for, since the engine's token counts may come later.
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._guests = Guests(self._router, send)
+
+    @property
+    def pool(self) -> Pool:
+        """The current version of the pool, as ``PoolRouter.pool``."""
+        return self._router.pool
+
+    @property
+    def owner(self) -> str:
+        """The router that owns the pool, as far as this router knows."""
+        return self._owner
+
+    # Requests of this router.
+
+    def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
+        """Ask the owner about a new request, or decide it if this router is the owner or the owner did not answer."""
+        if self._owner == self._name or self._is_ending:
+            return self._decide(now, request)
+        if now < self._suspected_until_s:
+            self._decided(RemoteDecision("local", 0.0))
+            return self._decide(now, request)
+        self._ask(now, request)
+        return Effects(Asked(request_id=request.id))
+
+    def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
+        """Do the same as ``PoolRouter.any_endpoints``."""
+        return self._router.any_endpoints(subset)
+
+    def on_served(self, now: float, request_id: str, endpoint: str) -> Effects[bool]:
+        """Move a request to the member that served it; the answer is True if that is not the chosen member."""
+        request = self._in_flight.get(request_id)
+        if request is None:
+            return Effects(False)
+        elsewhere = endpoint != request.endpoint and endpoint in self._endpoints
+        if elsewhere:
+            request.endpoint, request.member = endpoint, self._endpoints[endpoint]
+        if request.at == self._name:
+            return self._own(now, self._router.on_served(now, request_id, endpoint))
+        if elsewhere:
+            self._report(request, Step.SERVED, endpoint=endpoint)
+        return Effects(elsewhere)
+
+    def on_heard(self, now: float, request_id: str) -> None:
+        """Record a report of a request, which postpones the request's expiry; ignore an unknown request."""
+        request = self._heard(now, request_id)
+        if request is None:
+            return
+        if request.at == self._name:
+            self._router.on_heard(now, request_id)
+        elif now - request.told_s >= _HEARD_EVERY_S:
+            request.told_s = now
+            self._report(request, Step.HEARD)
+
+    def on_first_token(self, now: float, request_id: str) -> Effects[FirstToken | None]:
+        """Release a request's pending prefill; the answer is None if the request is unknown or already released."""
+        request = self._heard(now, request_id)
+        if request is None or request.prefilled:
+            return Effects(None)
+        request.prefilled = True
+        outcomes: tuple[Outcome, ...] = ()
+        if request.at == self._name:
+            outcomes = self._sort(now, self._router.on_first_token(now, request_id).outcomes)
+        else:
+            request.told_s = now
+            self._report(request, Step.FIRST_TOKEN)
+        ttft_s = now - request.request.arrived_s
+        first_token = FirstToken(
+            member=request.member,
+            ttft_s=ttft_s,
+            predicted_ttft_s=request.predicted_ttft_s,
+            within_slo=ttft_s <= self.pool.slo.ttft_s,
+        )
+        return Effects(first_token, outcomes)
+
+    def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Effects[Completion | None]:
+        """End a served request, with the engine's token counts if known; the answer is None for an unknown request."""
+        request = self._ends(request_id)
+        if request is None:
+            return Effects(None)
+        if request.at == self._name:
+            completion, outcomes = self._own(now, self._router.on_finished(now, request_id, usage))
+            return Effects(completion or request.completion(usage), outcomes)
+        self._report(request, Step.FINISHED, usage=usage)
+        return Effects(request.completion(usage))
+
+    def on_usage(self, now: float, request_id: str, usage: Usage) -> None:
+        """Take the engine's token counts of a request that has ended; ignored when it is unknown."""
+        at = self._ended.pop(request_id, self._name)
+        if at == self._name:
+            self._router.on_usage(now, request_id, usage)
+        else:
+            self._send(at, Progress(request_id=request_id, step=Step.COUNTED, usage=usage))
+
+    def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
+        """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""
+        waiting = self._asked.pop(request_id, None) or self._queued.pop(request_id, None)
+        if waiting is not None:
+            if waiting.at == self._name:
+                return self._own(now, self._router.on_aborted(now, request_id))
+            self._send(waiting.at, Progress(request_id=request_id, step=Step.ABORTED))
+            return Effects(None)
+        return self._broke_off(now, request_id, Step.ABORTED, self._router.on_aborted)
+
+    def on_failed(self, now: float, request_id: str) -> Effects[Completion | None]:
+        """End a request that its member failed; the answer is None for an unknown request."""
+        return self._broke_off(now, request_id, Step.FAILED, self._router.on_failed)
+
+    # The other routers.
+
+    def on_routers(self, now: float, routers: Collection[str]) -> Effects[None]:
+        """Take the names of the routers that may own pools; a new owner gets this router's requests.
+
+        This router may own pools if its name is among them. Without any name, it decides by itself.
+        """
+        owner = owner_of(self.pool.id, routers) or self._name
+        if owner == self._owner:
+            return Effects(None)
+        if self._is_ending:
+            self._owner = owner
+            return Effects(None)
+        self._owner, self._suspected_until_s = owner, -inf
+        return Effects(None, self._move(now))
+
+    def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:
+        """Apply the message of another router."""
+        match message:
+            case Ask():
+                if self._is_ending or self._knows(message.request.id):
+                    self._guests.decline(peer, message.request.id)
+                    return Effects(None)
+                return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
+            case Answer():
+                return Effects(None, self._answered(now, peer, message.outcome))
+            case Declined():
+                waiting = self._asked.get(message.request_id) or self._queued.get(message.request_id)
+                if waiting is None or waiting.at != peer:
+                    return Effects(None)
+                return Effects(None, self._give_up(now, waiting, "refused"))
+            case Sent():
+                if not self._knows(message.request.id):
+                    self._guests.take_over(now, peer, message)
+                return Effects(None)
+            case Progress():
+                return Effects(None, self._sort(now, self._guests.progress(now, peer, message)))
+            case Left():
+                return Effects(None, self._sort(now, self._guests.left(now, peer)))
+
+    def on_router_lost(self, now: float, peer: str) -> Effects[None]:
+        """Forget a router that has ended, or to which the connection is lost.
+
+        Its requests in flight stay in the accounts, because the members still serve them.
+        """
+        outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
+        return Effects(None, self._sort(now, outcomes))
+
+    def stop_asking(self, now: float) -> Effects[None]:
+        """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
+
+        The requests that the owner has not decided are decided here. The other routers' queued requests return to their
+        routers.
+        """
+        self._is_ending = True
+        outcomes = self._sort(now, self._guests.decline_queued(now))
+        for waiting in (*self._asked.values(), *self._queued.values()):
+            if waiting.at != self._name:
+                outcomes += self._give_up(now, waiting, "local")
+        return Effects(None, outcomes)
+
+    def leave(self, now: float) -> None:
+        """Return the other routers' queued requests to their routers, because this router no longer serves the pool.
+
+        The other routers drop this router's requests.
+        """
+        self._guests.decline_queued(now)
+        for router in self._elsewhere():
+            self._send(router, Left())
+
+    # What other events change.
+
+    def on_pool(self, now: float, pool: Pool) -> Effects[None]:
+        """Apply a new version of the pool, as ``PoolRouter.on_pool``."""
+        effects = self._own(now, self._router.on_pool(now, pool))
+        self._endpoints = _endpoints(self.pool)
+        return effects
+
+    def on_profile(self, now: float, member: str, profile: EngineProfile) -> Effects[bool]:
+        """Apply what a member's engine says, as ``PoolRouter.on_profile``."""
+        return self._own(now, self._router.on_profile(now, member, profile))
+
+    def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
+        """Apply what a member's engine reports about its cache, as ``PoolRouter.on_kv_events``."""
+        self._router.on_kv_events(member, rank, changes, status)
+
+    def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
+        """Apply a replication update, as ``PoolRouter.on_update``."""
+        return self._own(now, self._router.on_update(now, peer, update, age_s))
+
+    def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
+        """Apply session bindings, as ``PoolRouter.on_bindings``."""
+        self._router.on_bindings(now, bindings)
+
+    def take_update(self, now: float) -> ReplicaUpdate:
+        """Return the replication update about this router's accounts, as ``PoolRouter.take_update``."""
+        return self._router.take_update(now)
+
+    def status(self) -> PoolSnapshot:
+        """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
+        return replace(self._router.status(), owner=self._owner)
+
+    def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
+        """Run all due work; the answer is the completions of this router's requests that expired without a report."""
+        expired, outcomes = self._router.on_deadline(now)
+        ended = [each for each in expired if not self._guests.forget(each.request_id)]
+        for each in ended:
+            self._ends(each.request_id)
+        released = self._sort(now, outcomes)
+        for waiting in tuple(self._asked.values()):
+            if waiting.asked_s + self._patience_s > now:
+                break
+            released += self._give_up(now, waiting, "timeout")
+        for waiting in tuple(self._queued.values()):
+            if self._answer_due_s(waiting) > now:
+                break
+            if waiting.at != self._name:
+                released += self._give_up(now, waiting, "timeout")
+        for request in tuple(self._in_flight.values()):
+            if request.heard_s + IN_FLIGHT_TTL_S > now:
+                break
+            self._ends(request.request.id)
+            if request.at == self._name:
+                released += self._sort(now, self._router.hand_over(now, request.request.id).outcomes)
+            else:
+                self._report(request, Step.ABORTED)
+            ended.append(request.completion(None))
+        return Effects(tuple(ended), released)
+
+    def next_deadline(self) -> float | None:
+        """Return the next time at which ``on_deadline`` must be called, or None."""
+        times_s = [self._router.next_deadline()]
+        if self._asked:
+            times_s.append(next(iter(self._asked.values())).asked_s + self._patience_s)
+        if self._queued:
+            times_s.append(self._answer_due_s(next(iter(self._queued.values()))))
+        if self._in_flight:
+            times_s.append(next(iter(self._in_flight.values())).heard_s + IN_FLIGHT_TTL_S)
+        return min((each for each in times_s if each is not None), default=None)
+
+    # Questions to the owner.
+
+    def _ask(self, now: float, request: Request) -> None:
+        self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now)
+        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
+
+    def _answered(self, now: float, peer: str, outcome: Outcome) -> tuple[Outcome, ...]:
+        waiting = self._asked.get(outcome.request_id) or self._queued.get(outcome.request_id)
+        if waiting is None or waiting.at != peer:
+            # The request was aborted, or decided by this router. The other router knows this from a report.
+            return ()
+        if outcome.request_id in self._asked:
+            self._decided(RemoteDecision("answered", now - waiting.asked_s))
+        moved: tuple[Outcome, ...] = ()
+        if peer == self._owner and self._suspected_until_s > -inf:
+            # The owner answers again, so it gets the requests that were decided here meanwhile.
+            self._suspected_until_s = -inf
+            moved = self._move(now)
+        if isinstance(outcome, Decision) and outcome.endpoints[0] not in self._endpoints:
+            # The routers have different versions of the pool, and Envoy may have this router's.
+            return moved + self._give_up(now, waiting, "refused")
+        return moved + self._settle(now, waiting, outcome)
+
+    def _give_up(self, now: float, waiting: _Waiting, result: str) -> tuple[Outcome, ...]:
+        """Decide a request here that another router was asked about."""
+        request = waiting.request
+        self._asked.pop(request.id, None)
+        self._queued.pop(request.id, None)
+        self._decided(RemoteDecision(result, now - waiting.asked_s))
+        if result != "local":
+            self._suspected_until_s = now + SUSPICION_S
+        self._send(waiting.at, Progress(request_id=request.id, step=Step.ABORTED))
+        answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
+        if isinstance(answer, Asked) or (isinstance(answer, Queued) and waiting.queued):
+            return outcomes
+        return (answer, *outcomes)
+
+    def _decide(
+        self, now: float, request: Request, *, was_queued: bool = False
+    ) -> Effects[Decision | Queued | Rejection | Asked]:
+        """Decide one of this router's requests here."""
+        answer, outcomes = self._router.on_request(now, request)
+        waiting = _Waiting(request=request, at=self._name, asked_s=now, queued=was_queued)
+        self._settle(now, waiting, answer)
+        return Effects(answer, self._sort(now, outcomes))
+
+    def _settle(self, now: float, waiting: _Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
+        """Record the outcome of one of this router's requests; return it unless it says nothing new."""
+        request = waiting.request
+        self._asked.pop(request.id, None)
+        if isinstance(outcome, Queued):
+            was_queued, waiting.queued = waiting.queued, True
+            self._queued[request.id] = waiting
+            return () if was_queued else (outcome,)
+        self._queued.pop(request.id, None)
+        if isinstance(outcome, Decision):
+            receipt = outcome.receipt
+            self._in_flight[request.id] = _InFlight(
+                request=request,
+                at=waiting.at,
+                member=receipt.chosen,
+                endpoint=outcome.endpoints[0],
+                sent_s=now,
+                matched_tokens=receipt.matched_tokens,
+                predicted_ttft_s=receipt.predicted_ttft_s,
+                heard_s=now,
+                told_s=now,
+            )
+        return (outcome,)
+
+    def _knows(self, request_id: str) -> bool:
+        return any(request_id in each for each in (self._guests, self._asked, self._queued, self._in_flight))
+
+    # The accounts of this router's requests.
+
+    def _move(self, now: float) -> tuple[Outcome, ...]:
+        """Move all requests of this router to the owner's accounts."""
+        outcomes: tuple[Outcome, ...] = ()
+        for request_id in tuple(each for each in (*self._queued, *self._in_flight) if self._at(each) == self._name):
+            if self._owner != self._name:
+                outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
+        for router in self._elsewhere():
+            if router != self._owner:
+                self._send(router, Left())
+        for request in self._in_flight.values():
+            if request.at != self._owner:
+                request.at = self._owner
+                self._hand_over(now, request)
+        for waiting in (*self._asked.values(), *self._queued.values()):
+            if waiting.at != self._owner:
+                outcomes += self._ask_again(now, waiting)
+        return outcomes
+
+    def _elsewhere(self) -> list[str]:
+        """Return the other routers that account for requests of this router."""
+        waiting = {each.at for each in (*self._asked.values(), *self._queued.values())}
+        return sorted((waiting | {each.at for each in self._in_flight.values()}) - {self._name})
+
+    def _at(self, request_id: str) -> str:
+        waiting = self._queued.get(request_id)
+        return self._in_flight[request_id].at if waiting is None else waiting.at
+
+    def _hand_over(self, now: float, request: _InFlight) -> None:
+        if request.at == self._name:
+            sent = SentRequest(
+                request=request.request,
+                endpoint=request.endpoint,
+                sent_s=request.sent_s,
+                matched_tokens=request.matched_tokens,
+                predicted_ttft_s=request.predicted_ttft_s,
+                prefilled=request.prefilled,
+            )
+            self._router.take_over(now, sent)
+            return
+        message = Sent(
+            request=request.request,
+            age_s=now - request.request.arrived_s,
+            endpoint=request.endpoint,
+            sent_ago_s=now - request.sent_s,
+            matched_tokens=request.matched_tokens,
+            predicted_ttft_s=request.predicted_ttft_s,
+            prefilled=request.prefilled,
+        )
+        self._send(request.at, message)
+
+    def _ask_again(self, now: float, waiting: _Waiting) -> tuple[Outcome, ...]:
+        """Ask the owner about a request that another router was asked about, or that this router queued."""
+        request = waiting.request
+        self._asked.pop(request.id, None)
+        self._queued.pop(request.id, None)
+        if self._owner == self._name:
+            answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
+            if isinstance(answer, Asked) or (isinstance(answer, Queued) and waiting.queued):
+                return outcomes
+            return (answer, *outcomes)
+        self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now, queued=waiting.queued)
+        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
+        return ()
+
+    def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
+        return Effects(effects.answer, self._sort(now, effects.outcomes))
+
+    def _sort(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Send the outcomes of other routers' requests to their routers; return those of this router's."""
+        own: tuple[Outcome, ...] = ()
+        for outcome in self._guests.answer(outcomes):
+            waiting = self._queued.get(outcome.request_id)
+            if waiting is not None:
+                own += self._settle(now, waiting, outcome)
+        return own
+
+    def _broke_off(
+        self, now: float, request_id: str, step: Step, end: Callable[[float, str], Effects[Completion | None]]
+    ) -> Effects[Completion | None]:
+        request = self._ends(request_id)
+        if request is None:
+            return Effects(None)
+        if request.at == self._name:
+            completion, outcomes = self._own(now, end(now, request_id))
+            return Effects(completion or request.completion(None), outcomes)
+        self._report(request, step)
+        return Effects(request.completion(None))
+
+    def _heard(self, now: float, request_id: str) -> _InFlight | None:
+        request = self._in_flight.get(request_id)
+        if request is not None:
+            request.heard_s = now
+            self._in_flight.move_to_end(request_id)
+        return request
+
+    def _ends(self, request_id: str) -> _InFlight | None:
+        request = self._in_flight.pop(request_id, None)
+        if request is not None:
+            self._ended[request_id] = request.at
+            if len(self._ended) > ENDED_MAX:
+                self._ended.popitem(last=False)
+        return request
+
+    def _report(self, request: _InFlight, step: Step, *, endpoint: str = "", usage: Usage | None = None) -> None:
+        self._send(request.at, Progress(request_id=request.request.id, step=step, endpoint=endpoint, usage=usage))
+
+    def _answer_due_s(self, waiting: _Waiting) -> float:
+        return waiting.request.arrived_s + self.pool.routing.queue.max_wait_s + _QUEUE_MARGIN_S
+
+
+Router = PoolRouter | SharedRouter
+"""A pool's router, alone or among others."""
+
+
+def _endpoints(pool: Pool) -> dict[str, str]:
+    """Return the ids of a pool's members by endpoint."""
+    return {member.endpoint: member.id for member in pool.members}

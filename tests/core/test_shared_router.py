@@ -1,0 +1,379 @@
+"""Tests of a pool's router among several routers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from builders import pool, request, text_of
+from core.queue_pools import slow_pool
+from core.shared_routers import Routers
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
+from dualmap.ownership.messages import Answer, Ask, Declined, Progress, Step
+from dualmap.ownership.owner import owner_of
+from dualmap.requests import Asked, Completion, Decision, FirstToken, Queued, Rejection, Usage
+from dualmap.router import PoolRouter
+from dualmap.shared_router import SUSPICION_S
+
+LONG = text_of(4000, "a long prompt")
+
+
+def at(id: str, text: str = LONG, *, now: float = 0.0):  # type: ignore[no-untyped-def]
+    return request(id, text, now=now)
+
+
+def test_owner_of_is_the_same_for_any_order_and_moves_only_its_own() -> None:
+    names = [f"router-{number}" for number in range(5)]
+    pools = [f"tests/pool-{number}" for number in range(200)]
+    owners = {pool: owner_of(pool, names) for pool in pools}
+    assert owners == {pool: owner_of(pool, tuple(reversed(names))) for pool in pools}
+    assert all(20 <= list(owners.values()).count(name) <= 60 for name in names)
+    without = {pool: owner_of(pool, names[1:]) for pool in pools}
+    assert all(without[pool] == owners[pool] for pool in pools if owners[pool] != names[0])
+    assert owner_of("tests/pool", ()) is None
+
+
+def test_two_routers_decide_like_one() -> None:
+    both, alone = Routers(pool(4)), PoolRouter(pool(4))
+    for number in range(40):
+        asked = at(f"r{number}", text_of(3000, f"prompt {number % 7}"), now=both.now)
+        both.ask(both.names[number % 2], asked)
+        both.deliver()
+        decided = alone.on_request(both.now, asked).answer
+        assert isinstance(decided, Decision)
+        assert both.decision(asked.id) == decided
+        if number % 3:
+            both.first_token(asked.id)
+            both.deliver()
+            alone.on_first_token(both.now, asked.id)
+        both.now += 0.05
+    assert set(both.results) == {"answered"}
+
+
+def test_request_is_in_the_owners_accounts_only_until_it_ends() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    assert both.ask(other, at("a")) == Asked(request_id="a")
+    both.deliver()
+    assert (both.in_flight(both.owner), both.in_flight(other)) == (1, 0)
+    decision = both.decision("a")
+    both.now = 1.5
+    first_token = both[other].on_first_token(both.now, "a").answer
+    assert first_token == FirstToken(
+        member=decision.receipt.chosen,
+        ttft_s=1.5,
+        predicted_ttft_s=decision.receipt.predicted_ttft_s,
+        within_slo=True,
+    )
+    assert both[other].on_first_token(both.now, "a").answer is None
+    both.deliver()
+    assert sum(each.pending_prefill_tokens for each in both[both.owner].status().endpoints) == 0
+    usage = Usage(prompt_tokens=4000, completion_tokens=10, cached_tokens=0)
+    completion = both[other].on_finished(both.now, "a", usage).answer
+    assert completion == Completion(
+        request_id="a", member=decision.receipt.chosen, predicted_cached_tokens=0, measured_cached_tokens=0
+    )
+    both.deliver()
+    assert both.in_flight(both.owner) == 0
+
+
+def test_request_queued_by_the_owner_is_told_and_released() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.ask(other, at("first"))
+    both.ask(other, at("second"))
+    both.deliver()
+    assert both.outcomes["second"] == [Queued(request_id="second")]
+    both.first_token("first")
+    both.finish("first")
+    both.deliver()
+    assert isinstance(both.outcomes["second"][1], Decision)
+
+
+def test_queue_is_fair_between_clients_of_different_routers() -> None:
+    both = Routers(slow_pool())
+    for number in range(6):
+        both.ask(both.names[0], replace(at(f"a{number}", text_of(2000, f"a {number}")), client=1))
+    both.ask(both.names[1], replace(at("b", text_of(2000, "b")), client=2))
+    both.deliver()
+    order = []
+    while len(order) < 7:
+        running = [
+            each for each in both.outcomes if each not in order and isinstance(both.outcomes[each][-1], Decision)
+        ]
+        order += running
+        for each in running:
+            both.now += 0.1
+            both.first_token(each)
+            both.finish(each)
+            both.deliver()
+    assert order.index("b") <= 2
+
+
+def test_client_that_disconnects_leaves_the_owners_queue() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.ask(other, at("first"))
+    both.ask(other, at("second"))
+    both.deliver()
+    assert both[both.owner].status().held == 1
+    assert both[other].on_aborted(0.0, "second").answer is None
+    both.deliver()
+    assert both[both.owner].status().held == 0
+    assert both[other].on_aborted(0.0, "first").answer is not None
+    both.deliver()
+    assert both.in_flight(both.owner) == 0
+
+
+def test_owner_without_an_answer_is_not_asked_again_for_a_while() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    both.ask(other, at("a"))
+    both.lose_patience()
+    assert isinstance(both.outcomes["a"][-1], Decision)
+    assert isinstance(both.ask(other, at("b", now=both.now)), Decision)
+    assert both.in_flight(other) == 2
+    assert both.results == ["timeout", "local"]
+    both.wait(SUSPICION_S)
+    assert isinstance(both.ask(other, at("c", now=both.now)), Asked)
+
+
+def test_owner_that_answers_again_gets_the_requests_decided_meanwhile() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    both.ask(other, at("a"))
+    both.lose_patience()
+    both.ask(other, at("b", now=both.now))
+    both.first_token("b")
+    both.wait(SUSPICION_S)
+    both.ask(other, at("c", now=both.now))
+    both.deliver()
+    assert (both.in_flight(both.owner), both.in_flight(other)) == (3, 0)
+    assert len(both.outcomes["a"]) == 1
+    for each in "abc":
+        assert both.finish(each)
+    both.deliver()
+    assert (both.in_flight(both.owner), both.in_flight(other)) == (0, 0)
+
+
+def test_lost_owners_requests_move_to_the_new_owner() -> None:
+    all3 = Routers(slow_pool(2), count=3)
+    for number in range(8):
+        all3.ask(all3.others[number % 2], at(f"r{number}", text_of(2000, f"prompt {number}")))
+    all3.deliver()
+    sent = {each for each in all3.outcomes if isinstance(all3.outcomes[each][-1], Decision)}
+    assert 0 < len(sent) < 8
+    all3.lose(all3.owner)
+    all3.deliver()
+    new = all3[all3.others[0]].owner
+    assert new in all3.others
+    status = all3[new].status()
+    assert sum(each.in_flight for each in status.endpoints) + status.held == 8
+    # The new owner may send its own queued requests before it hears of the other router's requests in flight.
+    assert 8 - len(sent) - 2 <= status.held <= 8 - len(sent)
+    for _ in range(8):
+        for each in [each for each in all3.outcomes if isinstance(all3.outcomes[each][-1], Decision)]:
+            all3.first_token(each)
+            all3.finish(each)
+        all3.deliver()
+    assert all(isinstance(outcomes[-1], Decision) for outcomes in all3.outcomes.values())
+    assert all(all3.in_flight(name) == 0 for name in all3.others)
+    # Each request was queued at most once for its driver, and dispatched once.
+    assert all(len([each for each in o if isinstance(each, Decision)]) == 1 for o in all3.outcomes.values())
+    assert all(len([each for each in o if isinstance(each, Queued)]) <= 1 for o in all3.outcomes.values())
+
+
+def test_router_that_returns_takes_its_pool_and_all_requests_back() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.meet({other})
+    both.ask(both.owner, at("a"))
+    both.deliver()
+    both.ask(other, at("b", text_of(2000, "another")))
+    both.deliver()
+    assert both.in_flight(other) == 1
+    both.meet()
+    both.deliver()
+    assert (both.in_flight(both.owner), both.in_flight(other)) == (1, 0)
+    assert both[both.owner].status().held == 1
+    both.first_token("a")
+    both.finish("a")
+    both.deliver()
+    assert isinstance(both.outcomes["b"][-1], Decision)
+
+
+def test_lost_routers_queued_requests_leave_the_queue_and_those_in_flight_stay() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.ask(other, at("first"))
+    both.ask(other, at("second"))
+    both.deliver()
+    both.lose(other)
+    assert both[both.owner].status().held == 0
+    assert both.in_flight(both.owner) == 1
+    both.wait(IN_FLIGHT_TTL_S + 1)
+    assert both.in_flight(both.owner) == 0
+
+
+def test_router_about_to_end_decides_what_the_owner_has_queued() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.ask(other, at("first"))
+    both.ask(other, at("second"))
+    both.deliver()
+    both.take(both[other].on_pool(both.now, both[other].pool.never_queueing()))
+    both.take(both[other].stop_asking(both.now))
+    assert isinstance(both.outcomes["second"][-1], Decision)
+    assert isinstance(both.ask(other, at("third")), Decision)
+    both.deliver()
+    assert both[both.owner].status().held == 0
+
+
+def test_router_about_to_end_declines_questions() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    both[both.owner].stop_asking(0.0)
+    both.ask(other, at("a"))
+    both.deliver()
+    assert isinstance(both.outcomes["a"][-1], Decision)
+    assert both.results == ["refused"]
+    assert both.in_flight(other) == 1
+
+
+def test_decision_for_an_unknown_endpoint_is_made_again() -> None:
+    both = Routers(pool(3))
+    (other,) = both.others
+    both[other].on_pool(0.0, replace(both[other].pool, members=both[other].pool.members[:1], ring_version=2))
+    for number in range(8):
+        both.ask(other, at(f"r{number}", text_of(2000, f"prompt {number}"), now=both.now))
+        both.deliver()
+        both.wait(SUSPICION_S)
+    endpoints = {both.decision(f"r{number}").endpoints[0] for number in range(8)}
+    assert endpoints == {both[other].pool.members[0].endpoint}
+    assert "refused" in both.results
+
+
+def test_two_routers_that_both_own_the_pool_lose_nothing() -> None:
+    both = Routers(pool(2))
+    first, second = both.names
+    both.take(both[first].on_routers(0.0, {first}))
+    both.take(both[second].on_routers(0.0, {second}))
+    both.ask(first, at("a"))
+    both.ask(second, at("b"))
+    both.meet()
+    both.deliver()
+    assert both.in_flight(both.owner) == 2
+    assert both.in_flight(both.others[0]) == 0
+    assert both.finish("a")
+    assert both.finish("b")
+    both.deliver()
+    assert both.in_flight(both.owner) == 0
+
+
+def test_request_without_reports_expires_at_its_own_router_too() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    both.ask(other, at("a"))
+    both.deliver()
+    expired = []
+    both.now = IN_FLIGHT_TTL_S + 1
+    expired += both[other].on_deadline(both.now).answer
+    assert [each.request_id for each in expired] == ["a"]
+    both.deliver()
+    both.take(both[both.owner].on_deadline(both.now))
+    assert both.in_flight(both.owner) == 0
+    assert not both.finish("a")
+
+
+def test_questions_with_ids_of_other_requests_are_declined() -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    both.ask(both.owner, at("a"))
+    both[both.owner].on_message(0.0, other, Ask(request=at("a"), age_s=0.0))
+    assert list(both.links[both.owner, other]) == [Declined(request_id="a")]
+    assert both.in_flight(both.owner) == 1
+
+
+def test_reports_and_answers_of_strangers_have_no_effect() -> None:
+    all3 = Routers(pool(2), count=3)
+    asking, stranger = all3.others
+    all3.ask(asking, at("a"))
+    all3.deliver()
+    all3[all3.owner].on_message(0.0, stranger, Progress(request_id="a", step=Step.ABORTED))
+    assert all3.in_flight(all3.owner) == 1
+    all3.ask(asking, at("b"))
+    answer = Answer(outcome=Rejection(request_id="b", reason=next(iter(type(_no_endpoint().reason)))))
+    assert all3[asking].on_message(0.0, stranger, answer).outcomes == ()
+
+
+def _no_endpoint() -> Rejection:
+    rejection = PoolRouter(pool(0)).on_request(0.0, at("x")).answer
+    assert isinstance(rejection, Rejection)
+    return rejection
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=10, max_size=120))
+def test_any_order_of_events_decides_each_request_once(steps: list[tuple[int, int, int]]) -> None:
+    routers = Routers(slow_pool(2, max_wait_s=5.0), count=3)
+    asked = 0
+    for kind, which, how in steps:
+        running = sorted(routers.running)
+        router = running[which % len(running)]
+        live = [
+            each
+            for each, outcomes in routers.outcomes.items()
+            if isinstance(outcomes[-1], Decision) and routers.asked_at[each] in routers.running
+        ]
+        match kind:
+            case 0 | 1 | 2:
+                routers.ask(router, at(f"r{asked}", text_of(500 + 300 * how, f"p {which}"), now=routers.now))
+                asked += 1
+            case 3 | 4:
+                links = sorted(link for link, messages in routers.links.items() if messages)
+                if links:
+                    routers.deliver_one(links[how % len(links)])
+            case 5:
+                routers.wait(0.004 * (1 + how))
+            case 6 if live:
+                routers.first_token(live[how % len(live)])
+            case 7 if live:
+                routers.finish(live[how % len(live)])
+            case 8 if how < 2 and len(running) > 1:
+                routers.lose(router)
+            case 8:
+                known = {each for each in running if each != running[how % len(running)]}
+                routers.take(routers[router].on_routers(routers.now, known))
+            case 9 if live:
+                ended = live[how % len(live)]
+                routers.take(routers[routers.asked_at[ended]].on_failed(routers.now, ended))
+            case _:
+                routers.meet()
+    routers.meet()
+    for _ in range(60):
+        routers.deliver()
+        for each, outcomes in tuple(routers.outcomes.items()):
+            if isinstance(outcomes[-1], Decision) and routers.asked_at[each] in routers.running:
+                routers.first_token(each)
+                routers.finish(each)
+        routers.wait(0.2)
+    for request_id, router in routers.asked_at.items():
+        if router in routers.running:
+            outcomes = [each for each in routers.outcomes[request_id] if not isinstance(each, Queued)]
+            assert len(outcomes) == 1, (request_id, routers.outcomes[request_id])
+    routers.wait(IN_FLIGHT_TTL_S + 10)
+    routers.deliver()
+    for name in routers.running:
+        assert routers.in_flight(name) == 0
+        assert routers[name].status().held == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_router_without_others_decides_like_a_pool_router(count: int) -> None:
+    routers, alone = Routers(pool(2), count=count), PoolRouter(pool(2))
+    for name in routers.names:
+        routers.take(routers[name].on_routers(0.0, ()))
+    asked = at("a")
+    assert routers.ask(routers.names[0], asked) == alone.on_request(0.0, asked).answer
+    assert routers[routers.names[0]].owner == routers.names[0]

@@ -1,0 +1,107 @@
+"""Several routers' peers on loopback in one process, for tests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+
+import grpc
+
+from dualmap.ownership.messages import Declined, Message
+from dualmap_extproc.peers.dialer import Address, Security
+from dualmap_extproc.peers.peers import Peers
+from dualmap_extproc.request.ending import AccessLogEntry
+
+KEY = b"one key of all routers"
+POOL = "llm/chat"
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, str, Message]] = []
+        self.routers: list[set[str]] = []
+        self.lost: list[str] = []
+        self.entries: list[AccessLogEntry] = []
+        self.shared: list[tuple[str, bytes]] = []
+
+    def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
+        self.messages.append((pool, peer, message))
+
+    def on_routers(self, now: float, routers: Collection[str]) -> None:
+        self.routers.append(set(routers))
+
+    def on_router_lost(self, now: float, peer: str) -> None:
+        self.lost.append(peer)
+
+    def access_log(self, now: float, entry: AccessLogEntry) -> None:
+        self.entries.append(entry)
+
+    def on_shared(self, peer: str, payload: bytes, age_s: float) -> None:
+        self.shared.append((peer, payload))
+
+    @property
+    def ids(self) -> list[str]:
+        return [message.request_id for _, _, message in self.messages if isinstance(message, Declined)]
+
+
+class Router:
+    """A router that has nothing but its peers; ``addresses`` are those that it finds."""
+
+    def __init__(self, name: str, *, key: bytes = KEY, security: Security | None = None) -> None:
+        self.name = name
+        self.heard = Heard()
+        self.addresses: list[Address] = []
+        self.peers = Peers(
+            self.heard,
+            name=name,
+            hash_key=key,
+            find=self._find,
+            security=security,
+            on_shared=self.heard.on_shared,
+        )
+        self.address = Address("127.0.0.1", 0)
+        self._server: grpc.aio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def listen(self, credentials: grpc.ServerCredentials | None = None, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server.add_generic_rpc_handlers((self.peers.handler(),))
+        where = f"127.0.0.1:{port}"
+        if credentials is None:
+            port = self._server.add_insecure_port(where)
+        else:
+            port = self._server.add_secure_port(where, credentials)
+        self.address = Address("127.0.0.1", port)
+        await self._server.start()
+
+    def start(self, *addresses: Address) -> None:
+        self.addresses[:] = addresses
+        self._task = asyncio.create_task(self.peers.run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.peers.close()
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def _find(self) -> list[Address]:
+        return self.addresses
+
+
+@asynccontextmanager
+async def routers(*names: str, all_know_all: bool = True, **options) -> AsyncIterator[list[Router]]:
+    """Listening routers; if ``all_know_all``, each finds the addresses of all, its own among them."""
+    some = [Router(name, **options) for name in names]
+    try:
+        for each in some:
+            await each.listen()
+        if all_know_all:
+            for each in some:
+                each.start(*(other.address for other in some))
+        yield some
+    finally:
+        for each in some:
+            await each.stop()

@@ -1,0 +1,54 @@
+"""Tests of the connections between routers: real gRPC on loopback, several routers in one process."""
+
+import asyncio
+
+from dualmap.ownership.messages import Declined
+from dualmap_extproc.request.ending import AccessLogEntry
+from extproc.peer_routers import POOL, Router, routers
+from waiting import until
+
+
+def connected(*some: Router) -> bool:
+    names = {each.name for each in some}
+    return all(set(each.peers.names) == names - {each.name} for each in some)
+
+
+async def test_routers_that_know_each_other_connect_once():
+    async with routers("a-1", "b-1", "c-1") as (a, b, c):
+        await until(lambda: connected(a, b, c))
+        await asyncio.sleep(0.6)
+
+        assert connected(a, b, c)
+        assert [each.heard.lost for each in (a, b, c)] == [[], [], []]
+        assert a.heard.routers[-1] == b.heard.routers[-1] == c.heard.routers[-1] == {"a-1", "b-1", "c-1"}
+
+
+async def test_messages_arrive_in_order_in_both_directions():
+    async with routers("a-1", "b-1") as (a, b):
+        await until(lambda: connected(a, b))
+        ids = [str(number) for number in range(5000)]
+        for number in ids:
+            a.peers.send(POOL, "b-1", Declined(request_id=number))
+            b.peers.send(POOL, "a-1", Declined(request_id=number))
+            if number.endswith("00"):
+                await asyncio.sleep(0)
+
+        await until(lambda: len(a.heard.messages) == len(b.heard.messages) == len(ids))
+
+        assert a.heard.ids == b.heard.ids == ids
+        assert a.heard.messages[0][:2] == (POOL, "b-1")
+
+
+async def test_entry_and_payload_reach_their_routers():
+    async with routers("a-1", "b-1", "c-1") as (a, b, c):
+        await until(lambda: connected(a, b, c))
+        entry = AccessLogEntry(request_id="b-1-7-0123456789abcdef", status=200, sender="10.0.0.9")
+
+        assert a.peers.forward(entry)
+        assert not a.peers.forward(AccessLogEntry(request_id="d-1-7-0123456789abcdef"))
+        a.peers.share(b"news")
+
+        await until(lambda: b.heard.entries and b.heard.shared and c.heard.shared)
+        assert b.heard.entries == [entry]
+        assert b.heard.shared == c.heard.shared == [("a-1", b"news")]
+        assert not c.heard.entries

@@ -1,0 +1,240 @@
+"""Tests of pickers of several routers: the owner of a pool decides for all of them, and each decides without it."""
+
+import pytest
+
+from dualmap.ownership.messages import Declined
+from dualmap.shared_router import PATIENCE_S
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.observations import Abandoned, Enqueued, RemotelyDecided, Routed
+from dualmap_extproc.request.picked import AnswerLater, Picked
+from extproc.envoy_messages import chat, crowded_pool, pool
+from extproc.router_meshes import RouterMesh
+
+LONG = chat("long " * 10_000)
+
+
+def results(desk) -> list[str]:
+    return [each.result for each in desk.observer.of(RemotelyDecided)]
+
+
+def crowded(**queue) -> RouterMesh:
+    """Return routers whose only engine is busy, so that new requests queue at the owner."""
+    mesh = RouterMesh(crowded_pool(**queue))
+    assert isinstance(mesh.owner.ask(LONG, now=1.0), Picked)
+    return mesh
+
+
+def test_picker_asks_the_owner_and_answers_later():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+
+    assert isinstance(asker.ask(now=1.0), AnswerLater)
+    assert asker.picker.has_waiting
+    mesh.deliver(1.0)
+
+    (picked,) = asker.resumed
+    assert isinstance(picked, Picked)
+    assert picked.request_id.startswith(asker.name)
+    assert (asker.in_flight, mesh.owner.in_flight) == (0, 1)
+    assert not asker.picker.has_waiting
+    assert results(asker) == ["answered"]
+    (routed,) = asker.observer.of(Routed)
+    assert routed.queued_s is None
+    assert asker.observer.of(Enqueued) == []
+
+
+def test_picker_of_the_owner_decides_at_once():
+    mesh = RouterMesh()
+    assert isinstance(mesh.owner.ask(now=1.0), Picked)
+    assert results(mesh.owner) == []
+
+
+def test_routers_that_ask_one_owner_share_its_index():
+    mesh = RouterMesh()
+    body = chat("common " * 500)
+    for desk in mesh.others:
+        desk.ask(body, now=1.0)
+        mesh.deliver(1.0)
+    first, second = (desk.resumed[0].decision.receipt for desk in mesh.others)
+    assert first.chosen == second.chosen
+    assert second.matched_tokens > first.matched_tokens == 0
+
+
+def test_request_ends_in_the_owners_accounts():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asker.ask(now=1.0)
+    mesh.deliver(1.0)
+    asker.picker.access_log(2.0, AccessLogEntry(request_id=asker.resumed[0].request_id, status=200))
+    mesh.deliver(2.0)
+    assert mesh.owner.in_flight == 0
+
+
+def test_picker_decides_without_an_answer_in_time():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    mesh.loses = lambda sender, receiver: True
+    asker.ask(now=1.0)
+
+    deadline_s = asker.picker.next_deadline()
+    assert deadline_s == 1.0 + PATIENCE_S
+    asker.picker.on_deadline(deadline_s)
+
+    assert isinstance(asker.resumed[0], Picked)
+    assert isinstance(asker.ask(now=deadline_s + 0.01), Picked)
+    assert results(asker) == ["timeout", "local"]
+    assert asker.in_flight == 2
+
+
+def test_picker_counts_a_request_as_queued_from_the_owners_word_on():
+    mesh = crowded(max_wait_s=50.0)
+    asker = mesh.others[0]
+    assert isinstance(asker.ask(now=2.0), AnswerLater)
+    assert asker.observer.of(Enqueued) == []
+    mesh.deliver(2.0)
+
+    (queued,) = asker.observer.of(Enqueued)
+    assert queued.now > 2.0
+    assert (asker.held, mesh.owner.held) == (0, 1)
+    first = mesh.owner.observer.of(Routed)[0].decision.request_id
+    mesh.owner.picker.finished(5.0, first, None)
+    mesh.deliver(5.0)
+
+    assert isinstance(asker.resumed[0], Picked)
+    assert asker.observer.of(Routed)[0].queued_s == pytest.approx(3.0, abs=0.01)
+
+
+def test_abandoned_question_has_no_time_in_the_queue():
+    mesh = crowded()
+    asker = mesh.others[0]
+    asked = asker.ask(now=2.0)
+    asker.picker.aborted(2.0, asked.request_id)
+    mesh.deliver(2.0)
+    assert [each.queued_s for each in asker.observer.of(Abandoned)] == [None]
+    assert mesh.owner.held == 0
+
+
+def test_abandoned_request_leaves_the_owners_queue():
+    mesh = crowded()
+    asker = mesh.others[0]
+    asked = asker.ask(now=2.0)
+    mesh.deliver(2.0)
+    asker.picker.aborted(3.0, asked.request_id)
+    mesh.deliver(3.0)
+    assert asker.observer.of(Abandoned)[0].queued_s > 0.9
+    assert mesh.owner.held == 0
+
+
+def test_access_log_entry_of_an_asked_request_is_ignored():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asked = asker.ask(now=1.0)
+    asker.picker.access_log(1.0, AccessLogEntry(request_id=asked.request_id, status=200))
+    mesh.deliver(1.0)
+    assert isinstance(asker.resumed[0], Picked)
+
+
+def test_lost_owner_loses_no_request():
+    mesh = crowded(max_wait_s=50.0)
+    lost, others = mesh.owner, mesh.others
+    others[0].ask(now=2.0)
+    mesh.deliver(2.0)
+    others[1].ask(now=3.0)
+    mesh.lose(3.0, lost.name)
+    mesh.deliver(3.0)
+
+    assert all(isinstance(each, Picked) for desk in others for each in desk.resumed)
+    assert sum(len(desk.resumed) for desk in others) + sum(desk.held for desk in others) == 2
+    assert mesh.owner.in_flight + mesh.owner.held == 2
+
+
+def test_owner_that_ends_returns_queued_requests_to_their_routers():
+    mesh = crowded(max_wait_s=50.0)
+    ending, asker = mesh.owner, mesh.others[0]
+    asker.ask(now=2.0)
+    mesh.deliver(2.0)
+
+    ending.picker.stop_queueing(3.0)
+    mesh.deliver(3.0)
+
+    assert isinstance(asker.resumed[0], Picked)
+    assert ending.held == 0
+    assert results(asker) == ["answered", "refused"]
+
+
+def test_ending_owner_of_a_pool_without_members_refuses_no_other_routers_request():
+    mesh = RouterMesh(crowded_pool(members=0, hold_when_empty=True))
+    ending, asker = mesh.owner, mesh.others[0]
+    asker.ask(now=2.0)
+    mesh.deliver(2.0)
+
+    ending.picker.stop_queueing(3.0)
+    mesh.deliver(3.0)
+
+    assert asker.resumed == []
+    assert asker.held == 1
+
+
+def test_router_that_ends_decides_what_it_has_asked():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asker.ask(now=1.0)
+    asker.picker.stop_queueing(1.001)
+    assert isinstance(asker.resumed[0], Picked)
+    mesh.deliver(1.001)
+    assert (asker.in_flight, mesh.owner.in_flight) == (1, 0)
+
+
+def test_new_pool_knows_the_routers_at_once():
+    first, second = pool(), pool(name="second", model="other")
+    mesh = RouterMesh(first)
+    for desk in mesh.desks.values():
+        desk.picker.set_pools(1.0, (first, second))
+    kinds = [type(desk.ask(chat(model="other"), now=2.0)) for desk in mesh.desks.values()]
+    assert sorted(kind.__name__ for kind in kinds) == ["AnswerLater", "AnswerLater", "Picked"]
+
+
+def test_question_about_an_unknown_pool_is_declined():
+    mesh = RouterMesh()
+    owner, asker = mesh.owner, mesh.others[0]
+    owner.picker.set_pools(0.5, ())
+    sent = []
+    asker.ask(now=1.0)
+    post = mesh.post
+    mesh.post = lambda *given: (sent.append(given[3]), post(*given))
+    mesh.deliver(1.0)
+    assert any(isinstance(each, Declined) for each in sent)
+    assert isinstance(asker.resumed[0], Picked)
+    assert results(asker) == ["refused"]
+
+
+def test_removed_pool_returns_other_routers_queued_requests():
+    mesh = crowded(max_wait_s=50.0)
+    asker = mesh.others[0]
+    asker.ask(now=2.0)
+    mesh.deliver(2.0)
+    mesh.owner.picker.set_pools(3.0, ())
+    mesh.deliver(3.0)
+    assert isinstance(asker.resumed[0], Picked)
+
+
+def test_removed_pool_takes_its_requests_from_the_owners_queue():
+    mesh = crowded(max_wait_s=50.0)
+    asker = mesh.others[0]
+    asker.ask(now=2.0)
+    mesh.deliver(2.0)
+    asker.picker.set_pools(3.0, ())
+    mesh.deliver(3.0)
+    assert isinstance(asker.resumed[0], Refused)
+    assert mesh.owner.held == 0
+
+
+def test_forwarded_entry_ends_a_request_of_the_same_envoy():
+    mesh = RouterMesh()
+    owner = mesh.owner
+    picked = [owner.picker.pick(1.0, chat(), None, 1.0, headers={}, resume=print, peer="10.0.0.9") for _ in range(2)]
+    for each, sender in zip(picked, ("10.0.0.9", "10.0.0.8"), strict=True):
+        entry = AccessLogEntry(request_id=each.request_id, status=200, sender=sender)
+        owner.picker.access_log(2.0, entry)
+    assert owner.in_flight == 1
