@@ -227,15 +227,14 @@ async def _run_peers(peers: Peers, picker: Picker, exchange: Exchange | None) ->
     async with asyncio.TaskGroup() as group:
         group.create_task(peers.run())
         clock = asyncio.get_running_loop().time
-        began_s = clock()
-
-        def warm() -> bool:
-            if exchange is not None:
-                return exchange.has_read_history
-            return clock() - began_s >= max((history_s(pool) for pool in picker.pools), default=SHORTEST_HISTORY_S)
-
-        while not warm():
+        began_s, warm = clock(), False
+        while not warm:
             await asyncio.sleep(_WARM_CHECK_S)
+            if exchange is not None:
+                warm = exchange.has_read_history
+            else:
+                longest_s = max((history_s(pool) for pool in picker.pools), default=SHORTEST_HISTORY_S)
+                warm = clock() - began_s >= longest_s
         peers.warm()
 
 
@@ -399,7 +398,7 @@ def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, met
 
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> tuple[str, int]:
-    """Bind every port; return the line that lists the addresses, and the gRPC port. Raises AddressError and TlsError."""
+    """Bind every port; return the line that lists them, and the gRPC port. Raises AddressError and TlsError."""
     wanted = {
         "--grpc-port": settings.grpc_port,
         "--health-port": settings.health_port,
