@@ -20,6 +20,8 @@ class Guests:
         self._send = send
         # The router of each request.
         self._routers: dict[str, str] = {}
+        # The routers that have ended, or to which the connection is lost, while their requests are in flight.
+        self._lost: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._routers
@@ -74,6 +76,11 @@ class Guests:
             case _:
                 return router.on_aborted(now, request_id).outcomes
 
+    def orphan(self, now: float, progress: Progress) -> tuple[Outcome, ...]:
+        """Apply a report of a request whose router has ended; ignore requests of other routers."""
+        peer = self._routers.get(progress.request_id)
+        return () if peer is None or peer not in self._lost else self.progress(now, peer, progress)
+
     def left(self, now: float, peer: str) -> tuple[Outcome, ...]:
         """Drop all requests of a router, because another router accounts for them from now on."""
         return self._drop(now, [each for each, router in self._routers.items() if router == peer])
@@ -81,6 +88,7 @@ class Guests:
     def lost(self, now: float, peer: str) -> tuple[Outcome, ...]:
         """Drop the queued requests of a router that has ended. The members still serve those in flight."""
         of_peer = [each for each, router in self._routers.items() if router == peer]
+        self._lost = {peer, *self._lost}.intersection(self._routers.values())
         return self._drop(now, [each for each in of_peer if self._router.is_queued(each)])
 
     def decline_queued(self, now: float) -> tuple[Outcome, ...]:

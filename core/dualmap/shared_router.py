@@ -292,6 +292,10 @@ class SharedRouter:
         outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
         return Effects(None, self._sort(now, outcomes))
 
+    def on_orphan(self, now: float, progress: Progress) -> Effects[None]:
+        """Apply a report of a request whose router has ended, such as its end; ignore all other requests."""
+        return Effects(None, self._sort(now, self._guests.orphan(now, progress)))
+
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
 

@@ -23,6 +23,7 @@ class Heard:
         self.routers: list[set[str]] = []
         self.lost: list[str] = []
         self.entries: list[AccessLogEntry] = []
+        self.orphans: list[AccessLogEntry] = []
         self.shared: list[tuple[str, bytes]] = []
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
@@ -36,6 +37,9 @@ class Heard:
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         self.entries.append(entry)
+
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        self.orphans.append(entry)
 
     def on_shared(self, peer: str, payload: bytes, age_s: float) -> None:
         self.shared.append((peer, payload))

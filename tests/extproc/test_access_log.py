@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dualmap.requests import Usage
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
+from dualmap_extproc.envoy.access_log.forwarding import Connections
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
@@ -252,13 +253,13 @@ async def serving(
     counts: Counts,
     *,
     ids: RequestIds | None = None,
-    forward: Callable[[AccessLogEntry], bool] | None = None,
+    connections: Connections | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
-        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), forward=forward, clock=clock).handler(),)
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), connections=connections, clock=clock).handler(),)
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -312,11 +313,15 @@ class TestServing:
         forwarded: list[AccessLogEntry] = []
         counts = Counts()
 
-        def forward(sent: AccessLogEntry) -> bool:
-            forwarded.append(sent)
-            return True
+        class Others:
+            def forward(self, sent: AccessLogEntry) -> bool:
+                forwarded.append(sent)
+                return True
 
-        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), forward=forward) as opened:
+            def orphan(self, sent: AccessLogEntry) -> None:
+                raise AssertionError(sent)
+
+        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), connections=Others()) as opened:
             stream = opened()
             named = wire.StreamAccessLogsMessage()
             named.identifier.log_name = SHARED_ACCESS_LOG

@@ -24,6 +24,7 @@ class Routers:
 
     def __init__(self, *names: str) -> None:
         self.received: dict[str, list[AccessLogEntry]] = {name: [] for name in names}
+        self.orphans: dict[str, list[AccessLogEntry]] = {name: [] for name in names}
         self.counts = {name: Counts() for name in names}
         self.ids = {name: RequestIds(name, bytes([number]) * KEY_BYTES) for number, name in enumerate(names)}
         self.now_s = 1000.0
@@ -35,15 +36,20 @@ class Routers:
             self.received[name].extend,
             self.counts[name],
             ids=self.ids[name],
-            forward=self._forward,
+            connections=self,
+            on_orphan=self.orphans[name].append,
             clock=lambda: self.now_s,
         )
 
-    def _forward(self, sent: AccessLogEntry) -> bool:
+    def forward(self, sent: AccessLogEntry) -> bool:
         to = [name for name in self.connected if sent.request_id.startswith(f"{name}-")]
         for name in to:
             self.received[name].append(sent)
         return bool(to)
+
+    def orphan(self, sent: AccessLogEntry) -> None:
+        for name in self.connected:
+            self.orphans[name].append(sent)
 
     def received_ids(self, name: str) -> list[str]:
         return [each.request_id for each in self.received[name]]
@@ -113,24 +119,28 @@ async def test_entries_wait_for_the_connection_of_a_new_router(monkeypatch: pyte
     assert routers.counts["a-1"].undelivered == 0
 
 
-async def test_entries_of_a_router_that_has_gone_are_dropped(
+async def test_entries_of_a_router_that_has_ended_go_to_all_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
-    routers = Routers("a-1")
+    routers = Routers("a-1", "b-2")
+    routers.connected.remove("a-1")
     await report(routers.sinks["a-1"], batch(["gone-2-0-ff", "gone-2-1-ff"], SHARED_ACCESS_LOG))
     routers.now_s += KEPT_S - 1
     await asyncio.sleep(0.05)
     assert routers.counts["a-1"].undelivered == 0
     routers.now_s += 1
     await until(lambda: routers.counts["a-1"].undelivered == 2)
+    for name in ("a-1", "b-2"):
+        assert [each.request_id for each in routers.orphans[name]] == ["gone-2-0-ff", "gone-2-1-ff"]
     (logged,) = [record.__dict__["details"] for record in caplog.records]
     assert (logged["count"], logged["request"]) == (1, "gone-2-0-ff")
 
 
 async def test_entries_that_wait_use_bounded_memory() -> None:
     counts = Counts()
-    keeping = Forwarding(lambda *_: False, counts, clock=lambda: 0.0)
+    alone = Routers()
+    keeping = Forwarding(alone, lambda _: None, counts, clock=lambda: 0.0)
     keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * KEPT_MAX)
     assert counts.undelivered == 0
     keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * 3)

@@ -47,8 +47,11 @@ async def test_entry_and_payload_reach_their_routers():
         assert a.peers.forward(entry)
         assert not a.peers.forward(AccessLogEntry(request_id="d-1-7-0123456789abcdef"))
         a.peers.share(b"news")
+        ended = AccessLogEntry(request_id="d-1-7-0123456789abcdef", status=200, sender="10.0.0.9")
+        a.peers.orphan(ended)
 
         await until(lambda: b.heard.entries and b.heard.shared and c.heard.shared)
+        await until(lambda: b.heard.orphans == c.heard.orphans == [ended])
         assert b.heard.entries == [entry]
         assert b.heard.shared == c.heard.shared == [("a-1", b"news")]
         assert not c.heard.entries

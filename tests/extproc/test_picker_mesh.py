@@ -238,3 +238,19 @@ def test_forwarded_entry_ends_a_request_of_the_same_envoy():
         entry = AccessLogEntry(request_id=each.request_id, status=200, sender=sender)
         owner.picker.access_log(2.0, entry)
     assert owner.in_flight == 1
+
+
+@pytest.mark.parametrize("status", [200, 400, 500, None])
+def test_entry_ends_a_request_whose_router_has_ended(status):
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asker.ask(now=1.0)
+    mesh.deliver(1.0)
+    picked = asker.resumed[0]
+    served = picked.decision.endpoints[0]
+    entry = AccessLogEntry(request_id=picked.request_id, status=status, served_endpoint=served, sender="10.0.0.9")
+    mesh.owner.picker.on_orphan(2.0, entry)
+    assert mesh.owner.in_flight == 1
+    mesh.owner.picker.on_router_lost(3.0, asker.name)
+    mesh.owner.picker.on_orphan(4.0, entry)
+    assert mesh.owner.in_flight == 0

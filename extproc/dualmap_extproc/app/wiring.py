@@ -147,8 +147,13 @@ async def serve(settings: Settings) -> None:
     reading = ReadingProcesses()
     processor = ExternalProcessor(picker, observations.report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
-    forward = None if peers is None else peers.forward
-    access_log = AccessLogSink(take_entries, metrics, ids=picker.ids, forward=forward)
+    access_log = AccessLogSink(
+        take_entries,
+        metrics,
+        ids=picker.ids,
+        connections=peers,
+        on_orphan=lambda entry: picker.on_orphan(loop.time(), entry),
+    )
     servers = GrpcServers(
         processor,
         services=(*discovery.handlers(), scaler.handler(), *(() if peers is None else (peers.handler(),))),

@@ -59,6 +59,9 @@ class PeersListener(Protocol):
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """Apply an access log entry that another router received."""
 
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        """Apply an access log entry about a request of a router that has ended."""
+
 
 class Peers:
     """All connections of this router to the other routers.
@@ -128,6 +131,10 @@ class Peers:
         if link is not None:
             self._send([link], encode_entry(entry))
         return link is not None
+
+    def orphan(self, entry: AccessLogEntry) -> None:
+        """Send an access log entry to all routers, because the router that assigned its request id has ended."""
+        self._send(self._links.values(), encode_entry(entry))
 
     def warm(self) -> None:
         """Announce that this router knows enough of the past to own pools."""
@@ -279,6 +286,8 @@ class Peers:
         for entry in frame.entries:
             if entry.request_id.startswith(f"{self._name}-"):
                 self._listener.access_log(self._clock(), entry)
+            else:
+                self._listener.on_orphan(self._clock(), entry)
         for payload in frame.shared:
             # Like the messages' time on the way, the payload's counts as none.
             self._on_shared(peer, payload, 0.0)

@@ -21,7 +21,7 @@ from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.engines.token_chain import pack_tokens, token_root
-from dualmap.ownership.messages import Ask, Declined, Message
+from dualmap.ownership.messages import Ask, Declined, Message, Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
@@ -85,6 +85,12 @@ _log = get_logger(__name__)
 
 # At most this many roots of models and their adapters are kept, of about 200 bytes each.
 _COMMON_ROOTS_MAX: Final = 4096
+_ORPHANS_STEPS: Final = {
+    Ending.FINISHED: Step.FINISHED,
+    Ending.REJECTED: Step.ABORTED,
+    Ending.ABORTED: Step.ABORTED,
+    Ending.FAILED: Step.FAILED,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -448,6 +454,19 @@ class Picker:
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
+
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        """End a request that a router had picked that has ended since; ignore all other requests.
+
+        Only that router could verify the sender of the entry. The request's id is not guessable.
+        """
+        reports = [Progress(request_id=entry.request_id, step=_ORPHANS_STEPS[entry.ending], usage=entry.usage)]
+        if entry.served_endpoint is not None:
+            served = Progress(request_id=entry.request_id, step=Step.SERVED, endpoint=entry.served_endpoint)
+            reports.insert(0, served)
+        for router in self._served.shared():
+            for report in reports:
+                self._release(now, (router, router.on_orphan(now, report).outcomes))
 
     def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
         """Return each pool's id and this replica's replication update for the other replicas."""

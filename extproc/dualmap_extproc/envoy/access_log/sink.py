@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
-from dualmap_extproc.envoy.access_log.forwarding import Forward, Forwarding, ForwardingObserver
+from dualmap_extproc.envoy.access_log.forwarding import Connections, Forwarding, ForwardingObserver
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import RequestIds
@@ -52,7 +52,8 @@ class AccessLogSink:
     Entries of this router have an id that begins with the prefix of ``ids``. The check of an entry's prefix costs 1 us;
     reading the entry would cost 10 us. Of the entries of this router, the service passes on those that ``ids`` made for
     requests of the same client (``wire.peer``). Of the other routers' entries, the service sends those of the shared
-    log to their routers by ``forward``, and skips the rest. ``forward`` is None if the router knows no other routers.
+    log to their routers by ``connections``, and skips the rest. ``connections`` is None if the router knows no other
+    routers. ``on_orphan`` receives the entries of routers that have ended.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class AccessLogSink:
         observer: AccessLogObserver,
         *,
         ids: RequestIds,
-        forward: Forward | None = None,
+        connections: Connections | None = None,
+        on_orphan: Callable[[AccessLogEntry], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
-        self._forwarding = Forwarding(forward, observer, clock=clock)
+        self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
         self._ending = False
         self._observer = observer
         self._ids = ids
