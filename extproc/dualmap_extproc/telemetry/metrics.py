@@ -147,7 +147,7 @@ class Metrics:
         )
         self._undelivered = counter(
             "dualmap_access_log_undelivered_entries",
-            "Access log entries dropped because no connection exists to the router that picked the endpoint.",
+            "Access log entries about requests of routers to which no connection exists.",
         )
         self._slo_ttft_s = Gauge(
             "dualmap_pool_slo_ttft_seconds", "SLO for the time to first token, in seconds.", _POOL, registry=registry
@@ -231,7 +231,7 @@ class Metrics:
         self._foreign.inc(count)
 
     def access_log_undelivered(self, count: int) -> None:
-        """Count dropped access log entries of routers without a connection (AccessLogObserver)."""
+        """Count access log entries of routers without a connection (AccessLogObserver)."""
         self._undelivered.inc(count)
 
     def pools_refused(self) -> None:
