@@ -117,7 +117,7 @@ async def serve(settings: Settings) -> None:
         client_key=_client_key(settings.hash_key),
         send=send if meshed else None,
     )
-    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=settings.redis is not None)
+    pool_demand = PoolDemand(demand, picker.demands, picker.pool, replicated=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)
@@ -164,7 +164,7 @@ async def serve(settings: Settings) -> None:
     status = StatusServer(
         router=settings.replica_id,
         statuses=picker.statuses,
-        signals=demand.signals,
+        signals=lambda _: demand.signals(picker.demands()),
         metrics=metrics,
         tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
         dashboard=None

@@ -526,6 +526,10 @@ class Picker:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
         return self._served.statuses(pools)
 
+    def demands(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
+        """Do the same as ``statuses`` for this router's own requests only, whichever router accounts for them."""
+        return self._served.demands(pools)
+
     def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
         """Return what a debug line quotes of a request: never the name of its client."""
         shown = {name: value for name, value in headers.items() if name not in self._served.client_headers}
