@@ -97,6 +97,7 @@ class Peers:
         self._owners: frozenset[str] | None = None
         self._handshakes = 0
         self._refused = OncePerMinute(_log, "Not connecting to another router", self._clock)
+        self._unreadable = OncePerMinute(_log, "Closed a connection with an unreadable frame", self._clock)
         self._too_many = OncePerMinute(_log, "Not connecting to further routers", self._clock)
         self._oversized = OncePerMinute(_log, "Dropping an oversized message to another router", self._clock)
 
@@ -204,8 +205,10 @@ class Peers:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 return await self._shake_hands(stream, address, dialed=dialed)
-        except (NotAPeer, UnreadableFrame) as error:
+        except NotAPeer as error:
             self._refused.warn(1, address=address, reason=str(error))
+        except UnreadableFrame as error:
+            self._unreadable.warn(1, address=address, reason=str(error))
         # gRPC raises errors of several classes for a stream that has ended.
         except Exception as error:  # noqa: BLE001
             if dialed:
