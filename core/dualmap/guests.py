@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from math import inf
+from typing import Final
 
 from dualmap.ownership.messages import Answer, Ask, Declined, Message, Progress, Sent, Step
 from dualmap.requests import Outcome, Rejection, SentRequest
 from dualmap.router import PoolRouter
+
+# The interval in which the speed in answers is computed again, because this takes longer the more members there are.
+_SPEED_EVERY_S: Final = 1.0
 
 
 class Guests:
@@ -20,6 +25,13 @@ class Guests:
         self._send = send
         # The router of each request.
         self._routers: dict[str, str] = {}
+        # The routers that have ended, or to which the connection is lost, while their requests are in flight.
+        self._lost: set[str] = set()
+        self._tokens_per_second = 0.0
+        self._speed_due_s = -inf
+
+    def __len__(self) -> int:
+        return len(self._routers)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._routers
@@ -74,6 +86,11 @@ class Guests:
             case _:
                 return router.on_aborted(now, request_id).outcomes
 
+    def orphan(self, now: float, progress: Progress) -> tuple[Outcome, ...]:
+        """Apply a report of a request whose router has ended; ignore requests of other routers."""
+        peer = self._routers.get(progress.request_id)
+        return () if peer is None or peer not in self._lost else self.progress(now, peer, progress)
+
     def left(self, now: float, peer: str) -> tuple[Outcome, ...]:
         """Drop all requests of a router, because another router accounts for them from now on."""
         return self._drop(now, [each for each, router in self._routers.items() if router == peer])
@@ -81,6 +98,7 @@ class Guests:
     def lost(self, now: float, peer: str) -> tuple[Outcome, ...]:
         """Drop the queued requests of a router that has ended. The members still serve those in flight."""
         of_peer = [each for each, router in self._routers.items() if router == peer]
+        self._lost = {peer, *self._lost}.intersection(self._routers.values())
         return self._drop(now, [each for each in of_peer if self._router.is_queued(each)])
 
     def decline_queued(self, now: float) -> tuple[Outcome, ...]:
@@ -94,7 +112,7 @@ class Guests:
         """Forget a request that expired in the router's accounts; return whether it was another router's."""
         return self._routers.pop(request_id, None) is not None
 
-    def answer(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    def answer(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Send the outcomes of the other routers' requests; return the outcomes of this router's requests."""
         if not self._routers:
             return outcomes
@@ -106,8 +124,14 @@ class Guests:
                 continue
             if isinstance(outcome, Rejection):
                 del self._routers[outcome.request_id]
-            self._send(peer, Answer(outcome=outcome))
+            self._send(peer, Answer(outcome=outcome, tokens_per_second=self._speed(now)))
         return tuple(own)
+
+    def _speed(self, now: float) -> float:
+        if now >= self._speed_due_s:
+            self._tokens_per_second = self._router.solo_tokens_per_second()
+            self._speed_due_s = now + _SPEED_EVERY_S
+        return self._tokens_per_second
 
     def _drop(self, now: float, requests: Collection[str]) -> tuple[Outcome, ...]:
         """Remove requests from the accounts."""

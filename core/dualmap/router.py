@@ -237,6 +237,10 @@ class PoolRouter:
         """Apply session bindings from the store if their version is higher or this replica requested them."""
         self._adopt(now, bindings, hinted=True)
 
+    def solo_tokens_per_second(self) -> float:
+        """Return the members' mean prefill speed without other routers' prefills; 0 without members."""
+        return self._fleet.solo_tokens_per_second()
+
     def status(self) -> PoolSnapshot:
         """Return a snapshot of the pool's state in this router."""
         return PoolSnapshot(

@@ -12,7 +12,7 @@ these requests to the owner with the owner's next answer. Two routers that both 
 decide, each with a part of the requests. No request is lost in any of these cases.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -53,6 +53,8 @@ SUSPICION_S: Final = 0.5
 _QUEUE_MARGIN_S: Final = 1.0
 # A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
 _HEARD_EVERY_S: Final = 10.0
+# The weight of a request in the mean share of new prompt tokens.
+_NEW_SHARE_WEIGHT: Final = 0.02
 
 
 class RemoteDecision(NamedTuple):
@@ -130,6 +132,9 @@ class SharedRouter:
         self._owner = name
         self._suspected_until_s = -inf
         self._is_ending = False
+        # What the demand needs and only the owner knows: the members' speed, and the share of new prompt tokens.
+        self._owners_speed = 0.0
+        self._new_share = 1.0
         self._endpoints = _endpoints(pool)
         # This router's requests. The oldest question is first, and the request with the oldest report.
         self._asked: OrderedDict[str, _Waiting] = OrderedDict()
@@ -269,6 +274,8 @@ class SharedRouter:
                     return Effects(None)
                 return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
             case Answer():
+                if peer == self._owner and message.tokens_per_second:
+                    self._owners_speed = message.tokens_per_second
                 return Effects(None, self._answered(now, peer, message.outcome))
             case Declined():
                 waiting = self._asked.get(message.request_id) or self._queued.get(message.request_id)
@@ -291,6 +298,10 @@ class SharedRouter:
         """
         outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
         return Effects(None, self._sort(now, outcomes))
+
+    def on_orphan(self, now: float, progress: Progress) -> Effects[None]:
+        """Apply a report of a request whose router has ended, such as its end; ignore all other requests."""
+        return Effects(None, self._sort(now, self._guests.orphan(now, progress)))
 
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
@@ -345,6 +356,42 @@ class SharedRouter:
     def status(self) -> PoolSnapshot:
         """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
         return replace(self._router.status(), owner=self._owner)
+
+    def demand(self) -> PoolSnapshot:
+        """Return a snapshot of this router's own requests: its share of the pool's demand.
+
+        The sum over all routers contains each request once, whichever router accounts for it. Queued requests count as
+        requests without a member. While another router owns the pool, the members' speeds are the mean that the owner
+        has learnt, because a router that does not decide learns none.
+        """
+        status = self.status()
+        decides = self._owner == self._name
+        if decides and not self._guests:
+            return status
+        requests, tokens = Counter[str](), Counter[str]()
+        for each in self._in_flight.values():
+            requests[each.member] += 1
+            if not each.prefilled:
+                tokens[each.member] += max(0, each.request.chain.tokens - each.matched_tokens)
+        speed = 0.0 if decides else self._owners_speed
+        return replace(
+            status,
+            held=len(self._queued),
+            unplaced_prefill_tokens=round(
+                self._new_share * sum(each.request.chain.tokens for each in self._queued.values())
+            ),
+            endpoints=tuple(
+                replace(
+                    each,
+                    in_flight=requests[each.id],
+                    held=0,
+                    pending_prefill_tokens=tokens[each.id],
+                    held_prefill_tokens=0,
+                    solo_tokens_per_second=speed or each.solo_tokens_per_second,
+                )
+                for each in status.endpoints
+            ),
+        )
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of this router's requests that expired without a report."""
@@ -445,6 +492,8 @@ class SharedRouter:
         self._queued.pop(request.id, None)
         if isinstance(outcome, Decision):
             receipt = outcome.receipt
+            new_share = 1.0 - receipt.matched_tokens / max(1, receipt.prompt_tokens)
+            self._new_share += _NEW_SHARE_WEIGHT * (new_share - self._new_share)
             self._in_flight[request.id] = _InFlight(
                 request=request,
                 at=waiting.at,
@@ -534,7 +583,7 @@ class SharedRouter:
     def _sort(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Send the outcomes of other routers' requests to their routers; return those of this router's."""
         own: tuple[Outcome, ...] = ()
-        for outcome in self._guests.answer(outcomes):
+        for outcome in self._guests.answer(now, outcomes):
             waiting = self._queued.get(outcome.request_id)
             if waiting is not None:
                 own += self._settle(now, waiting, outcome)

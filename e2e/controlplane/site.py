@@ -102,10 +102,9 @@ class Site:
         workload.
         """
         last: dict[str, Any] = {}
-        kind = "statefulset" if component == "router" else "deployment"
 
         async def there() -> bool:
-            last.update(await self.get(kind, f"{RELEASE}-{component}"))
+            last.update(await self.get("deployment", f"{RELEASE}-{component}"))
             status = last["status"]
             current = status.get("observedGeneration") == last["metadata"]["generation"]
             counts = {status.get(key, 0) for key in ("replicas", "updatedReplicas", "availableReplicas")}

@@ -27,7 +27,7 @@ INSTALL = (
     "kubectl create namespace dualmap-system",
     "kubectl label namespace dualmap-system pod-security.kubernetes.io/enforce=restricted",
     "helm install dualmap helm/dualmap --namespace dualmap-system --set image.registry=REGISTRY,image.repository=NAME",
-    "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router",
+    "kubectl rollout status --namespace dualmap-system deployment/dualmap-router",
 )
 POOLS = (
     "kubectl create namespace llm",
@@ -60,7 +60,7 @@ WITHOUT_HELM = (
 NAMESPACES = ("dualmap-system", "llm")
 NOT_RUN = {
     "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80": "no kubelet here forwards ports",
-    "kubectl port-forward --namespace dualmap-system dualmap-router-0 9090": "no kubelet here forwards ports",
+    "kubectl port-forward --namespace dualmap-system deployment/dualmap-router 9090": "no kubelet here forwards ports",
     "kubectl edit --namespace dualmap-system configmap/dualmap-models": "the command opens an editor",
     "kubectl patch secret dualmap-authority --namespace dualmap-system --type merge --patch '{\"data\": null}'": (
         "test_helm_secrets.py replaces the authority"

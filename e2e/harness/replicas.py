@@ -19,6 +19,7 @@ from harness.processes import Child
 from harness.resources import ProcessResources, resources_of, wait_for_release
 from harness.stack import Router, write_pool
 from harness.waiting import until
+from redis_server import free_port
 
 REST_TIMEOUT_S = 30.0
 # A router drains for up to 25 s.
@@ -35,7 +36,10 @@ Document = Mapping[str, Any]
 
 
 class Replicas:
-    """Routers and one Envoy in front of the caller's engines; ``pools`` maps pool names to pool documents."""
+    """Routers and one Envoy in front of the caller's engines; ``pools`` maps pool names to pool documents.
+
+    With ``peers``, the routers know each other's addresses (``--peer``).
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Replicas:
         routers: int = 2,
         mode: Mode = Mode.STREAMED,
         router_arguments: tuple[str, ...] = (),
+        peers: bool = False,
     ) -> None:
         self._directory = directory
         self._mode = mode
@@ -54,7 +59,10 @@ class Replicas:
             (directory / f"router-{number}").mkdir(parents=True)
             for name, document in pools.items():
                 self.write(name, document, only=number)
-        self.routers = [self._router(number, {}) for number in range(routers)]
+        fixed: list[dict[str, int]] = [{"grpc": free_port()} if peers else {} for _ in range(routers)]
+        for ports in fixed if peers else ():
+            self._router_arguments += ("--peer", f"127.0.0.1:{ports['grpc']}")
+        self.routers = [self._router(number, ports) for number, ports in enumerate(fixed)]
         self.envoy: Envoy
 
     def write(self, pool: str, document: Document, *, only: int | None = None) -> None:

@@ -39,6 +39,11 @@ TAG_PROMPT_TOKENS: Final = "prompt_tokens"
 TAG_COMPLETION_TOKENS: Final = "completion_tokens"
 TAG_CACHED_TOKENS: Final = "cached_tokens"
 
+# The names of Envoy's access logs. Every sink gets all entries of the first log. Of several routers, one gets an entry
+# of the shared log, and sends it to the router that picked the request's member.
+ACCESS_LOG: Final = "dualmap"
+SHARED_ACCESS_LOG: Final = "dualmap-shared"
+
 # The gRPC services that the router offers to Envoy, and the method that Envoy calls in each service.
 EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 EXT_PROC_METHOD: Final = "Process"

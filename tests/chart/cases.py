@@ -151,6 +151,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "grafanaDashboard": {"enabled": True},
         }
     },
+    "routers by an hpa": {"router": {"autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 12}}},
     "hpa": {"autoscaling": {"hpa": POOLS}},
     "keda": {"autoscaling": {"keda": POOLS}},
     "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "secret", "secretName": "routers"}}},

@@ -131,14 +131,12 @@ def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
 def test_selector_matches_pods_of_exactly_one_workload(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (name,) = selected(objects, labels)
-        # The routers have a second Service, for the DNS names of their pods.
-        assert each["metadata"]["name"].removesuffix("-pods") == name
-    for name, labels, spec in pods(objects):
+        # The routers have a second Service, by which they find each other.
+        assert each["metadata"]["name"].removesuffix("-peers") == name
+    for _, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-            # The StatefulSet controller adds other labels to pods than the Deployment controller.
-            revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
-            assert spread["matchLabelKeys"] == [revision]
+            assert spread["matchLabelKeys"] == ["pod-template-hash"]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (service,) = [
@@ -300,10 +298,9 @@ def test_render_is_repeatable(case: str) -> None:
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
 def test_object_names_leave_room_for_kubernetes_suffixes(release: str) -> None:
-    """A label of a StatefulSet's pods has the StatefulSet's name and a suffix of 11 characters; the limit is 63."""
+    """The chart has no StatefulSet, of whose name a label of each pod has a copy with a suffix."""
     for each in render(release=release):
-        if each["kind"] == "StatefulSet":
-            assert len(each["metadata"]["name"]) + 11 <= 63
+        assert each["kind"] != "StatefulSet"
         assert len(each["metadata"]["name"]) <= 63
 
 
@@ -345,6 +342,5 @@ def test_object_names_contain_the_release_name() -> None:
         given = dict(arguments(objects))
         assert f"--router-service={prefix}-router" in given["operator"]
         assert f"--router={prefix}-router.{NAMESPACE}:9002" in given["envoy-config"]
-        sinks = (f"{prefix}-router-{number}.{prefix}-router-pods.{NAMESPACE}:9004" for number in (0, 1))
-        assert f"--als={','.join(sinks)}" in given["envoy-config"]
+        assert f"--peer={prefix}-router-peers.{NAMESPACE}:9002" in given["router"]
         assert f"--redis=redis://{prefix}-redis.{NAMESPACE}.svc:6379/0" in given["router"]

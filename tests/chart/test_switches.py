@@ -21,7 +21,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 
 def workload(objects: Sequence[Object], component: str) -> Object:
-    return only(objects, "StatefulSet" if component == "router" else "Deployment", f"dualmap-{component}")
+    return only(objects, "Deployment", f"dualmap-{component}")
 
 
 def container(objects: Sequence[Object], component: str, name: str) -> Any:
@@ -72,6 +72,49 @@ def test_network_policies_never_limit_what_routers_reach() -> None:
         assert all(each["spec"]["policyTypes"] == ["Ingress"] for each in policies)
 
 
+def test_router_number_is_the_charts_without_autoscaling() -> None:
+    objects = render()
+    assert workload(objects, "router")["spec"]["replicas"] == 2
+    assert not [each for each in objects if each["kind"] == "HorizontalPodAutoscaler"]
+
+
+def test_router_autoscaler_alone_sets_the_number_of_routers() -> None:
+    """A tool that applies the chart again must not undo the autoscaler's change."""
+    objects = render(CASES["routers by an hpa"])
+    assert "replicas" not in workload(objects, "router")["spec"]
+    spec = only(objects, "HorizontalPodAutoscaler", "dualmap-router")["spec"]
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "dualmap-router"}
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (3, 12)
+    (metric,) = spec["metrics"]
+    assert metric["containerResource"] == {
+        "name": "cpu",
+        "container": container(objects, "router", "router")["name"],
+        "target": {"type": "Utilization", "averageUtilization": 50},
+    }
+    # The routers leave one at a time, so that at most one drains.
+    assert spec["behavior"]["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+
+
+def test_envoy_configuration_names_no_single_router() -> None:
+    """A change of the number of routers must change nothing else."""
+    two, four = (
+        [each for each in render({"router": {"replicas": number}}) if each["metadata"]["name"] != "dualmap-router"]
+        for number in (2, 4)
+    )
+    assert two == four
+    assert not [each for each in container(two, "gateway", "bootstrap")["args"] if each.startswith("--als")]
+
+
+def test_routers_find_starting_and_draining_routers() -> None:
+    objects = render()
+    peers, ready = (only(objects, "Service", f"dualmap-router{name}")["spec"] for name in ("-peers", ""))
+    assert "--peer=dualmap-router-peers.dualmap-system:9002" in container(objects, "router", "router")["args"]
+    assert peers["publishNotReadyAddresses"] is True
+    assert "publishNotReadyAddresses" not in ready
+    assert peers["clusterIP"] == ready["clusterIP"] == "None"
+    assert [port["port"] for port in peers["ports"]] == [9002]
+
+
 def test_example_of_kv_events_admits_the_charts_pods_only() -> None:
     file = ROOT / "manifests" / "examples" / "kv-events.yaml"
     pool, _, policy = yaml.safe_load_all(file.read_text())
@@ -109,6 +152,7 @@ def test_network_policy_allows_only_required_peers() -> None:
     assert set(reached(objects, "router")) == {
         ("grpc", "gateway"),
         ("als", "gateway"),
+        ("grpc", "router"),
         ("grpc", "keda"),
         ("health", "keda"),
         ("metrics", "operator"),
@@ -124,9 +168,10 @@ def test_network_policy_admits_external_gateway_only_if_listed() -> None:
     assert {each for each in reached(objects, "router") if each[0] in ("grpc", "als")} == {
         ("grpc", "gateways"),
         ("als", "gateways"),
+        ("grpc", "router"),
     }
     nobody = render({"gateway": {"mode": "none"}, "networkPolicy": {"kedaFrom": [], "metricsFrom": []}})
-    assert set(reached(nobody, "router")) == {("metrics", "operator")}
+    assert set(reached(nobody, "router")) == {("grpc", "router"), ("metrics", "operator")}
     assert set(reached(nobody, "operator")) == set()
 
 
@@ -516,7 +561,15 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
             {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
             "the gateway picks instances without regard to caches",
         ),
-        ({}, "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router"),
+        ({}, "kubectl rollout status --namespace dualmap-system deployment/dualmap-router"),
+        (
+            {"router": {"autoscaling": {"enabled": True, "minReplicas": 1}}},
+            "WARNING: router.autoscaling.minReplicas is 1.",
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True}}, "redis": {"mode": "none"}},
+            "WARNING: the up to 8 routers share no state, because redis.mode is none.",
+        ),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
         ({"gateway": {"mode": "none"}}, "WARNING: the routers accept plain-text connections from every pod"),
         ({"gateway": {"mode": "none"}}, "let your Envoy present the certificate in the Secret dualmap-gateway-mtls"),

@@ -230,6 +230,22 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
             "pool qwen: minReplicas 20 is greater than maxReplicas 16",
         ),
+        (
+            {"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
+            "router.autoscaling: minReplicas 9 is greater than maxReplicas 8",
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
+            "set router.resources.requests.cpu",
+        ),
+        (
+            {
+                "router": {"replicas": 1, "autoscaling": {"enabled": True}},
+                "redis": {"mode": "none"},
+                "autoscaling": {"keda": POOLS},
+            },
+            "autoscaling.keda with redis.mode=none",
+        ),
         ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool llm/qwen is listed under hpa and keda"),
         (
             {"autoscaling": {"hpa": [{"pool": "a", "namespace": NAMESPACE, "maxReplicas": 2}], "keda": [UNPLACED]}},

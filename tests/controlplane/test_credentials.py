@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dualmap_operator.act import credentials
 from dualmap_operator.act.credentials import AUTHORITY_LIFETIME, CERTIFICATE_LIFETIME, Content
@@ -74,8 +75,20 @@ def test_client_of_another_authority_is_rejected(authority: Content, tmp_path: P
     assert "certificate verify failed" in handshake(tmp_path, server(authority), stranger)
 
 
-def test_server_certificate_is_not_accepted_from_a_client(authority: Content, tmp_path: Path) -> None:
-    assert "certificate verify failed" in handshake(tmp_path, server(authority), server(authority))
+def test_server_certificate_is_accepted_from_another_server(authority: Content, tmp_path: Path) -> None:
+    """The routers connect to each other."""
+    assert handshake(tmp_path, server(authority), server(authority)) == ""
+
+
+def test_server_certificate_for_servers_only_is_replaced(
+    authority: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates of earlier releases were not accepted from a client."""
+    with monkeypatch.context() as patched:
+        patched.setattr(credentials, "_purposes_of", lambda _: [ExtendedKeyUsageOID.SERVER_AUTH])
+        old = server(authority)
+    assert "certificate verify failed" in handshake(tmp_path, server(authority), old)
+    assert server(authority, NOW, old) != old
 
 
 def test_client_certificate_is_not_accepted_from_a_server(authority: Content, tmp_path: Path) -> None:

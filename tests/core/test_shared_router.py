@@ -216,6 +216,22 @@ def test_lost_routers_queued_requests_leave_the_queue_and_those_in_flight_stay()
     assert both.in_flight(both.owner) == 0
 
 
+def test_orphan_report_ends_only_a_request_of_a_lost_router() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    both.ask(other, at("first"))
+    both.deliver()
+    end = Progress(request_id="first", step=Step.FINISHED)
+    both.take(both[both.owner].on_orphan(both.now, end))
+    assert both.in_flight(both.owner) == 1
+    both.lose(other)
+    both.take(both[both.owner].on_orphan(both.now, Progress(request_id="unknown", step=Step.FINISHED)))
+    assert both.in_flight(both.owner) == 1
+    both.take(both[both.owner].on_orphan(both.now, end))
+    both.take(both[both.owner].on_orphan(both.now, end))
+    assert both.in_flight(both.owner) == 0
+
+
 def test_router_about_to_end_decides_what_the_owner_has_queued() -> None:
     both = Routers(slow_pool())
     (other,) = both.others

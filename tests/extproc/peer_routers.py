@@ -1,7 +1,7 @@
 """Several routers' peers on loopback in one process, for tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import grpc
@@ -23,19 +23,26 @@ class Heard:
         self.routers: list[set[str]] = []
         self.lost: list[str] = []
         self.entries: list[AccessLogEntry] = []
+        self.orphans: list[AccessLogEntry] = []
         self.shared: list[tuple[str, bytes]] = []
+        self.on_connected: Callable[[], None] = lambda: None
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
         self.messages.append((pool, peer, message))
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:
         self.routers.append(set(routers))
+        if len(routers) > 1:
+            self.on_connected()
 
     def on_router_lost(self, now: float, peer: str) -> None:
         self.lost.append(peer)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         self.entries.append(entry)
+
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        self.orphans.append(entry)
 
     def on_shared(self, peer: str, payload: bytes, age_s: float) -> None:
         self.shared.append((peer, payload))

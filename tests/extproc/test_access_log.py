@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dualmap.requests import Usage
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
+from dualmap_extproc.envoy.access_log.forwarding import Connections
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
-from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
+from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
 from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
@@ -164,6 +165,11 @@ class TestReading:
         message.common_properties.upstream_remote_address.socket_address.named_port = "http"
         assert read(message).served_endpoint is None
 
+    def test_access_log_entry_with_a_long_address_has_no_endpoint(self) -> None:
+        message = entry()
+        message.common_properties.upstream_remote_address.socket_address.address = "f" * 46
+        assert read(message).served_endpoint is None
+
     def test_access_log_entry_with_invalid_port_has_no_endpoint(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.port_value = 65_536
@@ -211,7 +217,7 @@ class TestReading:
 
 class Counts:
     def __init__(self) -> None:
-        self.known = self.others = self.unreadable = self.foreign = 0
+        self.known = self.others = self.unreadable = self.foreign = self.undelivered = 0
 
     def access_log_entries(self, *, known: int, others: int) -> None:
         self.known += known
@@ -222,6 +228,9 @@ class Counts:
 
     def access_log_foreign(self, count: int) -> None:
         self.foreign += count
+
+    def access_log_undelivered(self, count: int) -> None:
+        self.undelivered += count
 
 
 class AnySender(RequestIds):
@@ -244,13 +253,13 @@ async def serving(
     counts: Counts,
     *,
     ids: RequestIds | None = None,
-    forward: Callable[[AccessLogEntry], object] | None = None,
+    connections: Connections | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
-        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), forward=forward, clock=clock).handler(),)
+        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), connections=connections, clock=clock).handler(),)
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -303,9 +312,21 @@ class TestServing:
     async def test_access_log_sink_forwards_entries_of_other_routers(self) -> None:
         forwarded: list[AccessLogEntry] = []
         counts = Counts()
-        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), forward=forwarded.append) as opened:
+
+        class Others:
+            def forward(self, sent: AccessLogEntry) -> bool:
+                forwarded.append(sent)
+                return True
+
+            def orphan(self, sent: AccessLogEntry) -> None:
+                raise AssertionError(sent)
+
+        async with serving(lambda _: None, counts, ids=AnySender("b-1f"), connections=Others()) as opened:
             stream = opened()
-            await stream.write(batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0")))
+            named = wire.StreamAccessLogsMessage()
+            named.identifier.log_name = SHARED_ACCESS_LOG
+            entries = batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0"))
+            await stream.write(named.SerializeToString() + entries)
             await stream.done_writing()
             await stream
         assert [each.request_id for each in forwarded] == ["a-1f-0", "b-2e-0"]

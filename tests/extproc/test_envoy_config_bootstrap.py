@@ -90,6 +90,35 @@ def test_bootstrap_resolves_host_names_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
+def test_access_log_of_one_name_goes_to_a_healthy_router(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--router", "dualmap-router.llm:9002")
+    (log,) = manager(document)["access_log"]
+    assert log["typed_config"]["common_config"]["log_name"] == names.SHARED_ACCESS_LOG
+    sink, routers = (clusters(document)[name] for name in ("dualmap-access-log-0", "dualmap-routers"))
+    assert hosts(sink) == ["dualmap-router.llm 9002"]
+    for of in (sink, routers):
+        of["load_assignment"].pop("cluster_name")
+        of.pop("name")
+    assert sink == routers
+
+
+def test_access_log_of_one_sink_name_is_shared_without_checks(tmp_path: Path) -> None:
+    """The sink may be a program without a health service."""
+    document = config("--pool", pool_file(tmp_path), "--router", "routers.llm:9002", "--als", "routers.llm:9004")
+    (log,) = manager(document)["access_log"]
+    assert log["typed_config"]["common_config"]["log_name"] == names.SHARED_ACCESS_LOG
+    assert "health_checks" not in clusters(document)["dualmap-access-log-0"]
+
+
+@pytest.mark.parametrize("routers", ["10.1.0.1:9002", "10.1.0.1:9002,10.1.0.2:9002", "a:9002,b:9002"])
+def test_access_log_of_listed_routers_goes_to_each(tmp_path: Path, routers: str) -> None:
+    document = config("--pool", pool_file(tmp_path), "--router", routers)
+    logs = [log["typed_config"]["common_config"] for log in manager(document)["access_log"]]
+    assert [log["log_name"] for log in logs] == [names.ACCESS_LOG] * len(routers.split(","))
+    for log in logs:
+        assert "health_checks" not in clusters(document)[log["grpc_service"]["envoy_grpc"]["cluster_name"]]
+
+
 def test_routes_with_several_pools_lead_nowhere_without_a_pick(tmp_path: Path) -> None:
     for options in ([], ["--static-endpoints"]):
         document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"), *options)

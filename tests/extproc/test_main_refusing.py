@@ -30,6 +30,12 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--replica-id", ""), 2, "Invalid value for '--replica-id': '' is not accepted; give 1 to 253 ASCII"),
         (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters without spaces"),
         (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters without spaces"),
+        (
+            None,
+            ("--peer", "router-1"),
+            2,
+            "Invalid value for '--peer': 'router-1' is not accepted; give HOST:PORT, such",
+        ),
         (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters without spaces"),
         (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
         (

@@ -34,6 +34,17 @@ async def test_messages_arrive_in_order_in_both_directions():
         assert a.heard.messages[0][:2] == (POOL, "b-1")
 
 
+async def test_messages_sent_as_soon_as_a_router_is_known_arrive():
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        for router, peer in ((a, b), (b, a)):
+            router.heard.on_connected = lambda by=router, to=peer: by.peers.send(
+                POOL, to.name, Declined(request_id="first")
+            )
+        b.start(a.address)
+        a.start()
+        await until(lambda: a.heard.ids == b.heard.ids == ["first"])
+
+
 async def test_entry_and_payload_reach_their_routers():
     async with routers("a-1", "b-1", "c-1") as (a, b, c):
         await until(lambda: connected(a, b, c))
@@ -42,8 +53,11 @@ async def test_entry_and_payload_reach_their_routers():
         assert a.peers.forward(entry)
         assert not a.peers.forward(AccessLogEntry(request_id="d-1-7-0123456789abcdef"))
         a.peers.share(b"news")
+        ended = AccessLogEntry(request_id="d-1-7-0123456789abcdef", status=200, sender="10.0.0.9")
+        a.peers.orphan(ended)
 
         await until(lambda: b.heard.entries and b.heard.shared and c.heard.shared)
+        await until(lambda: b.heard.orphans == c.heard.orphans == [ended])
         assert b.heard.entries == [entry]
         assert b.heard.shared == c.heard.shared == [("a-1", b"news")]
         assert not c.heard.entries

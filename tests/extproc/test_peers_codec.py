@@ -138,6 +138,7 @@ ENTRIES = st.builds(
     flags=st.lists(TEXTS, max_size=3).map(tuple),
     served_endpoint=st.none() | TEXTS,
     usage=st.none() | USAGES,
+    sender=TEXTS,
 )
 CHAIN = BlockChain(hashes=(1, 2), block_tokens=128, tokens=300)
 REQUEST = Request(id="a-1-0", chain=CHAIN, arrived_s=0.0)

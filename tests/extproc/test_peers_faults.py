@@ -18,6 +18,7 @@ from extproc.peer_routers import KEY, POOL, Router, connected, routers
 from waiting import until
 
 REFUSED = "Not connecting to another router"
+UNREADABLE = "Closed a connection with an unreadable frame"
 
 
 def said(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
@@ -158,7 +159,7 @@ async def test_stranger_without_a_hello_is_closed_with_one_line(data, caplog):
             async with Stranger(a.address, "b-1") as stranger:
                 await stranger.call.write(data)
                 assert await stranger.closed()
-        assert len(said(caplog, REFUSED)) == 1
+        assert len(said(caplog, UNREADABLE)) == 1
         assert a.peers.names == ()
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -225,7 +226,7 @@ async def test_message_before_the_connection_is_accepted_closes_it(caplog):
         await stranger.call.write(encode_message(POOL, Declined(request_id="x")))
         assert await stranger.closed()
         assert a.peers.names == ()
-        assert said(caplog, REFUSED) == ["a frame before the connection is accepted"]
+        assert said(caplog, UNREADABLE) == ["a frame before the connection is accepted"]
 
 
 async def test_second_connection_of_a_peer_is_closed():

@@ -238,3 +238,51 @@ def test_forwarded_entry_ends_a_request_of_the_same_envoy():
         entry = AccessLogEntry(request_id=each.request_id, status=200, sender=sender)
         owner.picker.access_log(2.0, entry)
     assert owner.in_flight == 1
+
+
+@pytest.mark.parametrize("status", [200, 400, 500, None])
+def test_entry_ends_a_request_whose_router_has_ended(status):
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asker.ask(now=1.0)
+    mesh.deliver(1.0)
+    picked = asker.resumed[0]
+    served = picked.decision.endpoints[0]
+    entry = AccessLogEntry(request_id=picked.request_id, status=status, served_endpoint=served, sender="10.0.0.9")
+    mesh.owner.picker.on_orphan(2.0, entry)
+    assert mesh.owner.in_flight == 1
+    mesh.owner.picker.on_router_lost(3.0, asker.name)
+    mesh.owner.picker.on_orphan(4.0, entry)
+    assert mesh.owner.in_flight == 0
+
+
+def test_demand_has_each_request_once_at_its_own_router():
+    mesh = crowded(max_wait_s=50.0)
+    asker = mesh.others[0]
+    asker.ask(now=2.0)
+    mesh.deliver(2.0)
+
+    shares = {desk.name: desk.picker.demands()[0] for desk in mesh.desks.values()}
+
+    queued = {name: status.held for name, status in shares.items()}
+    in_flight = {name: sum(each.in_flight for each in status.endpoints) for name, status in shares.items()}
+    assert queued == {name: int(name == asker.name) for name in mesh.desks}
+    assert in_flight == {name: int(name == mesh.owner.name) for name in mesh.desks}
+    assert shares[asker.name].unplaced_prefill_tokens > 0
+
+
+def test_demand_of_a_router_that_does_not_decide_has_the_owners_speed():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    prior = asker.picker.demands()[0].endpoints[0].solo_tokens_per_second
+    for number in range(80):
+        now = 1.0 + 10.0 * number
+        picked = mesh.owner.ask(chat(f"{number} " * 4000, stream=True), now=now)
+        mesh.owner.picker.first_token(now + 4.0, picked.request_id)
+        mesh.owner.picker.finished(now + 5.0, picked.request_id, None)
+    asker.ask(now=1000.0)
+    mesh.deliver(1000.0)
+    learnt = mesh.owner.picker.statuses()[0].endpoints
+    mean = sum(each.solo_tokens_per_second for each in learnt) / len(learnt)
+    assert mean != pytest.approx(prior, rel=0.1)
+    assert asker.picker.demands()[0].endpoints[0].solo_tokens_per_second == pytest.approx(mean)

@@ -74,6 +74,22 @@ async def test_drain_finishes_a_half_read_request(router):
     await asyncio.wait_for(drain, 10.0)
 
 
+async def test_drain_ends_the_access_log_after_the_last_request(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+    ended: list[int] = []
+    drain = asyncio.create_task(
+        router.servers.drain(20.0, end_access_log=lambda: ended.append(router.processor.open_requests))
+    )
+    await asyncio.sleep(server.NOTICE_S + 0.3)
+    assert not ended
+    await call.done_writing()
+    await asyncio.wait_for(drain, 10.0)
+    assert ended == [0]
+
+
 async def test_drain_notice_period_serves_new_streams_while_not_ready(router, monkeypatch):
     """Clients that poll the health service must receive the change before the server rejects a call."""
     assert server.NOTICE_S >= 0.5

@@ -26,7 +26,7 @@ from dualmap.fleet.usage import Origin
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
-from dualmap.pools.pool import Member, Pool
+from dualmap.pools.pool import Member, MemberState, Pool
 from dualmap.prompts.blocks import PUBLIC_KEY, BlockChain
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
@@ -660,6 +660,12 @@ class Fleet:
             )
             for member in self._pool.members
         }
+
+    def solo_tokens_per_second(self) -> float:
+        """Return the mean speed of the members that are not draining; 0 without any."""
+        serving = [each.id for each in self._pool.members if each.state is not MemberState.DRAINING]
+        speeds = [self._ledger.loads[each].speed.solo_tokens_per_second for each in serving]
+        return sum(speeds) / len(speeds) if speeds else 0.0
 
     def _status(self, member: Member) -> EndpointStatus:
         load = self._ledger.loads[member.id]

@@ -20,9 +20,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The owner's answer to an ``Ask``. After ``Queued``, another answer follows."""
+    """The owner's answer to an ``Ask``. After ``Queued``, another answer follows.
+
+    ``tokens_per_second`` is the members' mean prefill speed that the owner has learnt, 0 if unknown.
+    """
 
     outcome: Decision | Rejection | Queued
+    tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

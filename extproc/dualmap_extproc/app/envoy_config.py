@@ -43,14 +43,19 @@ MEMORY_VARIABLE: Final = "DUALMAP_ENVOY_MEMORY"
     "--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Address of the listener for clients. Port 0: any."
 )
 @click.option(
-    "--router", default="127.0.0.1:9002", metavar="HOST:PORT[,...]", help="Addresses of the routers' gRPC ports."
+    "--router",
+    default="127.0.0.1:9002",
+    metavar="HOST:PORT[,...]",
+    help="Addresses of the routers' gRPC ports. A DNS name stands for all its addresses, which Envoy resolves again "
+    "every second.",
 )
 @click.option(
     "--als",
     default=None,
     metavar="HOST:PORT[,...]",
     show_default="the routers",
-    help="Addresses of access log sinks. Each sink receives all entries.",
+    help="Addresses of access log sinks. Each listed sink receives all entries. If the only sink is a DNS name, one of "
+    "its addresses receives each entry; several routers there must run with --peer.",
 )
 @click.option(
     "--admin", default="127.0.0.1:9901", metavar="IP:PORT", help="Address of Envoy's admin interface. Port 0: any."
@@ -122,6 +127,11 @@ def envoy_config(
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 > envoy.yaml
       envoy -c envoy.yaml
       dualmap envoy-config --discover --router dualmap-router:9002 > envoy.yaml
+
+    \b
+    Several routers behind one DNS name (a headless Service), or listed one by one:
+      dualmap envoy-config --discover --router dualmap-router.dualmap-system:9002 > envoy.yaml
+      dualmap envoy-config --discover --router 10.0.1.1:9002,10.0.1.2:9002 > envoy.yaml
 
     \b
     Mutual TLS, with certificates that are renewed while Envoy runs:

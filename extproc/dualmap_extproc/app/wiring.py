@@ -122,7 +122,7 @@ async def serve(settings: Settings) -> None:
         client_key=_client_key(settings.hash_key),
         send=send if meshed else None,
     )
-    pool_demand = PoolDemand(demand, picker.statuses, picker.pool, replicated=meshed)
+    pool_demand = PoolDemand(demand, picker.demands, picker.pool, replicated=meshed)
     scaler = Scaler(pool_demand)
     discovery = Discovery(metrics)
     addresses = _RouterAddresses(settings, incarnation)
@@ -160,21 +160,24 @@ async def serve(settings: Settings) -> None:
     reading = ReadingProcesses()
     processor = ExternalProcessor(picker, observations.report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
+    access_log = AccessLogSink(
+        take_entries,
+        metrics,
+        ids=picker.ids,
+        connections=peers,
+        on_orphan=lambda entry: picker.on_orphan(loop.time(), entry),
+    )
     servers = GrpcServers(
         processor,
         services=(*discovery.handlers(), scaler.handler(), *(() if peers is None else (peers.handler(),))),
         plain=(scaler.handler(),),
-        access_log=(
-            AccessLogSink(
-                take_entries, metrics, ids=picker.ids, forward=None if peers is None else peers.forward
-            ).handler(),
-        ),
+        access_log=(access_log.handler(),),
         limits=settings.limits,
     )
     status = StatusServer(
         router=settings.replica_id,
         statuses=picker.statuses,
-        signals=demand.signals,
+        signals=lambda _: demand.signals(picker.demands()),
         metrics=metrics,
         tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
         dashboard=None
@@ -207,7 +210,7 @@ async def serve(settings: Settings) -> None:
         scaler.end_streams()
         if peers is not None:
             peers.leave()
-        await servers.drain(settings.drain_timeout_s)
+        await servers.drain(settings.drain_timeout_s, end_access_log=access_log.end_streams)
         # Only the task of `stop` may end without an error. The error of another task ends the router, and its
         # supervisor restarts it.
         for task in done:

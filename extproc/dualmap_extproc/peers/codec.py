@@ -42,6 +42,7 @@ _KEYS_MAX: Final = 65_536
 _CHAINS_MAX: Final = 16
 _TOKENS_MAX: Final = 2**53
 _LONGEST_S: Final = 1e9
+_FASTEST: Final = 1e9
 _ENDPOINT: Final = re.compile(r"[0-9a-fA-F.:\[\]]{2,64}:[0-9]{1,5}", re.ASCII)
 _WORD: Final = re.compile(r"[a-z][a-z0-9_.*-]{0,63}", re.ASCII)
 _STEPS: Final = {wire.Step.Value(step.name): step for step in Step}
@@ -129,7 +130,9 @@ def encode_message(pool: str, message: Message) -> bytes:
             ask = wire.Ask(request=_request(message.request), age_s=_bounded(message.age_s))
             told = wire.PoolMessage(pool=pool, ask=ask)
         case Answer():
-            told = wire.PoolMessage(pool=pool, answer=_outcome(message.outcome))
+            answer = _outcome(message.outcome)
+            answer.tokens_per_second = message.tokens_per_second
+            told = wire.PoolMessage(pool=pool, answer=answer)
         case Declined():
             told = wire.PoolMessage(pool=pool, declined=wire.Declined(request_id=message.request_id))
         case Sent():
@@ -297,7 +300,11 @@ def _read_message(told: wire.PoolMessage) -> Message | None:
             return Ask(request=_read_request(told.ask.request), age_s=_seconds(told.ask.age_s))
         case "answer":
             outcome = _read_outcome(told.answer)
-            return None if outcome is None else Answer(outcome=outcome)
+            if outcome is None:
+                return None
+            speed = told.answer.tokens_per_second
+            _check(0.0 <= speed <= _FASTEST, "speed")
+            return Answer(outcome=outcome, tokens_per_second=speed)
         case "declined":
             return Declined(request_id=_read_id(told.declined.request_id))
         case "sent":

@@ -1,7 +1,8 @@
 """Ids of requests, each bound to the Envoy that sent the request.
 
-Every Envoy reports ended requests to every router, and other programs may reach the access log port. An id contains a
-keyed hash of the Envoy's identity (``wire.peer``). The router accepts a report about an id only from the same identity.
+An Envoy reports the end of a request to every router or to any, and other programs may reach the access log port. An
+id contains a keyed hash of the Envoy's identity (``wire.peer``). The router accepts a report about an id only from the
+same identity.
 """
 
 from hashlib import blake2b

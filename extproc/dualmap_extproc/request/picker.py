@@ -21,7 +21,7 @@ from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.engines.token_chain import pack_tokens, token_root
-from dualmap.ownership.messages import Ask, Declined, Message
+from dualmap.ownership.messages import Ask, Declined, Message, Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
@@ -85,6 +85,12 @@ _log = get_logger(__name__)
 
 # At most this many roots of models and their adapters are kept, of about 200 bytes each.
 _COMMON_ROOTS_MAX: Final = 4096
+_ORPHANS_STEPS: Final = {
+    Ending.FINISHED: Step.FINISHED,
+    Ending.REJECTED: Step.ABORTED,
+    Ending.ABORTED: Step.ABORTED,
+    Ending.FAILED: Step.FAILED,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -449,6 +455,19 @@ class Picker:
                 # usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
 
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        """End a request that a router had picked that has ended since; ignore all other requests.
+
+        Only that router could verify the sender of the entry. The request's id is not guessable.
+        """
+        reports = [Progress(request_id=entry.request_id, step=_ORPHANS_STEPS[entry.ending], usage=entry.usage)]
+        if entry.served_endpoint is not None:
+            served = Progress(request_id=entry.request_id, step=Step.SERVED, endpoint=entry.served_endpoint)
+            reports.insert(0, served)
+        for router in self._served.shared():
+            for report in reports:
+                self._release(now, (router, router.on_orphan(now, report).outcomes))
+
     def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
         """Return each pool's id and this replica's replication update for the other replicas."""
         return tuple((router.pool.id, router.take_update(now)) for router in self._served)
@@ -506,6 +525,10 @@ class Picker:
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
         return self._served.statuses(pools)
+
+    def demands(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
+        """Do the same as ``statuses`` for this router's own requests only, whichever router accounts for them."""
+        return self._served.demands(pools)
 
     def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
         """Return what a debug line quotes of a request: never the name of its client."""

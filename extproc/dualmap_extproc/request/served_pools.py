@@ -167,6 +167,14 @@ class ServedPools:
         router.on_routers(now, self._owners)
         return router
 
+    def demands(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
+        """Do the same as ``statuses`` for this router's own requests only, whichever router accounts for them."""
+        return tuple(
+            router.demand() if isinstance(router, SharedRouter) else router.status()
+            for name, router in self._routers.items()
+            if pools is None or name in pools
+        )
+
 
 def _bounds(pool: Pool) -> Bounds:
     wanted = pool.engine.tokenizer

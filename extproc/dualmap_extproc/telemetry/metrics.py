@@ -145,6 +145,10 @@ class Metrics:
             "dualmap_access_log_foreign_entries",
             "Access log entries ignored because of a forged request id, or because another Envoy sent the request.",
         )
+        self._undelivered = counter(
+            "dualmap_access_log_undelivered_entries",
+            "Access log entries about requests of routers to which no connection exists.",
+        )
         self._slo_ttft_s = Gauge(
             "dualmap_pool_slo_ttft_seconds", "SLO for the time to first token, in seconds.", _POOL, registry=registry
         )
@@ -225,6 +229,10 @@ class Metrics:
     def access_log_foreign(self, count: int) -> None:
         """Count ignored access log entries about another sender's requests (AccessLogObserver)."""
         self._foreign.inc(count)
+
+    def access_log_undelivered(self, count: int) -> None:
+        """Count access log entries of routers without a connection (AccessLogObserver)."""
+        self._undelivered.inc(count)
 
     def pools_refused(self) -> None:
         """Count a rejected change of pools; the last valid pools stay in use."""

@@ -132,13 +132,14 @@ class GrpcServers:
         """Report readiness to health checks."""
         await self._set_ready(HealthCheckResponse.SERVING)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, *, end_access_log: Callable[[], None] = lambda: None) -> None:
         """Stop within ``timeout_s``: report not ready, then reject new streams and finish open streams.
 
         The drain waits only for ext_proc streams, because clients keep discovery, access log and health streams open.
         New streams are rejected when none has begun for NOTICE_S, and after NOTICE_MAX_S at the latest. At this
         moment, the router dispatches all queued requests, because their members may need more time than the drain
-        allows.
+        allows. When no stream of ext_proc is open, ``end_access_log`` must end each stream of the access log after its
+        next batch.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -152,6 +153,7 @@ class GrpcServers:
         left_s = max(0.0, deadline_s - loop.time())
         await asyncio.wait((stopping, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
+        end_access_log()
         cut = self._processor.open_requests
         if not cut:
             await asyncio.wait((stopping,), timeout=_FLUSH_S)

@@ -153,14 +153,16 @@ class Ask(_message.Message):
     def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("decision", "rejection", "queued")
+    __slots__ = ("decision", "rejection", "queued", "tokens_per_second")
     DECISION_FIELD_NUMBER: _ClassVar[int]
     REJECTION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
     rejection: Rejection
     queued: Queued
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
+    tokens_per_second: float
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("request_id", "endpoints", "receipt")

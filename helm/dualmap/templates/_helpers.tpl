@@ -1,5 +1,5 @@
 {{/* Prefix of every object's name. If the release's name contains "dualmap", the prefix is the release's name. The prefix has
-at most 45 characters, because the label controller-revision-hash of the routers' pods adds 18 characters and has a limit of 63. */}}
+at most 45 characters, because the names of objects add up to 18 characters, and the name of a Service has a limit of 63. */}}
 {{- define "dualmap.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
@@ -89,7 +89,6 @@ securityContext:
 
 {{/* Scheduling fields of a pod. Arguments: (list $ "router" .Values.router). */}}
 {{- define "dualmap.placement" -}}
-{{- $name := index . 1 -}}
 {{- $component := index . 2 -}}
 {{- $selector := include "dualmap.selector" . -}}
 {{- with ($component.topologySpread | default dict).topologyKeys }}
@@ -99,7 +98,7 @@ topologySpreadConstraints:
   maxSkew: 1
   whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
   # Spread the pods of each revision separately, so that old pods do not affect the spread of new pods.
-  matchLabelKeys: [{{ ternary "controller-revision-hash" "pod-template-hash" (eq $name "router") }}]
+  matchLabelKeys: [pod-template-hash]
   labelSelector:
     matchLabels:
       {{- $selector | nindent 6 }}
@@ -139,14 +138,14 @@ priorityClassName: {{ . | toYaml }}
 {{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
-{{/* Comma-separated list of the routers' access-log addresses. */}}
-{{- define "dualmap.accessLogs" -}}
-{{- $name := printf "%s-router" (include "dualmap.fullname" .) }}
-{{- $addresses := list }}
-{{- range $number := until (int .Values.router.replicas) }}
-{{- $addresses = append $addresses (printf "%s-%d.%s-pods.%s:9004" $name $number $name $.Release.Namespace) }}
-{{- end }}
-{{- join "," $addresses }}
+{{/* Smallest number of routers. */}}
+{{- define "dualmap.fewestRouters" -}}
+{{- with .Values.router }}{{ if .autoscaling.enabled }}{{ .autoscaling.minReplicas }}{{ else }}{{ .replicas }}{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* Greatest number of routers. */}}
+{{- define "dualmap.mostRouters" -}}
+{{- with .Values.router }}{{ if .autoscaling.enabled }}{{ .autoscaling.maxReplicas }}{{ else }}{{ .replicas }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* The mode of router.tls, with `auto` resolved: what the Envoys in front of the routers are able to do. */}}

@@ -46,7 +46,8 @@ def authority(content: Content, now: datetime) -> Content:
 def certificate(content: Content, signer: Content, kind: SecretKind, names: Sequence[str], now: datetime) -> Content:
     """Return a certificate for ``names`` with its key, and the certificate of the authority ``signer``.
 
-    A server's certificate is not accepted from a client, and a client's not from a server.
+    A server's certificate is also accepted from a client, because the routers connect to each other with mutual TLS. A
+    client's certificate is not accepted from a server.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -57,7 +58,8 @@ def certificate(content: Content, signer: Content, kind: SecretKind, names: Sequ
     if key is not None and found is not None and content.get(_AUTHORITY) == signer[_CERTIFICATE]:
         try:
             found.verify_directly_issued_by(by)
-            if _is_of(found, key) and _is_young(found, now) and _names(found) == list(names):
+            wanted = _is_young(found, now) and _names(found) == list(names) and _purposes(found) == _purposes_of(kind)
+            if _is_of(found, key) and wanted:
                 return content
         except (ValueError, TypeError, InvalidSignature):
             pass  # Another authority signed it.
@@ -99,15 +101,12 @@ def _signed(
 ) -> "x509.Certificate":
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    serves = kind is SecretKind.SERVER
-    purpose = ExtendedKeyUsageOID.SERVER_AUTH if serves else ExtendedKeyUsageOID.CLIENT_AUTH
     return (
         _builder(_name(f"dualmap {kind}"), by.subject, key, now, CERTIFICATE_LIFETIME)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(_purposes_of(kind)), critical=False)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(each) for each in names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by_key.public_key()), critical=False)
         .sign(by_key, hashes.SHA256())
@@ -200,6 +199,23 @@ def _is_young(certificate: "x509.Certificate", now: datetime) -> bool:
     """Return whether less than half of the certificate's lifetime has passed."""
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return since <= now < since + (until - since) / 2
+
+
+def _purposes_of(kind: SecretKind) -> "list[x509.ObjectIdentifier]":
+    """Return what a certificate may be used for."""
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    client = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    return [ExtendedKeyUsageOID.SERVER_AUTH, *client] if kind is SecretKind.SERVER else client
+
+
+def _purposes(certificate: "x509.Certificate") -> "list[x509.ObjectIdentifier]":
+    from cryptography import x509
+
+    try:
+        return list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    except x509.ExtensionNotFound:
+        return []
 
 
 def _names(certificate: "x509.Certificate") -> list[str]:

@@ -21,6 +21,8 @@ from dualmap_extproc.wire import access_log_pb2 as wire
 
 # The longest accepted request id. The ids of routers are shorter.
 ID_CHARACTERS: Final = 512
+# The longest text of an IP address (RFC 4291 section 2.2).
+_ADDRESS_CHARACTERS: Final = 45
 # The largest accepted count of tokens. Every model's context is shorter, and a float represents every count exactly.
 TOKENS_MAX: Final = 10**9
 
@@ -67,7 +69,7 @@ def _served_endpoint(common: wire.AccessLogCommon) -> str | None:
     if not common.HasField("upstream_remote_address"):
         return None
     address = common.upstream_remote_address.socket_address
-    if not address.address or not 0 < address.port_value < 2**16:
+    if not 0 < len(address.address) <= _ADDRESS_CHARACTERS or not 0 < address.port_value < 2**16:
         return None
     host = f"[{address.address}]" if ":" in address.address else address.address
     return f"{host}:{address.port_value}"

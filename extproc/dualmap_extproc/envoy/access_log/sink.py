@@ -1,14 +1,15 @@
-"""The gRPC access log service (ALS): receives an entry about the end of each request from every Envoy.
+"""The gRPC access log service (ALS): receives entries about the ends of requests from every Envoy.
 
-Every Envoy sends every entry to one router or to every router, in batches. ``app.wiring`` passes this router's entries
-to the picker, and other routers' entries to these routers. The router that picked verifies an entry's id. The sink
-counts and drops a batch that cannot be parsed. The sink also counts and drops an entry about a request that
-another client of the router sent, because any program that reaches the port could otherwise end requests.
+An Envoy sends its entries in batches, either every entry to every router, or each entry to any router. In the second
+case, the entries of the shared log, ``forwarding`` sends other routers' entries to them. ``app.wiring`` passes this
+router's entries to the picker. The router that picked verifies the id of a forwarded entry. The sink counts and drops a
+batch that cannot be parsed. The sink also counts and drops an entry about a request that another client of the router
+sent, because any program that reaches the port could otherwise end requests.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -17,7 +18,8 @@ from google.protobuf.message import DecodeError
 
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
-from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
+from dualmap_extproc.envoy.access_log.forwarding import Connections, Forwarding, ForwardingObserver
+from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
@@ -31,7 +33,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResp
 _log = get_logger(__name__)
 
 
-class AccessLogObserver(Protocol):
+class AccessLogObserver(ForwardingObserver, Protocol):
     """The counters of access log entries; ``telemetry.metrics`` implements this interface."""
 
     def access_log_entries(self, *, known: int, others: int) -> None:
@@ -47,10 +49,11 @@ class AccessLogObserver(Protocol):
 class AccessLogSink:
     """The access log service: passes the entries of each batch to ``on_entries``, on the event loop.
 
-    A router may receive the entries of all routers. An entry with an id that does not begin with the prefix of ``ids``
-    goes to ``forward``, which sends it to its router if it can; without ``forward``, the service skips the entry. The
-    check of an entry's prefix costs 1 us; reading the entry costs 10 us. Of the entries of this router, the service
-    passes on those that ``ids`` made for requests of the same client (``wire.peer``).
+    Entries of this router have an id that begins with the prefix of ``ids``. The check of an entry's prefix costs 1 us;
+    reading the entry would cost 10 us. Of the entries of this router, the service passes on those that ``ids`` made for
+    requests of the same client (``wire.peer``). Of the other routers' entries, the service sends those of the shared
+    log to their routers by ``connections``, and skips the rest. ``connections`` is None if the router knows no other
+    routers. ``on_orphan`` receives the entries of routers that have ended.
     """
 
     def __init__(
@@ -59,13 +62,15 @@ class AccessLogSink:
         observer: AccessLogObserver,
         *,
         ids: RequestIds,
-        forward: Callable[[AccessLogEntry], object] | None = None,
+        connections: Connections | None = None,
+        on_orphan: Callable[[AccessLogEntry], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
+        self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
+        self._ending = False
         self._observer = observer
         self._ids = ids
-        self._forward = forward
         self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
         self._foreign = OncePerMinute(_log, "Ignoring access log entries about another client's requests", clock)
 
@@ -77,34 +82,51 @@ class AccessLogSink:
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
+    def end_streams(self) -> None:
+        """End each stream after its next batch, so that Envoy opens a new stream to another router.
+
+        Envoy sends a batch every 100 ms while requests end. Directly after a batch, no entry is on its way.
+        """
+        self._ending = True
+
     async def _receive(self, batches: AsyncIterator[bytes], context: _Context) -> wire.StreamAccessLogsResponse:
-        """Read the batches of one Envoy worker until the worker closes its stream."""
-        peer = peer_of(context)
+        """Read the batches of one Envoy worker until the worker or ``end_streams`` ends the stream."""
+        client = peer_of(context)
+        shared = False
         async for data in batches:
-            try:
-                batch = wire.StreamAccessLogsMessage.FromString(data)
-            except DecodeError as error:
-                self._observer.access_log_unreadable()
-                self._unreadable.warn(1, peer=peer, size=len(data), reason=str(error))
-                continue
-            entries = batch.http_logs.log_entry
-            for start in range(0, len(entries), ENTRIES_AT_ONCE):
-                some = entries[start : start + ENTRIES_AT_ONCE]
-                ids = [read_id(entry) for entry in some]
-                without = ids.count("")
-                self._observer.access_log_entries(known=len(ids) - without, others=without)
-                prefix = self._ids.prefix
-                picked = [each for each in zip(some, ids, strict=True) if each[1]]
-                ours = [each for each in picked if each[1].startswith(prefix)]
-                if self._forward is not None and len(ours) < len(picked):
-                    for entry, request_id in picked:
-                        if not request_id.startswith(prefix):
-                            self._forward(replace(read_entry(entry, request_id), sender=peer))
-                believed = [each for each in ours if self._ids.is_from(each[1], peer)]
-                if len(believed) < len(ours):
-                    self._observer.access_log_foreign(len(ours) - len(believed))
-                    self._foreign.warn(len(ours) - len(believed), peer=peer)
-                self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
-                # The pause lets the event loop serve requests that wait for their pick.
-                await asyncio.sleep(0)
+            # Only the first batch of a stream has the log's name.
+            shared = await self._take(client, data, shared=shared)
+            if self._ending:
+                break
         return wire.StreamAccessLogsResponse()
+
+    async def _take(self, client: str, data: bytes, *, shared: bool) -> bool:
+        """Read one batch; return whether the batches of its stream are of the shared log."""
+        try:
+            batch = wire.StreamAccessLogsMessage.FromString(data)
+        except DecodeError as error:
+            self._observer.access_log_unreadable()
+            self._unreadable.warn(1, peer=client, size=len(data), reason=str(error))
+            return shared
+        if batch.HasField("identifier"):
+            shared = batch.identifier.log_name == SHARED_ACCESS_LOG
+        entries = batch.http_logs.log_entry
+        for start in range(0, len(entries), ENTRIES_AT_ONCE):
+            self._take_some(client, entries[start : start + ENTRIES_AT_ONCE], shared=shared)
+            # The pause lets the event loop serve requests that wait for their pick.
+            await asyncio.sleep(0)
+        return shared
+
+    def _take_some(self, client: str, entries: Sequence[wire.HTTPAccessLogEntry], *, shared: bool) -> None:
+        known = [(entry, request_id) for entry in entries if (request_id := read_id(entry))]
+        self._observer.access_log_entries(known=len(known), others=len(entries) - len(known))
+        prefix = self._ids.prefix
+        ours = [each for each in known if each[1].startswith(prefix)]
+        believed = [each for each in ours if self._ids.is_from(each[1], client)]
+        if len(believed) < len(ours):
+            self._observer.access_log_foreign(len(ours) - len(believed))
+            self._foreign.warn(len(ours) - len(believed), peer=client)
+        self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
+        if shared:
+            theirs = (each for each in known if not each[1].startswith(prefix))
+            self._forwarding.forward(replace(read_entry(*each), sender=client) for each in theirs)

@@ -73,20 +73,24 @@ def sink_cluster_name(index: int) -> str:
 
 def clusters(settings: EnvoySettings) -> list[Cluster]:
     """Return all clusters; the routers' cluster, which serves discovery, comes first."""
-    sinks = [
-        _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
-    ]
+    if settings.shares_access_log and settings.access_logs == settings.routers:
+        # One of the routers gets each entry, so Envoy must choose a healthy router.
+        sinks = [_router_cluster(sink_cluster_name(0), settings)]
+    else:
+        sinks = [
+            _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
+        ]
     pools = [_cluster_of(pool, settings) for pool in settings.pools]
     if settings.discover is not None:
         pools.append(pool_cluster(ONLY_POOL, endpoints=shared_stream()))
     elif len(pools) > 1:
         # Only a router can find the pool of a request, so this cluster for requests without a pick has no hosts.
         pools.append(pool_cluster(ONLY_POOL, endpoints=ClusterLoadAssignment(cluster_name=ONLY_POOL)))
-    return [_routers(settings), *sinks, *pools]
+    return [_router_cluster(ROUTERS_CLUSTER, settings), *sinks, *pools]
 
 
-def _routers(settings: EnvoySettings) -> Cluster:
-    """Return the routers' cluster.
+def _router_cluster(name: str, settings: EnvoySettings) -> Cluster:
+    """Return a cluster of the routers.
 
     The cluster has a health check and outlier detection, because FULL_DUPLEX fails open only while no router is
     healthy. In a measurement, about 20 requests arrived in the 1.5 s after a router was killed. Without outlier
@@ -100,7 +104,7 @@ def _routers(settings: EnvoySettings) -> Cluster:
     sends HTTP/2 pings. If a router does not answer pings, Envoy closes the connection, which ends all calls on the
     connection.
     """
-    cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings, keepalive=ROUTER_KEEPALIVE)
+    cluster = _grpc_cluster(name, settings.routers, settings, keepalive=ROUTER_KEEPALIVE)
     cluster.health_checks = [
         HealthCheck(
             grpc_health_check=HealthCheckGrpcHealthCheck(),
@@ -126,12 +130,12 @@ def _grpc_cluster(
 ) -> Cluster:
     """Return a cluster of gRPC servers at fixed addresses; ``keepalive`` sets HTTP/2 pings.
 
-    Connections to access log sinks have no pings, so that a router that hangs can read the buffered entries when it
-    continues.
+    Connections to the sinks of single routers have no pings, so that a router that hangs can read the buffered entries
+    when it continues.
 
-    Envoy resolves DNS names every second, because a restarted router has a new address. Until Envoy has the new
-    address, the router gets no requests and no access log entries. A request without an entry about its end counts as
-    in flight for ten minutes.
+    Envoy resolves DNS names every second, because a name of several routers gains and loses addresses, and a restarted
+    router has a new address. Until Envoy has a new address, the router gets no requests and no access log entries. A
+    request without an entry about its end counts as in flight for ten minutes.
     """
     looked_up = DnsCluster(dns_refresh_rate=timedelta(seconds=1), dns_lookup_family=DnsLookupFamily.V4_PREFERRED)
     named = any(not address.is_ip for address in addresses)

@@ -143,11 +143,12 @@ class EnvoySettings:
     """The inputs of ``bootstrap``.
 
     Envoy's configuration contains the pools in ``pools``. With ``discover``, Envoy requests the pools from the routers.
-    The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
-    applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
-    statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
-    members. Envoy sends the inference paths and ``allow_paths`` to engines (``http.paths``). ``memory_bytes`` is the
-    memory limit of Envoy's container. Raises EnvoySettingsError for a value or a combination that Envoy cannot use.
+    The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``, and to one
+    of the addresses of a DNS name. ``tls`` applies to connections to routers and sinks (None: plain text). ``status``
+    is the address that serves readiness and statistics to other hosts (None: nowhere). With ``static_endpoints``, the
+    bootstrap contains a fixed list of members. Envoy sends the inference paths and ``allow_paths`` to engines
+    (``http.paths``). ``memory_bytes`` is the memory limit of Envoy's container. Raises EnvoySettingsError for a value
+    or a combination that Envoy cannot use.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -181,6 +182,11 @@ class EnvoySettings:
             raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
         if self.status is not None and not self.admin.port:
             raise EnvoySettingsError("admin", "port 0", "a fixed port, since the status listener connects to it")
+
+    @property
+    def shares_access_log(self) -> bool:
+        """Whether one of several routers may get each access log entry: the only sink has a DNS name."""
+        return len(self.access_logs) == 1 and not self.access_logs[0].is_ip
 
     @property
     def body_bytes(self) -> int:

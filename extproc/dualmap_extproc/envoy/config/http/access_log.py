@@ -40,18 +40,22 @@ def access_logs(settings: EnvoySettings) -> list[AccessLog]:
     """Return one logger per sink.
 
     With one logger per sink, each sink gets every entry. Only the router that picked a request's member needs the
-    request's entry. A single logger would send each entry to an arbitrary host of its cluster.
+    request's entry. A logger whose cluster has several hosts sends all entries of a worker of Envoy to one host. The
+    log's name tells this router to send the other routers' entries to them.
     """
+    log_name = names.SHARED_ACCESS_LOG if settings.shares_access_log else names.ACCESS_LOG
     return [
-        AccessLog(name="envoy.access_loggers.http_grpc", typed_config=packed(_logger(sink_cluster_name(index))))
+        AccessLog(
+            name="envoy.access_loggers.http_grpc", typed_config=packed(_logger(log_name, sink_cluster_name(index)))
+        )
         for index in range(len(settings.access_logs))
     ]
 
 
-def _logger(cluster: str) -> HttpGrpcAccessLogConfig:
+def _logger(log_name: str, cluster: str) -> HttpGrpcAccessLogConfig:
     return HttpGrpcAccessLogConfig(
         common_config=CommonGrpcAccessLogConfig(
-            log_name="dualmap",
+            log_name=log_name,
             transport_api_version=ApiVersion.V3,
             grpc_service=grpc_to(cluster),
             grpc_stream_retry_policy=reconnect_policy(),

@@ -1,0 +1,105 @@
+"""Sends access log entries about other routers' requests to these routers.
+
+Of several routers behind one DNS name, Envoy sends an entry to any. Only the router that picked the request's member
+can use the entry.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from dualmap_edge.logs import OncePerMinute, get_logger
+from dualmap_extproc.request.ending import AccessLogEntry
+
+# A new router may pick members some seconds before its connections to the other routers exist. After this time, a
+# router without a connection has ended, and the other routers know it.
+KEPT_S: Final = 5.0
+RETRY_S: Final = 0.5
+# The most entries that wait for a connection. An entry has less than 1 KiB.
+KEPT_MAX: Final = 10_000
+_log = get_logger(__name__)
+
+
+class Connections(Protocol):
+    """The connections to the other routers; ``peers`` implements this interface."""
+
+    def forward(self, entry: AccessLogEntry) -> bool:
+        """Send an entry to the router that picked the request's member; return whether it is connected."""
+
+    def orphan(self, entry: AccessLogEntry) -> None:
+        """Send an entry to all routers, because the router that picked has ended."""
+
+
+class ForwardingObserver(Protocol):
+    """The counter of undelivered entries; ``telemetry.metrics`` implements this interface."""
+
+    def access_log_undelivered(self, count: int) -> None:
+        """Count entries about requests of a router to which no connection exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    entry: AccessLogEntry
+    until_s: float
+
+
+class Forwarding:
+    """Sends entries to their routers; keeps the entries of a router without a connection for up to KEPT_S.
+
+    The entries of a router that has ended go to all other routers and to ``on_orphan``, because the pool's owner still
+    accounts for the requests. Without ``connections``, the router knows no other routers.
+    """
+
+    def __init__(
+        self,
+        connections: Connections | None,
+        on_orphan: Callable[[AccessLogEntry], None],
+        observer: ForwardingObserver,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._connections = connections
+        self._on_orphan = on_orphan
+        self._observer = observer
+        self._clock = clock
+        self._kept: list[_Kept] = []
+        self._retry: asyncio.TimerHandle | None = None
+        self._undelivered = OncePerMinute(_log, "No connection to the router of an access log entry", clock)
+
+    def forward(self, entries: Iterable[AccessLogEntry]) -> None:
+        """Send entries, each with its sender, to the routers of their requests."""
+        until_s = self._clock() + KEPT_S
+        for entry in entries:
+            if self._connections is None:
+                self._drop(entry)
+            elif not self._connections.forward(entry):
+                self._keep(_Kept(entry=entry, until_s=until_s))
+
+    def _keep(self, kept: _Kept) -> None:
+        if len(self._kept) >= KEPT_MAX:
+            self._drop(kept.entry)
+            return
+        self._kept.append(kept)
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        assert self._connections is not None
+        now_s = self._clock()
+        waiting, self._kept = self._kept, []
+        for each in waiting:
+            if self._connections.forward(each.entry):
+                continue
+            if each.until_s <= now_s:
+                self._drop(each.entry)
+            else:
+                self._keep(each)
+
+    def _drop(self, entry: AccessLogEntry) -> None:
+        if self._connections is not None:
+            self._connections.orphan(entry)
+        self._on_orphan(entry)
+        self._observer.access_log_undelivered(1)
+        self._undelivered.warn(1, request=entry.request_id)

@@ -1,0 +1,169 @@
+"""Tests of entries of a shared access log: a router sends the other routers' entries to these routers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+
+from dualmap_extproc.envoy.access_log import forwarding
+from dualmap_extproc.envoy.access_log.forwarding import KEPT_MAX, KEPT_S, Forwarding
+from dualmap_extproc.envoy.access_log.sink import AccessLogSink
+from dualmap_extproc.names import ACCESS_LOG, SHARED_ACCESS_LOG
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
+from dualmap_extproc.wire import access_log_pb2 as wire
+from extproc.test_access_log import METHOD, Counts, Stream, entry
+from waiting import until
+
+
+class Routers:
+    """The sinks of several routers; each router sends entries to the others that are connected."""
+
+    def __init__(self, *names: str) -> None:
+        self.received: dict[str, list[AccessLogEntry]] = {name: [] for name in names}
+        self.orphans: dict[str, list[AccessLogEntry]] = {name: [] for name in names}
+        self.counts = {name: Counts() for name in names}
+        self.ids = {name: RequestIds(name, bytes([number]) * KEY_BYTES) for number, name in enumerate(names)}
+        self.now_s = 1000.0
+        self.connected = set(names)
+        self.sinks = {name: self._sink(name) for name in names}
+
+    def _sink(self, name: str) -> AccessLogSink:
+        return AccessLogSink(
+            self.received[name].extend,
+            self.counts[name],
+            ids=self.ids[name],
+            connections=self,
+            on_orphan=self.orphans[name].append,
+            clock=lambda: self.now_s,
+        )
+
+    def forward(self, sent: AccessLogEntry) -> bool:
+        to = [name for name in self.connected if sent.request_id.startswith(f"{name}-")]
+        for name in to:
+            self.received[name].append(sent)
+        return bool(to)
+
+    def orphan(self, sent: AccessLogEntry) -> None:
+        for name in self.connected:
+            self.orphans[name].append(sent)
+
+    def received_ids(self, name: str) -> list[str]:
+        return [each.request_id for each in self.received[name]]
+
+
+@asynccontextmanager
+async def serving(sink: AccessLogSink) -> AsyncIterator[Callable[[], Stream]]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((sink.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        method = channel.stream_unary(METHOD, bytes, wire.StreamAccessLogsResponse.FromString)
+        yield lambda: method(None)
+    await server.stop(None)
+
+
+def batch(ids: Sequence[str], log: str | None = None) -> bytes:
+    message = wire.StreamAccessLogsMessage()
+    if log is not None:
+        message.identifier.log_name = log
+    message.http_logs.log_entry.extend(entry(each) for each in ids)
+    return message.SerializeToString()
+
+
+async def report(sink: AccessLogSink, *batches: bytes) -> None:
+    async with serving(sink) as opened:
+        stream = opened()
+        for each in batches:
+            await stream.write(each)
+        await stream.done_writing()
+        await stream
+
+
+async def test_shared_log_entries_reach_the_routers_that_picked() -> None:
+    routers = Routers("a-1", "b-2")
+    ours, theirs = (routers.ids[name].new("127.0.0.1") for name in ("a-1", "b-2"))
+    later = routers.ids["b-2"].new("127.0.0.1")
+    # Only the first batch of a stream names the log.
+    await report(routers.sinks["a-1"], batch([ours, theirs, "-"], SHARED_ACCESS_LOG), batch([later]))
+    assert routers.received_ids("a-1") == [ours]
+    assert routers.received_ids("b-2") == [theirs, later]
+    assert routers.received["b-2"][0].usage == routers.received["a-1"][0].usage is not None
+    assert [each.sender for each in routers.received["a-1"]] == [None]
+    assert {each.sender for each in routers.received["b-2"]} == {"127.0.0.1"}
+    assert routers.counts["a-1"].known == 3
+
+
+@pytest.mark.parametrize("log", [ACCESS_LOG, "another", None])
+async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | None) -> None:
+    routers = Routers("a-1", "b-2")
+    await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("127.0.0.1")], log))
+    assert routers.received_ids("b-2") == []
+    assert routers.counts["a-1"].undelivered == 0
+
+
+async def test_entries_wait_for_the_connection_of_a_new_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+    routers = Routers("a-1", "b-2")
+    routers.connected.remove("b-2")
+    theirs = routers.ids["b-2"].new("127.0.0.1")
+    await report(routers.sinks["a-1"], batch([theirs], SHARED_ACCESS_LOG))
+    await asyncio.sleep(0.05)
+    assert routers.received_ids("b-2") == []
+    routers.connected.add("b-2")
+    await until(lambda: routers.received_ids("b-2") == [theirs])
+    assert routers.counts["a-1"].undelivered == 0
+
+
+async def test_entries_of_a_router_that_has_ended_go_to_all_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+    routers = Routers("a-1", "b-2")
+    routers.connected.remove("a-1")
+    await report(routers.sinks["a-1"], batch(["gone-2-0-ff", "gone-2-1-ff"], SHARED_ACCESS_LOG))
+    routers.now_s += KEPT_S - 1
+    await asyncio.sleep(0.05)
+    assert routers.counts["a-1"].undelivered == 0
+    routers.now_s += 1
+    await until(lambda: routers.counts["a-1"].undelivered == 2)
+    for name in ("a-1", "b-2"):
+        assert [each.request_id for each in routers.orphans[name]] == ["gone-2-0-ff", "gone-2-1-ff"]
+    (logged,) = [record.__dict__["details"] for record in caplog.records]
+    assert (logged["count"], logged["request"]) == (1, "gone-2-0-ff")
+
+
+async def test_entries_that_wait_use_bounded_memory() -> None:
+    counts = Counts()
+    alone = Routers()
+    keeping = Forwarding(alone, lambda _: None, counts, clock=lambda: 0.0)
+    keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * KEPT_MAX)
+    assert counts.undelivered == 0
+    keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * 3)
+    assert counts.undelivered == 3
+
+
+async def test_router_without_other_routers_counts_undelivered_entries() -> None:
+    counts = Counts()
+    sink = AccessLogSink(lambda _: None, counts, ids=RequestIds("a-1", b"key"))
+    await report(sink, batch(["b-2-0-ff", "b-2-1-ff"], SHARED_ACCESS_LOG))
+    assert (counts.known, counts.undelivered) == (2, 2)
+
+
+async def test_ended_stream_ends_after_its_next_batch() -> None:
+    routers = Routers("a-1", "b-2")
+    sink = routers.sinks["a-1"]
+    async with serving(sink) as opened:
+        stream = opened()
+        ids = [routers.ids["a-1"].new("127.0.0.1") for _ in range(2)]
+        await stream.write(batch(ids[:1], SHARED_ACCESS_LOG))
+        await until(lambda: routers.received_ids("a-1") == ids[:1])
+        await asyncio.sleep(0.1)  # until the sink waits for the next batch
+        sink.end_streams()
+        await stream.write(batch(ids[1:]))
+        assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
+    assert routers.received_ids("a-1") == ids
