@@ -28,6 +28,8 @@ class Heard:
         self.on_connected: Callable[[], None] = lambda: None
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
+        if isinstance(message, Declined) and message.request_id == "cannot be applied":
+            raise ValueError(message.request_id)
         self.messages.append((pool, peer, message))
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:

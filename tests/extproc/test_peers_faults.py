@@ -229,6 +229,24 @@ async def test_message_before_the_connection_is_accepted_closes_it(caplog):
         assert said(caplog, UNREADABLE) == ["a frame before the connection is accepted"]
 
 
+@pytest.mark.parametrize("dialing", [0, 1], ids=["first name dials", "second name dials"])
+async def test_message_that_cannot_be_applied_only_ends_the_connection(dialing, caplog):
+    async with routers("a-1", "b-1", all_know_all=False) as some:
+        some[1 - dialing].start()
+        some[dialing].start(some[1 - dialing].address)
+        a, b = some
+        await until(lambda: connected(a, b))
+        a.peers.send(POOL, "b-1", Declined(request_id="cannot be applied"))
+        a.peers.send(POOL, "b-1", Declined(request_id="never"))
+        await until(lambda: b.heard.lost == ["a-1"] and a.heard.lost == ["b-1"])
+        await until(lambda: connected(a, b))
+        a.peers.send(POOL, "b-1", Declined(request_id="later"))
+        await until(lambda: b.heard.ids == ["later"])
+        (failed,) = [each for each in caplog.records if each.message.startswith("Failed to apply")]
+        assert failed.details["error"] == "ValueError"
+        assert "peer_routers.py:" in failed.details["place"]
+
+
 async def test_second_connection_of_a_peer_is_closed():
     async with (
         routers("a-1", all_know_all=False) as (a,),

@@ -6,7 +6,9 @@ that is reached through an address of its own knows it by its name.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
@@ -101,6 +103,7 @@ class Peers:
         self._handshakes = 0
         self._refused = OncePerMinute(_log, "Not connecting to another router", self._clock)
         self._unreadable = OncePerMinute(_log, "Closed a connection with an unreadable frame", self._clock)
+        self._failed = OncePerMinute(_log, "Failed to apply a message of another router", self._clock)
         self._too_many = OncePerMinute(_log, "Not connecting to further routers", self._clock)
         self._oversized = OncePerMinute(_log, "Dropping an oversized message to another router", self._clock)
 
@@ -261,13 +264,13 @@ class Peers:
         # The state may have changed since the proof.
         link.send(encode_state(self._state))
         _log.info("Connected to another router", router=name, address=address)
-        self._report_owners()
         return link
 
     async def _keep(self, link: Link) -> None:
         """Serve a connection until it ends."""
         reason = "it was closed"
         try:
+            self._report_owners()
             reason = await link.run(lambda frame: self._receive(link, frame))
         finally:
             self._lose(link, reason)
@@ -283,22 +286,41 @@ class Peers:
         self._report_owners()
 
     async def _receive(self, link: Link, frame: Frame) -> None:
-        peer = link.peer
-        if frame.state is not None and frame.state != self._states[peer]:
-            self._states[peer] = frame.state
-            self._report_owners()
-        for number, (pool, message) in enumerate(frame.messages, 1):
-            self._listener.on_message(self._clock(), pool, peer, message)
-            if number % _MESSAGES_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        """Pass on a frame's content in slices; the connection ends if a part of it cannot be applied."""
+        try:
+            for number, apply in enumerate(self._parts(link.peer, frame), 1):
+                # The connection may have been lost or replaced meanwhile.
+                if self._links.get(link.peer) is not link:
+                    return
+                apply()
+                if number % _MESSAGES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        # Another router must not be able to end this one.
+        except Exception as error:  # noqa: BLE001
+            # The log contains only the error's type and line, because its text may quote a request.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename}:{place.lineno}"
+            self._failed.warn(1, router=link.peer, error=type(error).__name__, place=where)
+            link.end("its message could not be applied")
+
+    def _parts(self, peer: str, frame: Frame) -> Iterator[Callable[[], None]]:
+        """Yield functions that apply the parts of a frame."""
+        if frame.state is not None:
+            yield partial(self._take_state, peer, frame.state)
+        for pool, message in frame.messages:
+            yield partial(self._listener.on_message, self._clock(), pool, peer, message)
         for entry in frame.entries:
             if entry.request_id.startswith(f"{self._name}-"):
-                self._listener.access_log(self._clock(), entry)
+                yield partial(self._listener.access_log, self._clock(), entry)
             else:
-                self._listener.on_orphan(self._clock(), entry)
+                yield partial(self._listener.on_orphan, self._clock(), entry)
         for payload in frame.shared:
             # Like the messages' time on the way, the payload's counts as none.
-            self._on_shared(peer, payload, 0.0)
+            yield partial(self._on_shared, peer, payload, 0.0)
+
+    def _take_state(self, peer: str, state: RouterState) -> None:
+        self._states[peer] = state
+        self._report_owners()
 
 
 async def _read(stream: Stream) -> bytes:
