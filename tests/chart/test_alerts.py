@@ -294,6 +294,22 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
         changed("dualmap_discovery_rejections_total", Series(0, 0.1), pod="router-0"),
         {"DualMapEndpointUpdatesRejected"},
     ),
+    "the owner of a pool does not answer the other router": (
+        {
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="local"}}': Series(0, 1),
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="answered"}}': Series(0, 0.1),
+            f"dualmap_peers{{{ROUTER}}}": Series(1),
+        },
+        {"DualMapOwnerNotAnswering"},
+    ),
+    "the owner of a pool answers the other router": (
+        {
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="timeout"}}': Series(0, 0.1),
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="answered"}}': Series(0, 1),
+            f"dualmap_peers{{{ROUTER}}}": Series(1),
+        },
+        set(),
+    ),
     "a member drains without end": (
         changed("dualmap_operator_ring_members", Series(1), state="Draining"),
         {"DualMapDrainSlow"},
