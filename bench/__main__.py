@@ -16,6 +16,8 @@
 
   kv_events                  the cost of following engines' KV events (two minutes)
 
+  peers                      messages between two routers on loopback (half a minute)
+
   window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
 
   truth                      what routers know about engines' caches, in virtual time (2 to 8 minutes; --quick: 1)
@@ -66,6 +68,11 @@ def main(names: list[str]) -> None:
         from bench.kv_events import main as kv_events
 
         kv_events(names[1:], prog_name="python -m bench kv_events")
+    if names[:1] == ["peers"]:
+        # Imported here because gRPC takes a while to load.
+        from bench.peers import main as peers
+
+        peers(names[1:], prog_name="python -m bench peers")
     if names[:1] == ["tokens"]:
         # Imported here for the same reason.
         from bench.tokens import main as tokens
@@ -90,7 +97,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "truth", "autoscaling")
+        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "peers", "truth", "autoscaling")
         names_known = ", ".join([*CORE, *VIRTUAL, *others])
         sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

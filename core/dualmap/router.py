@@ -130,6 +130,11 @@ class PoolRouter:
         completion, released = self._completed(now, request)
         return Effects(completion, outcomes + released)
 
+    def compute_chains(self, request: Request) -> None:
+        """Compute the chains of a request's token ids that this pool's engines need, for another router."""
+        if request.tokens is not None:
+            self._fleet.compute_chains(request.tokens)
+
     def take_over(self, now: float, sent: SentRequest) -> bool:
         """Record a request in flight that another router decided; False for an unknown endpoint or a known request."""
         return self._fleet.take_over(now, sent)

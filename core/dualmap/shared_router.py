@@ -431,6 +431,10 @@ class SharedRouter:
 
     def _ask(self, now: float, request: Request) -> None:
         self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now)
+        self._send_question(now, request)
+
+    def _send_question(self, now: float, request: Request) -> None:
+        self._router.compute_chains(request)
         self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
 
     def _answered(self, now: float, peer: str, outcome: Outcome) -> tuple[Outcome, ...]:
@@ -543,6 +547,7 @@ class SharedRouter:
             )
             self._router.take_over(now, sent)
             return
+        self._router.compute_chains(request.request)
         message = Sent(
             request=request.request,
             age_s=now - request.request.arrived_s,
@@ -565,7 +570,7 @@ class SharedRouter:
                 return outcomes
             return (answer, *outcomes)
         self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now, queued=waiting.queued)
-        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
+        self._send_question(now, request)
         return ()
 
     def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:

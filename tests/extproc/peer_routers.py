@@ -1,7 +1,7 @@
 """Several routers' peers on loopback in one process, for tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import grpc
@@ -24,12 +24,15 @@ class Heard:
         self.lost: list[str] = []
         self.entries: list[AccessLogEntry] = []
         self.shared: list[tuple[str, bytes]] = []
+        self.on_connected: Callable[[], None] = lambda: None
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
         self.messages.append((pool, peer, message))
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:
         self.routers.append(set(routers))
+        if len(routers) > 1:
+            self.on_connected()
 
     def on_router_lost(self, now: float, peer: str) -> None:
         self.lost.append(peer)
@@ -48,15 +51,17 @@ class Heard:
 class Router:
     """A router that has nothing but its peers; ``addresses`` are those that it finds."""
 
-    def __init__(self, name: str, *, key: bytes = KEY, security: Security | None = None) -> None:
+    def __init__(
+        self, name: str, *, key: bytes = KEY, security: Security | None = None, heard: Heard | None = None
+    ) -> None:
         self.name = name
-        self.heard = Heard()
+        self.heard = heard or Heard()
         self.addresses: list[Address] = []
         self.peers = Peers(
             self.heard,
             name=name,
             hash_key=key,
-            find=self._find,
+            find=lambda: self.find(),
             security=security,
             on_shared=self.heard.on_shared,
         )
@@ -87,8 +92,14 @@ class Router:
         if self._server is not None:
             await self._server.stop(None)
 
-    async def _find(self) -> list[Address]:
+    async def find(self) -> Collection[tuple[str, int]]:
         return self.addresses
+
+
+def connected(*some: Router) -> bool:
+    """Return whether all of the routers are connected to each other, and to no other router."""
+    names = {each.name for each in some}
+    return all(set(each.peers.names) == names - {each.name} for each in some)
 
 
 @asynccontextmanager

@@ -4,13 +4,8 @@ import asyncio
 
 from dualmap.ownership.messages import Declined
 from dualmap_extproc.request.ending import AccessLogEntry
-from extproc.peer_routers import POOL, Router, routers
+from extproc.peer_routers import POOL, connected, routers
 from waiting import until
-
-
-def connected(*some: Router) -> bool:
-    names = {each.name for each in some}
-    return all(set(each.peers.names) == names - {each.name} for each in some)
 
 
 async def test_routers_that_know_each_other_connect_once():
@@ -37,6 +32,17 @@ async def test_messages_arrive_in_order_in_both_directions():
 
         assert a.heard.ids == b.heard.ids == ids
         assert a.heard.messages[0][:2] == (POOL, "b-1")
+
+
+async def test_messages_sent_as_soon_as_a_router_is_known_arrive():
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        for router, peer in ((a, b), (b, a)):
+            router.heard.on_connected = lambda by=router, to=peer: by.peers.send(
+                POOL, to.name, Declined(request_id="first")
+            )
+        b.start(a.address)
+        a.start()
+        await until(lambda: a.heard.ids == b.heard.ids == ["first"])
 
 
 async def test_entry_and_payload_reach_their_routers():

@@ -80,6 +80,7 @@ async def needs_every_right(store: RedisStore, admin: redis.Redis) -> None:
     admin.flushall()
     await works(store)
     await works_again(store, POOL)
+    assert await store.announce("teller", "10.0.0.1:9002") == ("10.0.0.1:9002",)
     admin.delete(STREAM)
     admin.set(STREAM, "a string")
     await store.publish("teller", [POST])

@@ -84,6 +84,8 @@ PLANTED = [
     ),
     ("extproc/dualmap_extproc/request/stream.py", "import structlog", "One module each imports structlog"),
     ("extproc/dualmap_extproc/request/stream.py", "import cryptography", "One module each imports structlog"),
+    ("extproc/dualmap_extproc/peers/codec.py", "import grpc", "Only servers and servicers import gRPC"),
+    ("extproc/dualmap_extproc/peers/peers.py", "import dualmap_extproc.transport.tls", "The router's packages import"),
     ("extproc/dualmap_extproc/request/stream.py", "import grpc_health", "One module each imports structlog"),
     ("extproc/dualmap_extproc/request/stream.py", "import rich", "One module each imports structlog"),
     ("extproc/dualmap_extproc/request/stream.py", "import yaml", "Only readers and writers of files import YAML"),

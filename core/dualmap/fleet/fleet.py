@@ -500,6 +500,10 @@ class Fleet:
         if self._reported.apply(member, rank, changes, status, self._profiles.get(member)):
             self._caches.forget(member)
 
+    def compute_chains(self, tokens: PromptTokens) -> None:
+        """Compute the chains of a prompt in the blocks of all members' engines."""
+        self._reported.compute_chains(tokens)
+
     def adopt(self, now: float, pool: Pool) -> set[str]:
         """Apply a new version of the pool; return the members that did not restart.
 

@@ -206,6 +206,12 @@ class ReportedCaches:
             return None
         return ReportedMatches(now, tokens, text, self._held, self._reporters, reuse_step)
 
+    def compute_chains(self, tokens: PromptTokens) -> None:
+        """Compute the chains of a prompt in the blocks of all members' engines."""
+        for reporter in self._reporters.values():
+            if reporter.residency.block_tokens is not None:
+                tokens.chain(reporter.residency.block_tokens)
+
     def claim(self, now: float, member: str, request: Request, *, expected_s: float) -> None:
         """Claim a request's prompt for a member that will compute it, until its engine has reported the blocks."""
         reporter = self._reporters.get(member)

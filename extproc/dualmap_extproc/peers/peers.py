@@ -97,6 +97,7 @@ class Peers:
         self._owners: frozenset[str] | None = None
         self._handshakes = 0
         self._refused = OncePerMinute(_log, "Not connecting to another router", self._clock)
+        self._unreadable = OncePerMinute(_log, "Closed a connection with an unreadable frame", self._clock)
         self._too_many = OncePerMinute(_log, "Not connecting to further routers", self._clock)
         self._oversized = OncePerMinute(_log, "Dropping an oversized message to another router", self._clock)
 
@@ -204,8 +205,10 @@ class Peers:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 return await self._shake_hands(stream, address, dialed=dialed)
-        except (NotAPeer, UnreadableFrame) as error:
+        except NotAPeer as error:
             self._refused.warn(1, address=address, reason=str(error))
+        except UnreadableFrame as error:
+            self._unreadable.warn(1, address=address, reason=str(error))
         # gRPC raises errors of several classes for a stream that has ended.
         except Exception as error:  # noqa: BLE001
             if dialed:
@@ -228,21 +231,26 @@ class Peers:
         if self._name < other.name:
             if other.name in self._links:
                 return other.name, None
-        else:
-            data = await stream.read()
-            if not isinstance(data, bytes):
-                # The other router already uses another connection to this one.
-                return other.name, None
-            if not decode_frame(data).accept:
-                raise UnreadableFrame("a frame before the connection is accepted")
-            self._lose(self._links.get(other.name), "it opened another connection")
+            link = self._use(other.name, stream, state, address)
+            try:
+                # The link writes what is sent from now on after this frame, and not in one frame with it.
+                await stream.write(ACCEPT)
+            except BaseException:
+                self._lose(link, "it did not wait for an answer")
+                raise
+            return other.name, link
+        data = await stream.read()
+        if not isinstance(data, bytes):
+            # The other router already uses another connection to this one.
+            return other.name, None
+        if not decode_frame(data).accept:
+            raise UnreadableFrame("a frame before the connection is accepted")
+        self._lose(self._links.get(other.name), "it opened another connection")
         return other.name, self._use(other.name, stream, state, address)
 
     def _use(self, name: str, stream: Stream, state: RouterState, address: str) -> Link:
         link = self._links[name] = Link(name, stream)
         self._states[name] = state
-        if self._name < name:
-            link.send(ACCEPT)
         # The state may have changed since the proof.
         link.send(encode_state(self._state))
         _log.info("Connected to another router", router=name, address=address)

@@ -166,14 +166,23 @@ end
 if done.err then return done end
 redis.call('XTRIM', key, 'MAXLEN', ARGV[4])
 redis.call('PEXPIRE', key, keep_ms)
-local known, addresses = {}, {}
-for _, entry in ipairs(redis.call('XREVRANGE', key, '+', '-')) do
-  local fields = entry[2]
-  local name, address = fields[2], fields[4]
-  if #fields == 4 and #name + #address <= tonumber(ARGV[6]) and not known[name] and #addresses < tonumber(ARGV[5]) then
+local known, addresses, to = {}, {}, '+'
+-- Reads one entry after the other, because another client may have written large ones.
+while #addresses < tonumber(ARGV[5]) do
+  local entry = redis.call('XREVRANGE', key, to, '-', 'COUNT', 1)[1]
+  if not entry then break end
+  local bytes, name, address = 0, entry[2][2], entry[2][4]
+  for _, text in ipairs(entry[2]) do bytes = bytes + #text end
+  if bytes > tonumber(ARGV[6]) then
+    -- The routers announce themselves again within a second.
+    redis.call('DEL', key)
+    break
+  end
+  if address and not known[name] then
     known[name] = true
     addresses[#addresses + 1] = address
   end
+  to = '(' .. entry[1]
 end
 return addresses
 """

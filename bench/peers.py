@@ -1,0 +1,233 @@
+"""Measures the messages between two routers, in two processes on loopback (make bench ARGS="peers").
+
+One router asks questions as for a request, and the other one answers each of them with the same decision: the policy
+takes no part. Round trips include the event loops of both processes, gRPC and the codec. CPU times are per message, of
+the process that sends the question and receives the answer, so each question costs two of them there.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from statistics import quantiles
+
+import click
+import grpc.aio
+
+from dualmap.ownership.messages import Answer, Ask, Message
+from dualmap.prompts.blocks import BlockChain
+from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.requests import Decision, Request
+from dualmap_extproc.peers.codec import decode_frame, encode_message
+from dualmap_extproc.peers.peers import Peers
+from dualmap_extproc.request.ending import AccessLogEntry
+
+POOL = "llm/chat"
+KEY = b"benchmark of messages"
+PROMPT_TOKENS = (1_000, 8_000, 55_000)
+BLOCK_TOKENS = 128
+RATES = (100, 1000)
+ENDPOINT = "10.0.0.1:8000"
+
+
+class Echo:
+    """Answers each question with a decision."""
+
+    peers: Peers
+
+    def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
+        assert isinstance(message, Ask)
+        self.peers.send(pool, peer, answer(message.request.id))
+
+    def on_routers(self, now: float, routers: Collection[str]) -> None:
+        pass
+
+    def on_router_lost(self, now: float, peer: str) -> None:
+        pass
+
+    def access_log(self, now: float, entry: AccessLogEntry) -> None:
+        pass
+
+
+class Asking(Echo):
+    """Takes the time of each answer."""
+
+    def __init__(self) -> None:
+        self.asked_s: dict[str, float] = {}
+        self.seconds: list[float] = []
+        self.answered = asyncio.Event()
+
+    def ask(self, request: Request) -> None:
+        self.asked_s[request.id] = time.perf_counter()
+        self.peers.send(POOL, self.peers.names[0], Ask(request=request, age_s=0.0))
+
+    def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
+        assert isinstance(message, Answer)
+        self.seconds.append(time.perf_counter() - self.asked_s.pop(message.outcome.request_id))
+        self.answered.set()
+
+
+def question(tokens: int, number: int) -> Request:
+    hashes = tuple((tokens << 40) + (number << 20) + block << 8 for block in range(-(-tokens // BLOCK_TOKENS)))
+    chain = BlockChain(hashes=hashes, block_tokens=BLOCK_TOKENS, tokens=tokens)
+    return Request(id=f"asking-0123abcd-{number}-0123456789abcdef", chain=chain, arrived_s=0.0, model="m")
+
+
+def answer(request_id: str) -> Answer:
+    receipt = Receipt(
+        pool=POOL,
+        policy="dualmap",
+        rule="slo holds at both",
+        reason="both members meet the SLO, and this one caches more of the prompt",
+        key=Key(hash=2**63 + 1, blocks=4, tokens=512),
+        pair=("chat-0", "chat-1"),
+        chosen="chat-0",
+        address=ENDPOINT,
+        prompt_tokens=8000,
+        matched_tokens=4096,
+        predicted_ttft_s=0.5,
+        candidates=tuple(
+            CandidateReceipt(
+                id=f"chat-{n}", state="active", matched_tokens=4096, pending_tokens=9000, in_flight=3, ttft_s=0.5
+            )
+            for n in range(2)
+        ),
+    )
+    return Answer(outcome=Decision(request_id=request_id, endpoints=(ENDPOINT, "10.0.0.2:8000"), receipt=receipt))
+
+
+async def answering() -> None:
+    """Answer questions until standard input ends; print the port."""
+    echo = Echo()
+    server = grpc.aio.server()
+    echo.peers = Peers(echo, name="answering-0123abcd", hash_key=KEY, find=_nowhere)
+    server.add_generic_rpc_handlers((echo.peers.handler(),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await echo.peers.close()
+    await server.stop(None)
+
+
+async def _nowhere() -> Collection[tuple[str, int]]:
+    return ()
+
+
+async def measure(port: int, seconds: float) -> None:
+    asking = Asking()
+
+    async def find() -> Collection[tuple[str, int]]:
+        return [("127.0.0.1", port)]
+
+    asking.peers = Peers(asking, name="asking-0123abcd", hash_key=KEY, find=find)
+    running = asyncio.create_task(asking.peers.run())
+    while not asking.peers.names:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    began_s = time.process_time()
+    await asyncio.sleep(2 * seconds)
+    print(f"a connection without messages: {50 * (time.process_time() - began_s) / seconds:.2f} % of a core\n")
+    print("| prompt tokens | questions | p50 ms | p99 ms | us CPU a message |")
+    print("|---|---|---|---|---|")
+    for tokens in PROMPT_TOKENS:
+        await rounds(asking, tokens, "one after the other", seconds, _in_turn)
+        for rate in RATES:
+            await rounds(asking, tokens, f"{rate}/s", seconds, _at_rate(rate))
+        await rounds(asking, tokens, "64 at once", seconds, _at_once)
+    running.cancel()
+    await asking.peers.close()
+
+
+async def rounds(
+    asking: Asking, tokens: int, shown: str, seconds: float, ask: Callable[[Asking, int, float], object]
+) -> None:
+    asking.seconds.clear()
+    began_s, until_s = time.process_time(), time.perf_counter() + seconds
+    await ask(asking, tokens, until_s)
+    cpu_us = 1e6 * (time.process_time() - began_s) / (2 * len(asking.seconds))
+    cuts = quantiles(asking.seconds, n=100)
+    print(f"| {tokens} | {shown} | {1000 * cuts[49]:.2f} | {1000 * cuts[98]:.2f} | {cpu_us:.0f} |", flush=True)
+
+
+async def _in_turn(asking: Asking, tokens: int, until_s: float) -> None:
+    number = 0
+    while time.perf_counter() < until_s:
+        asking.answered.clear()
+        asking.ask(question(tokens, number))
+        await asking.answered.wait()
+        number += 1
+
+
+async def _at_once(asking: Asking, tokens: int, until_s: float) -> None:
+    while time.perf_counter() < until_s:
+        for number in range(64):
+            asking.ask(question(tokens, number))
+        await _all_answered(asking)
+
+
+def _at_rate(rate: int) -> Callable[[Asking, int, float], object]:
+    async def ask(asking: Asking, tokens: int, until_s: float) -> None:
+        number, began_s = 0, time.perf_counter()
+        while time.perf_counter() < until_s:
+            asking.ask(question(tokens, number))
+            number += 1
+            await asyncio.sleep(max(0.0, began_s + number / rate - time.perf_counter()))
+        await _all_answered(asking)
+
+    return ask
+
+
+async def _all_answered(asking: Asking) -> None:
+    while asking.asked_s:
+        asking.answered.clear()
+        await asking.answered.wait()
+
+
+def codec() -> None:
+    """Print the time to encode and decode a message."""
+    print("| message | bytes | us to encode | us to decode |")
+    print("|---|---|---|---|")
+    asks = [(f"question, {tokens} tokens", Ask(request=question(tokens, 7), age_s=0.0)) for tokens in PROMPT_TOKENS]
+    for name, message in (*asks, ("answer", answer("asking-0123abcd-7-0123456789abcdef"))):
+        frame = encode_message(POOL, message)
+        encode_us, decode_us = (
+            _us(lambda told=message: encode_message(POOL, told)),
+            _us(lambda of=frame: decode_frame(of)),
+        )
+        print(f"| {name} | {len(frame)} | {encode_us:.0f} | {decode_us:.0f} |")
+    print()
+
+
+def _us(work: Callable[[], object]) -> float:
+    """Return the time of ``work`` without disturbance, in microseconds."""
+    taken = []
+    for _ in range(20):
+        began_s = time.thread_time()
+        for _ in range(200):
+            work()
+        taken.append(time.thread_time() - began_s)
+    return 1e6 * min(taken) / 200
+
+
+@click.command()
+@click.option("--seconds", default=2.0, show_default=True, help="Time of each measurement.")
+@click.option("--answer", "answers", is_flag=True, hidden=True)
+def main(seconds: float, answers: bool) -> None:
+    """Measure the messages between two routers on loopback."""
+    if answers:
+        asyncio.run(answering())
+        return
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    print(f"peers: {os.cpu_count()} cores, load average {load}\n")
+    codec()
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench", "peers", "--answer"],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        asyncio.run(measure(int(process.stdout.readline()), seconds))
+        process.communicate()
