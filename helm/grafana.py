@@ -215,6 +215,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
+            title="Decisions of the pools' owners",
+            about="Decisions per second of pools that another router owns, by how they were made. The expected result "
+            "is answered.",
+            unit="reqps",
+            queries={"{{pool}} {{result}}": f"sum by (pool, result) ({_rate('dualmap_remote_decisions_total')})"},
+        ),
+        Panel(
             title="Drain time",
             about="Time from the start of a member's drain to the member's removal.",
             unit="s",

@@ -139,6 +139,8 @@ def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     # A counter with a label has no series before its first increment. Another test compares the names with
     # docs/metrics.md.
     unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total"}
+    # The recording is older than the metrics of connected routers.
+    unseen |= {"dualmap_peers", "dualmap_remote_decisions_total"}
     assert asked - recorded - unseen == set()
 
 
@@ -293,6 +295,22 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
     "an Envoy rejects endpoints": (
         changed("dualmap_discovery_rejections_total", Series(0, 0.1), pod="router-0"),
         {"DualMapEndpointUpdatesRejected"},
+    ),
+    "the owner of a pool does not answer the other router": (
+        {
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="local"}}': Series(0, 1),
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="answered"}}': Series(0, 0.1),
+            f"dualmap_peers{{{ROUTER}}}": Series(1),
+        },
+        {"DualMapOwnerNotAnswering"},
+    ),
+    "the owner of a pool answers the other router": (
+        {
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="timeout"}}': Series(0, 0.1),
+            f'dualmap_remote_decisions_total{{{ROUTER},pool="llm/qwen",result="answered"}}': Series(0, 1),
+            f"dualmap_peers{{{ROUTER}}}": Series(1),
+        },
+        set(),
     ),
     "a member drains without end": (
         changed("dualmap_operator_ring_members", Series(1), state="Draining"),
