@@ -298,3 +298,20 @@ def test_client_key_is_shared_only_with_a_secret_hash_key():
     assert _client_key(b"secret") == _client_key(b"secret") != _client_key(b"other")
     assert _client_key(PUBLIC_KEY) != _client_key(PUBLIC_KEY)
     assert len(_client_key(b"secret")) == len(_client_key(PUBLIC_KEY)) == 32
+
+
+def test_owner_that_returns_forgets_requests_that_ended_meanwhile():
+    mesh = RouterMesh()
+    owner, asker = mesh.owner, mesh.others[0]
+    asker.ask(now=1.0)
+    mesh.deliver(1.0)
+    mesh.loses = lambda sender, receiver: owner.name in (sender, receiver)
+    asker.picker.on_routers(2.0, [desk.name for desk in mesh.others])
+    asker.picker.access_log(3.0, AccessLogEntry(request_id=asker.resumed[0].request_id, status=200))
+    mesh.deliver(3.0)
+    assert owner.in_flight == 1
+
+    mesh.loses = lambda sender, receiver: False
+    mesh.set_routers(4.0, tuple(mesh.desks))
+    mesh.deliver(4.0)
+    assert owner.in_flight == 0
