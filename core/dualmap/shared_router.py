@@ -263,6 +263,9 @@ class SharedRouter:
             self._owner = owner
             return Effects(None)
         self._owner, self._suspected_until_s = owner, -inf
+        if owner != self._name:
+            # A router that was lost and returns still accounts for requests that have ended meanwhile.
+            self._send(owner, Left())
         return Effects(None, self._move(now))
 
     def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:

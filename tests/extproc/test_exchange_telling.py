@@ -10,7 +10,7 @@ import pytest
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import HotnessCounts, Placement, SharedLoad
-from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Post, Question, StoreError
+from dualmap_extproc.store.contract import PAGE_ENTRIES, Answer, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.unsent import HEARTBEAT_S, LOADS_INTERVAL_S
@@ -100,6 +100,18 @@ class TestExchangedUpdates:
         clock.now += PEER_TTL_S - 2.0
         await late.exchange.exchange()
         assert all(not update.loads for _, _, update, _ in late.replica.heard)
+
+    async def test_exchange_has_read_history_after_the_store_answered(self, clock):
+        class Lost(MemoryStore):
+            async def read(self, peer: str, questions: Sequence[Question]) -> list[Answer]:
+                raise StoreError(Failure.CONNECTION, "lost")
+
+        lost, joined = Joined("one", Lost(clock), clock), Joined("one", MemoryStore(clock), clock)
+        await lost.exchange.exchange()
+        assert not lost.exchange.has_read_history
+        assert not joined.exchange.has_read_history
+        await joined.exchange.exchange()
+        assert joined.exchange.has_read_history
 
     async def test_joining_replica_reads_the_complete_hotness_window(self, clock):
         routing = replace(POOL.routing, prefix=replace(POOL.routing.prefix, window_s=2 * SHORTEST_HISTORY_S))

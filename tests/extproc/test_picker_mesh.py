@@ -1,13 +1,18 @@
 """Tests of pickers of several routers: the owner of a pool decides for all of them, and each decides without it."""
 
+import asyncio
+
 import pytest
 
 from dualmap.ownership.messages import Declined
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.shared_router import PATIENCE_S
+from dualmap_extproc.app.wiring import _client_key
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Abandoned, Enqueued, RemotelyDecided, Routed
 from dualmap_extproc.request.picked import AnswerLater, Picked
+from dualmap_extproc.transport.deadlines import keep_deadlines
 from extproc.envoy_messages import chat, crowded_pool, pool
 from extproc.router_meshes import RouterMesh
 
@@ -286,3 +291,43 @@ def test_demand_of_a_router_that_does_not_decide_has_the_owners_speed():
     mean = sum(each.solo_tokens_per_second for each in learnt) / len(learnt)
     assert mean != pytest.approx(prior, rel=0.1)
     assert asker.picker.demands()[0].endpoints[0].solo_tokens_per_second == pytest.approx(mean)
+
+
+async def test_deadline_task_decides_unanswered_questions_within_milliseconds():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    mesh.loses = lambda sender, receiver: True
+    clock = asyncio.get_running_loop().time
+    task = asyncio.create_task(keep_deadlines(asker.picker))
+    await asyncio.sleep(0.05)
+    asker.ask(now=clock())
+    for _ in range(1000):
+        if asker.resumed:
+            break
+        await asyncio.sleep(0.002)
+    (decided,) = asker.observer.of(RemotelyDecided)
+    task.cancel()
+    assert PATIENCE_S <= decided.seconds < PATIENCE_S + 0.5
+
+
+def test_client_key_is_shared_only_with_a_secret_hash_key():
+    assert _client_key(b"secret") == _client_key(b"secret") != _client_key(b"other")
+    assert _client_key(PUBLIC_KEY) != _client_key(PUBLIC_KEY)
+    assert len(_client_key(b"secret")) == len(_client_key(PUBLIC_KEY)) == 32
+
+
+def test_owner_that_returns_forgets_requests_that_ended_meanwhile():
+    mesh = RouterMesh()
+    owner, asker = mesh.owner, mesh.others[0]
+    asker.ask(now=1.0)
+    mesh.deliver(1.0)
+    mesh.loses = lambda sender, receiver: owner.name in (sender, receiver)
+    asker.picker.on_routers(2.0, [desk.name for desk in mesh.others])
+    asker.picker.access_log(3.0, AccessLogEntry(request_id=asker.resumed[0].request_id, status=200))
+    mesh.deliver(3.0)
+    assert owner.in_flight == 1
+
+    mesh.loses = lambda sender, receiver: False
+    mesh.set_routers(4.0, tuple(mesh.desks))
+    mesh.deliver(4.0)
+    assert owner.in_flight == 0
