@@ -36,6 +36,10 @@ class Pool:
         """Return new instances that share ``cache``. Without ``cache``, each instance has its own cache."""
         return tuple(kind(f"instance-{number}", Engine(self.engine, cache=cache)) for number in range(self.instances))
 
+    def pooled_cache(self) -> PrefixCache:
+        """Return one cache as large as all instances' caches together."""
+        return PrefixCache(self.instances * self.engine.cache_tokens // self.engine.block_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleInfo:
@@ -75,12 +79,19 @@ def _limit_ideal(pool: Pool) -> Discipline:
 
 
 def _limit_pooled(pool: Pool) -> Discipline:
-    pooled = PrefixCache(pool.instances * pool.engine.cache_tokens // pool.engine.block_tokens)
-    return SingleQueue(pool.members(pooled), InOrder())
+    return SingleQueue(pool.members(pool.pooled_cache()), InOrder())
 
 
 def _limit_deadline(pool: Pool) -> Discipline:
-    instances = pool.members(PrefixCache(None))
+    return _hopeful_first(pool, PrefixCache(None))
+
+
+def _pooled_deadline(pool: Pool) -> Discipline:
+    return _hopeful_first(pool, pool.pooled_cache())
+
+
+def _hopeful_first(pool: Pool, cache: PrefixCache) -> Discipline:
+    instances = pool.members(cache)
     # All instances share the cache, so every instance predicts the same prefill time.
     return SingleQueue(instances, HopefulFirst(instances[0].prefill_s, slo_ttft_s=pool.slo_ttft_s))
 
@@ -113,6 +124,12 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
                 summary="As limit, but requests that can still meet the SLO go first; "
                 f"the oldest is overtaken at most {PASSED_OVER_MAX} times in a row.",
                 build=_limit_deadline,
+            ),
+            OracleInfo(
+                name="pooled_deadline",
+                source="limit_deadline, with a cache of the instances' real size",
+                summary="As limit_deadline, with the cache of limit_pooled.",
+                build=_pooled_deadline,
             ),
             OracleInfo(
                 name="full_scan_oracle",
