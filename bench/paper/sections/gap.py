@@ -16,12 +16,22 @@ from unittest.mock import patch
 
 from bench.paper.cells import Cell, Figures
 from bench.paper.claims import Claim
-from bench.paper.measures import run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.sections import goodput
-from bench.paper.settings import BASELINES, CONVERSATION, MODELS, OTHERS, OURS, RATES, TITLES, TOOL_AGENT, Extent
-from bench.paper.tables import Spread, number, table
+from bench.paper.sections import goodput, ttft
+from bench.paper.settings import (
+    BASELINES,
+    CONVERSATION,
+    MODELS,
+    OTHERS,
+    OURS,
+    RATES,
+    TITLES,
+    TOOL_AGENT,
+    Extent,
+    few_rates,
+)
+from bench.paper.tables import Spread, table
 
 from dualmap.fleet.estimate import LearntSpeed, Speed
 from dualmap.fleet.view import Everyone
@@ -36,11 +46,11 @@ _RATES: Final[Mapping[tuple[str, str], tuple[float, float, float]]] = {
 }
 """The goodput of ``limit`` in each window."""
 _BOUND: Final = "limit_deadline"
-_FIFO: Final = ("limit", "limit_pooled")
+_BELOW: Final = (*OURS, *BASELINES, *OTHERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Variant:
+class Variant:
     """One difference to take away: a change of the experiment, or of the code during the run."""
 
     policy: str = "dualmap"
@@ -48,16 +58,12 @@ class _Variant:
     during: Callable[[Experiment], AbstractContextManager[object]] | None = None
 
 
-def _slower(experiment: Experiment) -> Experiment:
-    return replace(experiment, requests_per_s=0.97 * experiment.requests_per_s)
-
-
 def _ample(experiment: Experiment) -> Experiment:
     return replace(experiment, engine=replace(experiment.engine, cache_tokens=10**9))
 
 
-def _window(seconds: float, experiment: Experiment) -> Experiment:
-    queue = replace(experiment.routing.queue, dispatch_window_s=seconds)
+def _no_window(experiment: Experiment) -> Experiment:
+    queue = replace(experiment.routing.queue, dispatch_window_s=0.0)
     return replace(experiment, routing=replace(experiment.routing, queue=queue))
 
 
@@ -130,31 +136,29 @@ def spread_evenly(trace: Trace) -> Trace:
 
 
 _BOTH: Final = tuple(_RATES)
-_VARIANTS: Final[Mapping[str, tuple[_Variant, tuple[tuple[str, str], ...]]]] = {
-    "`dualmap`": (_Variant(), _BOTH),
-    "`dualmap`, 3 % fewer requests/s": (_Variant(change=_slower), _BOTH),
-    "`limit`": (_Variant(policy="limit"), _BOTH),
-    "`limit_pooled`": (_Variant(policy="limit_pooled"), _BOTH),
-    "`limit_deadline`": (_Variant(policy=_BOUND), _BOTH),
-    "`pooled_deadline`": (_Variant(policy="pooled_deadline"), _BOTH),
-    "`dualmap`, caches without a limit": (_Variant(change=_ample), _BOTH),
-    "`dualmap`, late requests count in T_q": (_Variant(during=_late_delays), _BOTH),
-    "`dualmap`, no deferring": (_Variant(change=_in_order), _BOTH),
-    "`dualmap`, prefill times known": (_Variant(during=_true_times), _BOTH),
-    "`dualmap`, dispatch window 0 s": (_Variant(change=partial(_window, 0.0)), _BOTH),
-    "`dualmap`, dispatch window 1 s": (_Variant(change=partial(_window, 1.0)), _BOTH),
-    "`dualmap`, always the lowest cost of all members": (_Variant(change=_any_member), _BOTH),
-    "`dualmap`, keys of 2 blocks": (_Variant(change=_short_keys), _BOTH),
-    "`dualmap`, batches spread": (_Variant(during=_spread_batches), (_BOTH[1],)),
-    "`limit`, batches spread": (_Variant(policy="limit", during=_spread_batches), (_BOTH[1],)),
-    "`dualmap`, engines without decode": (_Variant(change=_prefill_only), (_BOTH[0],)),
-    "`limit`, engines without decode": (_Variant(policy="limit", change=_prefill_only), (_BOTH[0],)),
+VARIANTS: Final[Mapping[str, tuple[Variant, tuple[tuple[str, str], ...]]]] = {
+    "`dualmap`": (Variant(), _BOTH),
+    "`limit`": (Variant(policy="limit"), _BOTH),
+    "`limit_pooled`": (Variant(policy="limit_pooled"), _BOTH),
+    "`limit_deadline`": (Variant(policy=_BOUND), _BOTH),
+    "`pooled_deadline`": (Variant(policy="pooled_deadline"), _BOTH),
+    "`dualmap`, caches without a limit": (Variant(change=_ample), _BOTH),
+    "`dualmap`, late requests count in T_q": (Variant(during=_late_delays), _BOTH),
+    "`dualmap`, no deferring": (Variant(change=_in_order), _BOTH),
+    "`dualmap`, prefill times known": (Variant(during=_true_times), _BOTH),
+    "`dualmap`, dispatch window 0 s": (Variant(change=_no_window), _BOTH),
+    "`dualmap`, always the lowest cost of all members": (Variant(change=_any_member), _BOTH),
+    "`dualmap`, keys of 2 blocks": (Variant(change=_short_keys), (_BOTH[0],)),
+    "`dualmap`, batches spread": (Variant(during=_spread_batches), (_BOTH[1],)),
+    "`limit`, batches spread": (Variant(policy="limit", during=_spread_batches), (_BOTH[1],)),
+    "`dualmap`, engines without decode": (Variant(change=_prefill_only), (_BOTH[0],)),
+    "`limit`, engines without decode": (Variant(policy="limit", change=_prefill_only), (_BOTH[0],)),
 }
 
 
 def attainment(experiment: Experiment, name: str) -> Figures:
     """Return the share within the SLO with one difference taken away."""
-    variant, _ = _VARIANTS[name]
+    variant, _ = VARIANTS[name]
     changed = variant.change(experiment)
     with ExitStack() as stack:
         if variant.during is not None:
@@ -164,7 +168,7 @@ def attainment(experiment: Experiment, name: str) -> Figures:
 
 
 def _cell(extent: Extent, column: tuple[str, str], window: int, name: str) -> Cell:
-    variant, _ = _VARIANTS[name]
+    variant, _ = VARIANTS[name]
     experiment = extent.experiment(*column, window, variant.policy, _RATES[column][window])
     return Cell(
         section="gap",
@@ -175,18 +179,7 @@ def _cell(extent: Extent, column: tuple[str, str], window: int, name: str) -> Ce
 
 
 def _columns(extent: Extent, name: str) -> list[tuple[str, str]]:
-    return [column for column in _VARIANTS[name][1] if column[0] in extent.workloads]
-
-
-def _above(extent: Extent, workload: str, model: str, policy: str) -> Cell:
-    """Return the cell of a policy at the highest rate of the curves, which is above the goodput."""
-    rate = RATES[workload, model][-1]
-    return Cell(
-        section="gap",
-        name=f"{workload} {model} above the goodput {policy}",
-        policy=policy,
-        measure=partial(run_figures, extent.experiment(workload, model, 0, policy, rate)),
-    )
+    return [column for column in VARIANTS[name][1] if column[0] in extent.workloads]
 
 
 def _settings(extent: Extent) -> list[tuple[str, str]]:
@@ -194,8 +187,13 @@ def _settings(extent: Extent) -> list[tuple[str, str]]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    gaps = [_cell(extent, c, w, name) for name in _VARIANTS for w in extent.windows for c in _columns(extent, name)]
-    return [*gaps, *(_above(extent, *each, policy) for each in _settings(extent) for policy in ("dualmap", _BOUND))]
+    gaps = [_cell(extent, c, w, name) for name in VARIANTS for w in extent.windows for c in _columns(extent, name)]
+    above = [ttft.cell(extent, *each, rate, _BOUND) for each in _settings(extent) for rate in _rates(extent, *each)]
+    return [*gaps, *above]
+
+
+def _rates(extent: Extent, workload: str, model: str) -> tuple[float, ...]:
+    return few_rates(RATES[workload, model], extent)
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
@@ -205,12 +203,12 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             for window in extent.windows
             if (figures := results.figures(_cell(extent, column, window, name))) is not None
         )
-        for name in _VARIANTS
+        for name in VARIANTS
         for column in _columns(extent, name)
     }
     columns = [column for column in _RATES if column[0] in extent.workloads]
     rows = []
-    for name in _VARIANTS:
+    for name in VARIANTS:
         row = [name]
         for column in columns:
             share, usual = found.get((name, column), Spread(())), found["`dualmap`", column].mean
@@ -227,34 +225,48 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 
 
 def _nearest(results: Results, extent: Extent) -> str:
-    """Return how near the best policy of each column comes to the bound: goodput, and attainment above it."""
+    """Return how near the best policy of each column comes to the bound, in goodput and within the SLO at one rate."""
     rows = []
     for workload, model in _settings(extent):
-        shares = [
-            (100 * figures["goodput_qps"] / bound["goodput_qps"], policy)
+        rates = {
+            (window, policy): figures["goodput_qps"]
             for window in extent.windows
-            if (bound := results.figures(goodput.cell(extent, workload, model, window, _BOUND))) is not None
-            for policy in (*OURS, *BASELINES, *OTHERS, *_FIFO)
+            for policy in (_BOUND, *_BELOW)
             if (figures := results.figures(goodput.cell(extent, workload, model, window, policy))) is not None
-            and figures["goodput_qps"] is not None
-        ]
-        nearest = {kind: max((s for s in shares if (s[1] in _FIFO) is kind), default=None) for kind in (False, True)}
-        above = [results.figures(_above(extent, workload, model, policy)) for policy in ("dualmap", _BOUND)]
+        }
+        within = {
+            (rate, policy): figures["slo_attainment"]
+            for rate in _rates(extent, workload, model)
+            for policy in (_BOUND, *_BELOW)
+            if (figures := results.figures(ttft.cell(extent, workload, model, rate, policy))) is not None
+        }
+        best = max(
+            (
+                (100 * rate / rates[w, _BOUND], p)
+                for (w, p), rate in rates.items()
+                if p != _BOUND and (w, _BOUND) in rates
+            ),
+            default=None,
+        )
+        least = min(
+            (
+                (100 * (within[r, _BOUND] - share), p, r)
+                for (r, p), share in within.items()
+                if p != _BOUND and (r, _BOUND) in within
+            ),
+            default=None,
+        )
         rows.append(
             [
                 f"{TITLES[workload]} {model}",
-                *("-" if each is None else f"{each[0]:.1f} % (`{each[1]}`)" for each in nearest.values()),
-                f"{RATES[workload, model][-1]:g}",
-                *(number(None if each is None else each["slo_attainment"], 1, 100) for each in above),
+                "-" if best is None else f"{best[0]:.1f} % (`{best[1]}`)",
+                "-" if least is None else f"{least[0]:+.1f} (`{least[1]}` at {least[2]:g}/s)",
             ]
         )
     heads = (
-        "largest goodput of a window, % of the bound's",
-        "router",
-        "other bound",
-        "overload, requests/s",
-        "`dualmap` in the SLO, %",
-        f"`{_BOUND}`, %",
+        f"`{_BOUND}` and the policy that comes nearest",
+        "goodput of the policy, % of the bound's",
+        "within the SLO at one rate: lead of the bound, percentage points",
     )
     return table(heads, rows)
 

@@ -1,8 +1,8 @@
-"""Oracles: bounds that no router can reach. An oracle has the true state of all caches, queues and prompt costs.
+"""Oracles: bounds for routers. An oracle has the true state of all caches, queues and prompt costs.
 
 Oracles replay the same arrivals on the same engine model as ``cluster`` and write the same records. So ``summary``
 measures oracles and policies alike. The distance of a policy from the oracle ``limit`` is the possible gain of better
-routing.
+routing. A router that defers late requests can pass ``limit``; its bound is ``limit_deadline``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,10 +83,22 @@ def _limit_pooled(pool: Pool) -> Discipline:
 
 
 def _limit_deadline(pool: Pool) -> Discipline:
+    """Return the bound of the share within the SLO, for policies that serve late requests as well.
+
+    Three properties make it a bound. Every block that was computed stays cached for all instances, so prefills are as
+    short as they can be. No instance is free while a request waits that fits into its memory. Requests that cannot meet
+    the SLO give way, and the others go in the order of their deadlines. For prefills of equal length, no other order
+    that serves as many late requests has more requests in time.
+
+    It is not a theorem for prefills of different lengths: an order that puts the longest off can serve more. A policy
+    could also pass it by serving no late request at all, or by waiting for a prefix that another instance computes. The
+    evaluation (``python -m bench paper --section gap``) checks that no policy passes it in any measured case.
+    """
     return _hopeful_first(pool, PrefixCache(None))
 
 
 def _pooled_deadline(pool: Pool) -> Discipline:
+    """Return ``limit_deadline`` with as much cache as the instances have: nearer to what a router can reach."""
     return _hopeful_first(pool, pool.pooled_cache())
 
 
