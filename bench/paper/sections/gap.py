@@ -31,7 +31,7 @@ from bench.paper.settings import (
     Extent,
     few_rates,
 )
-from bench.paper.tables import Spread, table
+from bench.paper.tables import Spread, number, table
 
 from dualmap.fleet.estimate import LearntSpeed, Speed
 from dualmap.fleet.view import Everyone
@@ -46,6 +46,7 @@ _RATES: Final[Mapping[tuple[str, str], tuple[float, float, float]]] = {
 }
 """The goodput of ``limit`` in each window."""
 _BOUND: Final = "limit_deadline"
+_USUAL: Final = "`dualmap`"
 _BELOW: Final = (*OURS, *BASELINES, *OTHERS)
 
 
@@ -137,7 +138,7 @@ def spread_evenly(trace: Trace) -> Trace:
 
 _BOTH: Final = tuple(_RATES)
 VARIANTS: Final[Mapping[str, tuple[Variant, tuple[tuple[str, str], ...]]]] = {
-    "`dualmap`": (Variant(), _BOTH),
+    _USUAL: (Variant(), _BOTH),
     "`limit`": (Variant(policy="limit"), _BOTH),
     "`limit_pooled`": (Variant(policy="limit_pooled"), _BOTH),
     "`limit_deadline`": (Variant(policy=_BOUND), _BOTH),
@@ -187,7 +188,7 @@ def _settings(extent: Extent) -> list[tuple[str, str]]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    gaps = [_cell(extent, c, w, name) for name in VARIANTS for w in extent.windows for c in _columns(extent, name)]
+    gaps = [_cell(extent, c, w, name) for w in extent.windows for name in VARIANTS for c in _columns(extent, name)]
     above = [ttft.cell(extent, *each, rate, _BOUND) for each in _settings(extent) for rate in _rates(extent, *each)]
     return [*gaps, *above]
 
@@ -197,23 +198,14 @@ def _rates(extent: Extent, workload: str, model: str) -> tuple[float, ...]:
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
-    found = {
-        (name, column): Spread.of(
-            figures["slo_attainment"]
-            for window in extent.windows
-            if (figures := results.figures(_cell(extent, column, window, name))) is not None
-        )
-        for name in VARIANTS
-        for column in _columns(extent, name)
-    }
     columns = [column for column in _RATES if column[0] in extent.workloads]
     rows = []
     for name in VARIANTS:
         row = [name]
         for column in columns:
-            share, usual = found.get((name, column), Spread(())), found["`dualmap`", column].mean
-            worth = "-" if share.mean is None or usual is None else f"{100 * (share.mean - usual):+.1f}"
-            row += [share.show(1, 100), worth]
+            shares, usual = (_shares(results, extent, column, each) for each in (name, _USUAL))
+            worth = Spread.of(shares[window] - usual[window] for window in shares if window in usual)
+            row += [Spread.of(shares.values()).show(1, 100), number(worth.mean, 1, 100)]
         rows.append(row)
     heads = [head for workload, model in columns for head in (f"{TITLES[workload]} {model}, %", "difference")]
     gaps = table(("within the SLO at the goodput of `limit`", *heads), rows)
@@ -222,6 +214,14 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         f"Mean of {len(extent.windows)} windows, with the lowest and the highest; differences to `dualmap` in "
         f"percentage points.\n\n{gaps}\n## No policy passes `{_BOUND}`\n\n{_nearest(results, extent)}"
     )
+
+
+def _shares(results: Results, extent: Extent, column: tuple[str, str], name: str) -> dict[int, float]:
+    """Return the share within the SLO by window, without the windows that have none."""
+    if column not in _columns(extent, name):
+        return {}
+    kept = {window: results.figures(_cell(extent, column, window, name)) for window in extent.windows}
+    return {window: figures["slo_attainment"] for window, figures in kept.items() if figures is not None}
 
 
 def _nearest(results: Results, extent: Extent) -> str:
