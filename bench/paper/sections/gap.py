@@ -190,7 +190,7 @@ def _settings(extent: Extent) -> list[tuple[str, str]]:
 def _cells(extent: Extent) -> Sequence[Cell]:
     gaps = [_cell(extent, c, w, name) for w in extent.windows for name in VARIANTS for c in _columns(extent, name)]
     above = [ttft.cell(extent, *each, rate, _BOUND) for each in _settings(extent) for rate in _rates(extent, *each)]
-    return [*gaps, *above]
+    return [*above, *gaps]
 
 
 def _rates(extent: Extent, workload: str, model: str) -> tuple[float, ...]:
