@@ -211,8 +211,8 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     gaps = table(("within the SLO at the goodput of `limit`", *heads), rows)
     return (
         "One difference between `dualmap` and the bounds is taken away at a time. "
-        f"Mean of {len(extent.windows)} windows, with the lowest and the highest; differences to `dualmap` in "
-        f"percentage points.\n\n{gaps}\n## No policy passes `{_BOUND}`\n\n{_nearest(results, extent)}"
+        "Mean of the measured windows, with the lowest and the highest; differences to `dualmap` in percentage points, "
+        f"over the windows of both.\n\n{gaps}\n## How near policies come to `{_BOUND}`\n\n{_nearest(results, extent)}"
     )
 
 
