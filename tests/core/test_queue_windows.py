@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -115,6 +116,39 @@ class TestOrder:
             served += decided(router.on_first_token(now, served[-1] if served else "head"))
         # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s. Without the longest request, the other three meet the SLO.
         assert served == ["0", "2", "3", "1"]
+
+    def with_late_request(self, **settings: Any) -> PoolRouter:
+        """Return a router at 6 s: "fresh" (1.5 s) was just sent, and "late" (3 s) is deferred."""
+        router = PoolRouter(slow_pool(slo_ttft_s=4.0, **settings))
+        ask(router, "head", 6000)
+        ask(router, "late", 3000, now=0.1)
+        ask(router, "fresh", 1500, now=5.0)
+        router.on_first_token(6.0, "head")
+        return router
+
+    def test_deferred_request_does_not_delay_a_new_one(self) -> None:
+        router = self.with_late_request()
+        assert ask(router, "new", 500, now=6.0) == Queued(request_id="new")
+        (decision, _) = router.on_first_token(7.5, "fresh").outcomes
+        assert isinstance(decision, Decision)
+        assert decision.request_id == "new"
+        # 1.5 s of "fresh" and its own 0.5 s, without the 3 s of "late".
+        assert decision.receipt.predicted_ttft_s == pytest.approx(2.0, rel=0.05)
+
+    def test_deferred_request_delays_others_after_its_dispatch(self) -> None:
+        router = self.with_late_request()
+        assert decided(router.on_first_token(7.5, "fresh")) == ["late"]
+        ask(router, "new", 500, now=7.5)
+        (decision,) = router.on_first_token(10.5, "late").outcomes
+        assert isinstance(decision, Decision)
+        assert decision.receipt.predicted_ttft_s == pytest.approx(3.5, rel=0.05)
+
+    def test_rejection_retry_after_counts_deferred_requests(self) -> None:
+        router = self.with_late_request(max_held=2)
+        ask(router, "waits", 500, now=6.0)
+        refusal = ask(router, "new", 500, now=6.0)
+        assert isinstance(refusal, Rejection)
+        assert refusal.retry_after_s == pytest.approx(1.5 + 3.0 + 0.5, rel=0.05)
 
     def test_queue_without_overtaking_keeps_arrival_order(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, max_overtaken=0))

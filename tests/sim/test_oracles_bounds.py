@@ -147,3 +147,10 @@ def test_limit_oracle_is_no_bound_with_many_common_prefixes() -> None:
 def test_limit_deadline_attains_more_than_limit_in_overload(requests_per_s: float) -> None:
     limit = outcome("limit", requests_per_s).summary.slo_attainment
     assert outcome("limit_deadline", requests_per_s).summary.slo_attainment > limit + 0.02
+
+
+@pytest.mark.parametrize("requests_per_s", [*KNEE, 12.0, 13.0])
+@pytest.mark.parametrize("policy", [*ROUTERS, "limit", "pooled_deadline"])
+def test_limit_deadline_bounds_attainment_in_overload(policy: str, requests_per_s: float) -> None:
+    bound = outcome("limit_deadline", requests_per_s).summary.slo_attainment
+    assert outcome(policy, requests_per_s).summary.slo_attainment <= bound

@@ -12,6 +12,7 @@ from bench.paper.sections import (
     ablation,
     choices,
     elasticity,
+    gap,
     goodput,
     keys,
     llumnix,
@@ -37,6 +38,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             sessions.SECTION,
             llumnix.SECTION,
             robust.SECTION,
+            gap.SECTION,
         )
     }
 )

@@ -38,7 +38,8 @@ _SHOWN: Final = (*OURS, *BASELINES, "limit")
 _LATENCIES: Final = ("ttft_p50_s", "ttft_p90_s", "e2e_p50_s", "e2e_p90_s")
 
 
-def _cell(extent: Extent, workload: str, model: str, rate: float, policy: str) -> Cell:
+def cell(extent: Extent, workload: str, model: str, rate: float, policy: str) -> Cell:
+    """Return the cell of one policy at one rate of the curves."""
     return Cell(
         section="ttft",
         name=f"{workload} {model} {rate:g}/s {policy}",
@@ -68,7 +69,7 @@ def _settings(extent: Extent) -> list[tuple[str, str]]:
 
 def _cells(extent: Extent) -> Sequence[Cell]:
     runs = [
-        _cell(extent, workload, model, rate, policy)
+        cell(extent, workload, model, rate, policy)
         for policy in _POLICIES
         for workload, model in _settings(extent)
         for rate in few_rates(RATES[workload, model], extent)
@@ -84,7 +85,7 @@ def _found(results: Results, extent: Extent, workload: str, model: str) -> dict[
     found = {}
     for policy in _POLICIES:
         for rate in few_rates(RATES[workload, model], extent):
-            figures = results.figures(_cell(extent, workload, model, rate, policy))
+            figures = results.figures(cell(extent, workload, model, rate, policy))
             if figures is not None:
                 found[policy, rate] = figures
     return found

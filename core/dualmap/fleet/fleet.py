@@ -180,7 +180,10 @@ class Fleet:
         )
 
     def queue_s(self, now: float, member: str) -> float:
-        """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there."""
+        """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there.
+
+        A new request goes before the late requests, which are deferred.
+        """
         return self._ledger.loads[member].queue_s(now, self._stall_s)
 
     def has_room(self, member: str, prompt_tokens: int, *, waited_s: float) -> bool:
@@ -218,7 +221,7 @@ class Fleet:
         """
         max_wait_s = self._pool.routing.queue.max_wait_s
         if member is not None:
-            return min(self.queue_s(now, member), max_wait_s)
+            return min(self._ledger.loads[member].ends_s(now, self._stall_s), max_wait_s)
         return None if self.size else max_wait_s
 
     # The progress of requests.
@@ -571,7 +574,7 @@ class Fleet:
                 loads[member] = SharedLoad(
                     pending_prefill_tokens=load.prefills.tokens + load.queue.tokens,
                     backlog_s=load.prefills.backlog_s(now, self._stall_s),
-                    held_s=load.queue.compute_s,
+                    held_s=load.queue.ahead_s,
                     in_flight=load.kv.sequences,
                     active_kv_tokens=load.kv.tokens,
                 )

@@ -244,6 +244,10 @@ class MemberLoad:
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
         """Return T_q (paper eq. 7): the seconds until a new request's prefill would start at this member."""
+        return self.backlog_s(now, decode_stall_s) + self.queue.ahead_s + self.others.load.held_s
+
+    def ends_s(self, now: float, decode_stall_s: float) -> float:
+        """Return the seconds until all prefills that are now pending or queued have ended."""
         return self.backlog_s(now, decode_stall_s) + self.queue.compute_s + self.others.load.held_s
 
     def dispatches_s(self, window_s: float, *, after_s: float, share_after_s: float) -> float | None:
@@ -297,7 +301,7 @@ class MemberLoad:
 
     def _summarize(self, now: float, decode_stall_s: float) -> None:
         summary, others, queue, speed = self.summary, self.others.load, self.queue, self.speed.current
-        others_s = others.backlog_s + queue.compute_s + others.held_s
+        others_s = others.backlog_s + queue.ahead_s + others.held_s
         ends_s, least_s, until_s = self.prefills.forecast(now, decode_stall_s)
         summary.ends_s, summary.least_queue_s = ends_s + others_s, least_s + others_s
         summary.until_s = min(until_s, self._next_overdue_s())

@@ -56,7 +56,7 @@ class QueuedRequest:
 class _Line:
     """The queued requests of one client for one member; the tokens and seconds of their prefills."""
 
-    __slots__ = ("compute_s", "in_time", "requests", "tokens")
+    __slots__ = ("compute_s", "in_time", "late_s", "requests", "tokens")
 
     def __init__(self) -> None:
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
@@ -65,6 +65,8 @@ class _Line:
         self.in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
         self.tokens = 0
         self.compute_s = 0.0
+        # The seconds of the requests that are not in `in_time`.
+        self.late_s = 0.0
 
     @property
     def oldest(self) -> QueuedRequest:
@@ -80,7 +82,11 @@ class _Line:
 
     def remove(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
-        self.in_time.pop(queued.request.id, None)
+        if self.in_time.pop(queued.request.id, None) is None:
+            self.late_s -= queued.compute_s
+        if len(self.in_time) == len(self.requests):
+            # A sum of floats does not return to zero by itself.
+            self.late_s = 0.0
         self.tokens -= queued.new_tokens
         self.compute_s -= queued.compute_s
 
@@ -93,6 +99,7 @@ class _Line:
             left_s = within_s - (now - queued.request.arrived_s)
             if queued.compute_s > left_s:
                 del self.in_time[queued.request.id]
+                self.late_s += queued.compute_s
                 continue
             kept[position] = queued
             heappush(longest, (-queued.compute_s, position))
@@ -107,6 +114,9 @@ class _Line:
 class MemberQueue:
     """The requests queued for one member, and their prefill work; every change calls ``changed``.
 
+    A request that is added now overtakes the deferred requests that will miss the SLO, so these do not delay it
+    (``ahead_s``). The few dispatches of the oldest request are neglected.
+
     Each client has a line. The line of the client with the smallest counter is next, of equal ones that with the oldest
     request. ``counter`` returns a client's counter (``FairShares``).
     """
@@ -114,6 +124,8 @@ class MemberQueue:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.tokens = 0
         self.compute_s = 0.0
+        # The seconds of the deferred requests that will miss the SLO.
+        self._late_s = 0.0
         self._changed = changed
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         """The queued requests by id, in order of arrival."""
@@ -129,6 +141,11 @@ class MemberQueue:
     def oldest_arrived_s(self) -> float:
         """The arrival time of the oldest request; the queue must not be empty."""
         return next(iter(self.requests.values())).request.arrived_s
+
+    @property
+    def ahead_s(self) -> float:
+        """The seconds of prefill that go before a request that is added now."""
+        return max(self.compute_s - self._late_s, 0.0)
 
     def add(self, queued: QueuedRequest) -> None:
         """Insert a request in order of arrival: a moved request may be older than the requests in this queue."""
@@ -148,12 +165,16 @@ class MemberQueue:
         """Remove a request, at any position."""
         del self.requests[queued.request.id]
         line = self._lines[queued.request.client]
+        late_s = line.late_s
         line.remove(queued)
+        self._late_s += line.late_s - late_s
         if not line.requests:
             del self._lines[queued.request.client]
         self.tokens -= queued.new_tokens
-        # A sum of floats does not return to zero by itself.
-        self.compute_s = self.compute_s - queued.compute_s if self.requests else 0.0
+        self.compute_s -= queued.compute_s
+        if not self.requests:
+            # A sum of floats does not return to zero by itself.
+            self.compute_s = self._late_s = 0.0
         self._changed()
 
     def next(
@@ -168,7 +189,12 @@ class MemberQueue:
         oldest = line.oldest
         if within_s is None or oldest.overtaken >= max_overtaken:
             return oldest
-        return line.first_in_time(now, within_s) or oldest
+        late_s = line.late_s
+        first = line.first_in_time(now, within_s)
+        if line.late_s != late_s:
+            self._late_s += line.late_s - late_s
+            self._changed()
+        return first or oldest
 
     def take(self, queued: QueuedRequest) -> None:
         """Remove a request that is dispatched; the oldest of its client, if it is another, is overtaken."""
@@ -213,7 +239,7 @@ class MemberQueue:
                 ahead_tokens = start - counter(other)
                 # The request that is next when the counters are equal is as likely the other's.
                 share = ahead_tokens / line.tokens + 1 / len(line.requests) if line.tokens else 1.0
-                behind_s += line.compute_s * (1.0 - min(max(share, 0.0), 1.0))
+                behind_s += (line.compute_s - line.late_s) * (1.0 - min(max(share, 0.0), 1.0))
         return behind_s
 
     def _next_line(self, counter: Callable[[int], int]) -> _Line:

@@ -28,8 +28,9 @@ class SharedLoad:
     """The load that one replica puts on a member.
 
     ``pending_prefill_tokens`` counts requests in flight and queued requests. ``backlog_s`` is the expected prefill time
-    of the requests in flight, and ``held_s`` is the expected prefill time of the queued requests. ``in_flight`` is the
-    number of sequences in flight: an engine runs each answer to each prompt of a request as a request of its own.
+    of the requests in flight. ``held_s`` is the expected prefill time of the queued requests without the
+    deferred ones. ``in_flight`` is the number of sequences in flight: an engine runs each answer to each prompt of a
+    request as a request of its own.
     """
 
     pending_prefill_tokens: int = 0
