@@ -9,17 +9,17 @@ _LEAST_COST = Rule("least-blocks", "its sum of new prefill blocks and active KV 
 
 
 class Dynamo:
-    """Chooses the lowest ``1.0 * new_prefill_blocks + decode_blocks`` of all members, with Dynamo's default weights.
+    """Chooses the lowest ``prefill_blocks + decode_blocks`` of all members, with Dynamo's default weights of 1.
 
-    Both terms are counted in tokens, which does not change the order. Decode blocks are the blocks of the prompts in
-    flight at a member, plus the blocks that its queued requests will add. The router does not know the generated
-    tokens. Deviations: Dynamo also counts unfinished prefills as prefill blocks. If its temperature is not 0 (the
-    default), Dynamo chooses at random by softmax.
+    Prefill blocks are the uncached blocks of unfinished prefills and of the new prompt. Decode blocks are the blocks of
+    the prompts in flight. Both include queued requests. The router does not know the generated tokens. All terms are
+    counted in tokens, which does not change the order. Deviations: Dynamo counts a block that several requests in
+    flight share only once. If its temperature is not 0 (the default), Dynamo chooses at random by softmax.
     """
 
     name: ClassVar[str] = "dynamo"
     source: ClassVar[str] = "NVIDIA Dynamo, KV router"
-    summary: ClassVar[str] = "least new prefill blocks plus decode blocks over all members"
+    summary: ClassVar[str] = "least prefill blocks plus decode blocks over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
@@ -27,5 +27,6 @@ class Dynamo:
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the lowest cost."""
         everyone, prompt = situation.everyone, situation.prompt_tokens
-        columns = zip(everyone.placed_tokens(), everyone.matched_tokens(), strict=True)
-        return Choice(situation.cheapest([placed + prompt - matched for placed, matched in columns]), _LEAST_COST)
+        columns = zip(everyone.pending_tokens(), everyone.placed_tokens(), everyone.matched_tokens(), strict=True)
+        costs = [pending + prompt - matched + placed for pending, placed, matched in columns]
+        return Choice(situation.cheapest(costs), _LEAST_COST)
