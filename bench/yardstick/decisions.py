@@ -93,9 +93,7 @@ def agreements(reported: Sequence[Reported], *, skipped: int) -> dict[str, Agree
             continue
         columns = columns_of(each, _in_flight(reported, number))
         costs = {worker: terms.cost for worker, terms in each.terms.items()}
-        blind = min(
-            range(len(columns)), key=lambda worker, seen=columns: seen.placed[worker] - seen.matched[worker]
-        )
+        blind = min(range(len(columns)), key=lambda worker, seen=columns: seen.placed[worker] - seen.matched[worker])
         chosen = (each.served.worker, _choice(each.served.number, columns), blind)
         for excess, worker in zip(excesses.values(), chosen, strict=True):
             excess.append(costs[worker] - min(costs.values()))

@@ -92,9 +92,7 @@ def replay(
     return read_report(report.read_text().splitlines(), trace, terms=read_terms(printed))
 
 
-def read_report(
-    lines: Iterable[str], trace: Trace, *, terms: Mapping[str, Mapping[int, Terms]]
-) -> list[Reported]:
+def read_report(lines: Iterable[str], trace: Trace, *, terms: Mapping[str, Mapping[int, Terms]]) -> list[Reported]:
     """Return the requests of a report in the trace's order. Raises DynamoError if a request is missing or failed."""
     numbers = {round(each.arrival_s * 1e6): number for number, each in enumerate(trace.requests)}
     found: dict[int, Reported] = {}
