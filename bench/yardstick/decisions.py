@@ -5,16 +5,20 @@ only the rules differ. Dynamo's log has the cached blocks and the prefills of ea
 in flight.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from types import MappingProxyType
 from typing import Final
 
 from bench.yardstick.dynamo_replay import Reported
 from bench.yardstick.setting import BLOCK_TOKENS
 
+from dualmap.fleet.distinct_blocks import DistinctBlocks
 from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Candidate, Situation, Weights
 from dualmap.pools.pool import Spill
+from dualmap.prompts.blocks import BlockChain
 
 _CLOSE: Final = 0.01
 """The log rounds costs to a thousandth of a block. Costs closer than this are equal."""
@@ -24,11 +28,12 @@ _CLOSE: Final = 0.01
 class Columns:
     """The workers of one decision as a policy sees them: a list with one number for each worker."""
 
+    number: int
     prompt_tokens: int
     pending: Sequence[int]
     placed: Sequence[int]
+    distinct: Sequence[int]
     matched: Sequence[int]
-    requests_in_flight: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.placed)
@@ -36,11 +41,11 @@ class Columns:
     def __getitem__(self, position: int) -> Candidate:
         return Candidate(
             id=str(position),
-            state="Ready",
+            state="Active",
             endpoint=str(position),
             matched_tokens=self.matched[position],
             pending_tokens=self.pending[position],
-            in_flight=self.requests_in_flight[position],
+            in_flight=0,
             active_kv_tokens=self.placed[position],
             tokens_per_second=1.0,
             queue_s=float(self.pending[position]),
@@ -57,13 +62,16 @@ class Columns:
         return list(self.pending)
 
     def in_flight(self) -> list[int]:
-        return list(self.requests_in_flight)
+        return [0] * len(self)
 
     def requests(self) -> list[int]:
-        return list(self.requests_in_flight)
+        return [0] * len(self)
 
     def placed_tokens(self) -> list[int]:
         return list(self.placed)
+
+    def distinct_tokens(self) -> list[int]:
+        return list(self.distinct)
 
     def matched_tokens(self) -> list[int]:
         return list(self.matched)
@@ -73,76 +81,89 @@ class Columns:
 class Agreement:
     """How far a rule decides like Dynamo's router.
 
-    ``same`` is the share of decisions with an equal cost by Dynamo's formula. ``excess_blocks`` is the mean cost, by
-    Dynamo's formula, of the rule's choice above the lowest cost.
+    ``same`` is the share of decisions whose worker has the lowest cost by Dynamo's formula. ``excess_blocks`` is the
+    mean cost, by Dynamo's formula, of the chosen worker above the lowest cost.
     """
 
-    decisions: int
     same: float
     excess_blocks: float
 
 
-def agreements(reported: Sequence[Reported], *, skipped: int) -> dict[str, Agreement]:
-    """Return the agreement of three rules with Dynamo's router, without the first ``skipped`` decisions.
+def agreements(reported: Sequence[Reported], chains: Sequence[BlockChain], *, skipped: int) -> Mapping[str, Agreement]:
+    """Return the agreement of Dynamo's choices and of each rule, without the first ``skipped`` decisions."""
+    decided = list(zip(reported, columns(reported, chains), strict=True))[skipped:]
+    found = {"Dynamo's own choices": _agreement([(each, each.served.worker) for each, _ in decided])}
+    for name, choose in _RULES.items():
+        found[name] = _agreement([(each, choose(seen)) for each, seen in decided])
+    return found
 
-    The rules are Dynamo's own formula, the policy ``dynamo``, and this policy without the unfinished prefills.
-    """
-    excesses: dict[str, list[float]] = {"Dynamo's router": [], "`dynamo`": [], "`dynamo` without pending prefills": []}
-    for number, each in enumerate(reported):
-        if number < skipped:
-            continue
-        columns = columns_of(each, _in_flight(reported, number))
-        costs = {worker: terms.cost for worker, terms in each.terms.items()}
-        blind = min(range(len(columns)), key=lambda worker, seen=columns: seen.placed[worker] - seen.matched[worker])
-        chosen = (each.served.worker, _choice(each.served.number, columns), blind)
-        for excess, worker in zip(excesses.values(), chosen, strict=True):
-            excess.append(costs[worker] - min(costs.values()))
-    return {
-        name: Agreement(
-            decisions=len(excess),
-            same=sum(value <= _CLOSE for value in excess) / len(excess),
-            excess_blocks=sum(excess) / len(excess),
+
+def columns(reported: Sequence[Reported], chains: Sequence[BlockChain]) -> Iterator[Columns]:
+    """Return the workers of each decision. ``reported`` is in order of arrival, with the terms of each decision."""
+    workers = sorted(reported[0].terms)
+    distinct = {worker: DistinctBlocks(()) for worker in workers}
+    placed = dict.fromkeys(workers, 0)
+    ends: list[tuple[float, int]] = []
+    for number, (each, chain) in enumerate(zip(reported, chains, strict=True)):
+        while ends and ends[0][0] <= each.served.arrival_s:
+            ended = heappop(ends)[1]
+            distinct[reported[ended].served.worker].remove(chains[ended])
+            placed[reported[ended].served.worker] -= chains[ended].tokens
+        matched = [round(each.terms[worker].cached * BLOCK_TOKENS) for worker in workers]
+        prefill = [round(each.terms[worker].prefill * BLOCK_TOKENS) for worker in workers]
+        yield Columns(
+            number=number,
+            prompt_tokens=chain.tokens,
+            # Dynamo's prefill term is the sum of the unfinished prefills and of the uncached part of the new prompt.
+            pending=[total - (chain.tokens - cached) for total, cached in zip(prefill, matched, strict=True)],
+            placed=[placed[worker] for worker in workers],
+            distinct=[distinct[worker].tokens_with(chain) for worker in workers],
+            matched=matched,
         )
-        for name, excess in excesses.items()
-    }
+        distinct[each.served.worker].add(chain)
+        placed[each.served.worker] += chain.tokens
+        heappush(ends, (each.finished_s, number))
 
 
-def columns_of(reported: Reported, in_flight: Mapping[int, Sequence[int]]) -> Columns:
-    """Return the workers of a decision; ``in_flight`` are the prompt lengths of each worker's requests in flight."""
-    prompt, workers = reported.served.prompt_tokens, sorted(reported.terms)
-    matched = [round(reported.terms[worker].cached * BLOCK_TOKENS) for worker in workers]
-    prefill = [round(reported.terms[worker].prefill * BLOCK_TOKENS) for worker in workers]
-    return Columns(
-        prompt_tokens=prompt,
-        # Dynamo's prefill term is the sum of the unfinished prefills and of the uncached part of the new prompt.
-        pending=[total - (prompt - cached) for total, cached in zip(prefill, matched, strict=True)],
-        placed=[sum(in_flight.get(worker, ())) for worker in workers],
-        matched=matched,
-        requests_in_flight=[len(in_flight.get(worker, ())) for worker in workers],
-    )
-
-
-def _in_flight(reported: Sequence[Reported], number: int) -> dict[int, list[int]]:
-    now = reported[number].served.arrival_s
-    lengths: dict[int, list[int]] = {}
-    for each in reported[:number]:
-        if each.finished_s > now:
-            lengths.setdefault(each.served.worker, []).append(each.served.prompt_tokens)
-    return lengths
-
-
-def _choice(number: int, columns: Columns) -> int:
-    """Return the worker that the policy ``dynamo`` chooses."""
+def _policy(seen: Columns) -> int:
     situation = Situation(
-        request_id=str(number),
-        prompt_tokens=columns.prompt_tokens,
+        request_id=str(seen.number),
+        prompt_tokens=seen.prompt_tokens,
         waited_s=0.0,
-        sequence=number,
+        sequence=seen.number,
         slo_ttft_s=1.0,
         spill=Spill(),
-        pair=(columns[0],),
-        everyone=columns,
-        ring_walk=lambda: range(len(columns)),
+        pair=(seen[0],),
+        everyone=seen,
+        ring_walk=lambda: range(len(seen)),
         room_tokens=0,
     )
     return int(POLICIES["dynamo"].choose(situation).candidate.id)
+
+
+def _repeated_blocks(seen: Columns) -> int:
+    return min(range(len(seen)), key=lambda each: seen.pending[each] - seen.matched[each] + seen.placed[each])
+
+
+def _no_unfinished_prefills(seen: Columns) -> int:
+    return min(range(len(seen)), key=lambda each: seen.placed[each] - seen.matched[each])
+
+
+_RULES: Final[Mapping[str, Callable[[Columns], int]]] = MappingProxyType(
+    {
+        "the policy `dynamo`": _policy,
+        "with shared blocks counted for each request": _repeated_blocks,
+        "and without unfinished prefills": _no_unfinished_prefills,
+    }
+)
+
+
+def _agreement(choices: Sequence[tuple[Reported, int]]) -> Agreement:
+    excesses = []
+    for each, worker in choices:
+        costs = {worker: terms.cost for worker, terms in each.terms.items()}
+        excesses.append(costs[worker] - min(costs.values()))
+    return Agreement(
+        same=sum(excess <= _CLOSE for excess in excesses) / len(excesses),
+        excess_blocks=sum(excesses) / len(excesses),
+    )

@@ -11,7 +11,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from bench.yardstick.setting import BLOCK_TOKENS, ENGINES, KV_BLOCKS, STEP_TOKENS, Served, mooncake_lines, write_profile
+from bench.yardstick.setting import (
+    BLOCK_TOKENS,
+    ENGINES,
+    KV_BLOCKS,
+    STEP_TOKENS,
+    Costs,
+    Served,
+    mooncake_lines,
+    write_profile,
+)
 
 from dualmap_sim.workloads.trace import Trace
 
@@ -55,12 +64,11 @@ class Reported:
 
 
 def replay(
-    trace: Trace, router: Router, *, python: Path, folder: Path, mocker_costs: bool = False, logged: bool = False
+    trace: Trace, router: Router, *, python: Path, folder: Path, costs: Costs, logged: bool = False
 ) -> list[Reported]:
     """Run Dynamo's replay of a paced trace; return its requests in order of arrival.
 
-    With ``mocker_costs``, the engines keep the mocker's formula. With ``logged``, the log has the terms of each
-    decision. Raises DynamoError.
+    With ``logged``, the log has the terms of each decision. Raises DynamoError.
     """
     if not python.exists():
         raise DynamoError(f"Dynamo is not installed: there is no {python}; run `{INSTALL}` (450 MB)")
@@ -71,8 +79,8 @@ def replay(
         "num_gpu_blocks": KV_BLOCKS,
         "max_num_batched_tokens": STEP_TOKENS,
     }
-    if not mocker_costs:
-        write_profile(profile)
+    if costs is not Costs.MOCKER:
+        write_profile(profile, costs)
         arguments["planner_profile_data"] = str(profile)
     command = [
         *(str(python), "-m", "dynamo.replay", str(lines), "--trace-format", "mooncake"),

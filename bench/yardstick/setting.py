@@ -11,6 +11,7 @@ reads these lines from a file (its option ``planner_profile_data``), so that bot
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,17 @@ _USED: Final = 0.4
 _ARRIVAL_STEP_S: Final = 1e-6
 
 
+class Costs(StrEnum):
+    """The costs of the engine."""
+
+    PREFILL = "Equal engines"
+    """The lines, but decodes read no KV. With these costs, both engine models agree."""
+    LINEAR = "Engines that read KV"
+    """The lines. The mocker counts the KV that requests share once, the simulator counts it for each request."""
+    MOCKER = "Dynamo's own formula"
+    """The mocker's own formula, which the simulator does not have."""
+
+
 def prompt_ms(tokens: int) -> float:
     """Return the mocker's cost of a step with that number of prompt tokens."""
     return 16.50142 + 0.01518344 * tokens + 4.209989e-7 * tokens**2
@@ -45,12 +57,12 @@ def decode_ms(used: float) -> float:
     return 5.74 + 54.01 * used - 25.74 * used**2
 
 
-def engine() -> EngineConfig:
+def engine(costs: Costs) -> EngineConfig:
     """Return the mocker's engine with linear costs, for the simulator.
 
     The mocker decodes also a request whose prompt ends in the same step. So each step pays both constants.
     """
-    prompt_s, per_token_s, decode_s, per_kv_token_s = _lines()
+    prompt_s, per_token_s, decode_s, per_kv_token_s = _lines(costs)
     return EngineConfig(
         prefill=PrefillCost(
             overhead_s=prompt_s + decode_s, tokens_per_s=1 / per_token_s, attention=0.0, load_tokens_per_s=float("inf")
@@ -64,9 +76,9 @@ def engine() -> EngineConfig:
     )
 
 
-def write_profile(path: Path) -> None:
+def write_profile(path: Path, costs: Costs) -> None:
     """Write the linear costs in the format of the mocker's ``planner_profile_data``."""
-    prompt_s, per_token_s, decode_s, per_kv_token_s = _lines()
+    prompt_s, per_token_s, decode_s, per_kv_token_s = _lines(costs)
     tokens, kv_tokens, contexts = np.array([0.0, STEP_TOKENS]), np.array([0.0, KV_TOKENS]), np.array([0.0, KV_TOKENS])
     decode = 1000 * (decode_s + per_kv_token_s * kv_tokens)
     np.savez(
@@ -79,10 +91,11 @@ def write_profile(path: Path) -> None:
     )
 
 
-def _lines() -> tuple[float, float, float, float]:
+def _lines(costs: Costs) -> tuple[float, float, float, float]:
     """Return the constant and the slope of the prompts' and of the decodes' cost, in seconds and seconds per token."""
     per_token_ms = (prompt_ms(STEP_TOKENS) - prompt_ms(0)) / STEP_TOKENS
-    per_kv_token_ms = (decode_ms(_USED) - decode_ms(0.0)) / (_USED * KV_TOKENS)
+    reads_kv = costs is not Costs.PREFILL
+    per_kv_token_ms = reads_kv * (decode_ms(_USED) - decode_ms(0.0)) / (_USED * KV_TOKENS)
     return prompt_ms(0) / 1000, per_token_ms / 1000, decode_ms(0.0) / 1000, per_kv_token_ms / 1000
 
 
