@@ -38,10 +38,19 @@ class DynamoError(Exception):
 
 
 class Router(StrEnum):
-    """A router of Dynamo's replay, by its value of ``--router-mode``."""
+    """A router of Dynamo's replay."""
 
     ROUND_ROBIN = "round_robin"
     KV = "kv_router"
+    KV_PREFILL = "kv_router, prefill blocks alone"
+    """The KV router without decode blocks in its cost."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of Dynamo's replay."""
+        if self is Router.KV_PREFILL:
+            return "--router-mode", Router.KV, "--router-config", json.dumps({"router_track_active_blocks": False})
+        return "--router-mode", self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ def replay(
         arguments["planner_profile_data"] = str(profile)
     command = [
         *(str(python), "-m", "dynamo.replay", str(lines), "--trace-format", "mooncake"),
-        *("--num-workers", str(ENGINES), "--router-mode", router),
+        *("--num-workers", str(ENGINES), *router.options),
         *("--extra-engine-args", json.dumps(arguments)),
         *("--report-json", str(folder / "report.json"), "--report-jsonl", str(report)),
     ]
