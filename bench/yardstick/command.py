@@ -65,7 +65,7 @@ def yardstick(*, quick: bool, python: Path, trace: Path, out: Path | None) -> No
     Dynamo replays the first window of the Conversation trace with its simulated engine (mocker), once with its round
     robin and with its KV router. This project's simulator replays the same requests on engines of the same cost, with
     several policies. The page compares TTFT and reuse with round robin in each replay. Round robin sends each request
-    to the same engine in both replays, so its two rows show how equal the engines are. A third table shows whether the
+    to the same engine in both replays, so its two rows show how equal the engines are. The last table shows whether the
     policy `dynamo` decides like Dynamo's router on the same data.
 
     Dynamo is not a dependency of this project. It has a virtual environment of its own (450 MB):
