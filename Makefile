@@ -43,6 +43,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(UV) pip install --python .vllm/bin/python --no-deps --require-hashes --compile-bytecode --requirement $<
 	@touch $@
 
+# Dynamo's packages conflict with the project's. `python -m bench yardstick` uses it.
+.dynamo/.installed: bench/yardstick/dynamo-requirements.txt | $(VENV)/.uv
+	@echo "installing Dynamo into .dynamo (450 MB)"
+	@$(UV) venv --quiet --clear --python 3.11 .dynamo
+	@$(UV) pip install --quiet --python .dynamo/bin/python --require-hashes --compile-bytecode --requirement $<
+	@touch $@
+
 .PHONY: help demo test lint unit e2e vllm controlplane wheel-test fuzz bench constraints proto manifests image clean
 
 help: ## list the targets
@@ -99,4 +106,4 @@ image: ## build the container image with docker, podman or buildah (IMAGE=regist
 	$$engine build --tag $(IMAGE) $(ARGS) .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .vllm build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out
+	rm -rf $(VENV) .vllm .dynamo build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out

@@ -26,6 +26,8 @@
 
   autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
 
+  yardstick                  NVIDIA Dynamo's router in Dynamo's own replay beside this one (15 minutes; --quick: 2)
+
   paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
 
 All benchmarks except the first four have a --help option: python -m bench gateway --help.
@@ -90,6 +92,11 @@ def main(names: list[str]) -> None:
         from bench.autoscaling.command import autoscaling
 
         autoscaling(names[1:], prog_name="python -m bench autoscaling")
+    if names[:1] == ["yardstick"]:
+        # Imported here for the same reason.
+        from bench.yardstick.command import yardstick
+
+        yardstick(names[1:], prog_name="python -m bench yardstick")
     if names[:1] == ["paper"]:
         # Imported here because the plotting library takes a second to load.
         from bench.paper.command import paper
@@ -99,9 +106,20 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        others = ("gateway", "hostile", "tracing", "profile", "tokens", "kv_events", "peers", "truth", "autoscaling")
+        others = (
+            "gateway",
+            "hostile",
+            "tracing",
+            "profile",
+            "tokens",
+            "kv_events",
+            "peers",
+            "truth",
+            "autoscaling",
+            "paper",
+        )
         names_known = ", ".join([*CORE, *VIRTUAL, *others])
-        sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, paper")
+        sys.exit(f"bench: {unknown[0]!r} is not a benchmark; give some of {names_known}, yardstick")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:

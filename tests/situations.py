@@ -57,6 +57,9 @@ class Listed(list[Candidate]):
     def placed_tokens(self) -> list[int]:
         return [each.active_kv_tokens for each in self]
 
+    def distinct_tokens(self) -> list[int]:
+        return [each.active_kv_tokens for each in self]
+
     def matched_tokens(self) -> list[int]:
         return [each.matched_tokens for each in self]
 

@@ -70,6 +70,26 @@ def test_dynamo_cost_is_new_prefill_plus_active_kv() -> None:
     assert decide("dynamo", candidate("a", matched=800, kv=900), cold) == ("b", "least-blocks")
 
 
+def test_dynamo_cost_includes_unfinished_prefills() -> None:
+    idle = candidate("b", kv=300)
+    # Unfinished plus new plus active tokens: 200 + 1000 + 0 < 1000 + 300 < 400 + 1000 + 0.
+    assert decide("dynamo", candidate("a", pending=200), idle) == ("a", "least-blocks")
+    assert decide("dynamo", candidate("a", pending=400), idle) == ("b", "least-blocks")
+
+
+def test_dynamo_counts_shared_blocks_in_flight_once() -> None:
+    router = PoolRouter(pool(routing=Routing(policy="dynamo", queue=Queue(dispatch_window_s=float("inf")))))
+    first = router.on_request(0.0, request("first", text_of(1000, "chat"))).answer
+    assert isinstance(first, Decision)
+    router.on_first_token(1.0, "first")
+    # Other members hold nothing of the prompt: each would add the full prompt as prefill and as active blocks.
+    for number in range(3):
+        again = router.on_request(1.0, request(f"again-{number}", text_of(1000, "chat"))).answer
+        assert isinstance(again, Decision)
+        assert again.endpoints[0] == first.endpoints[0]
+        router.on_first_token(1.0, f"again-{number}")
+
+
 class TestAibrix:
     def test_aibrix_with_load_difference_over_8_ignores_prefixes(self) -> None:
         idle = candidate("b")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from dualmap.fleet.load import MemberLoad
 from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Situation, Weights
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Rebalance, Routing
@@ -40,8 +41,10 @@ def chain_of(chance: random.Random) -> BlockChain:
     """Prompts of up to 15 blocks with shared first blocks; the last block may be partial."""
     group, shared, length = chance.randrange(3), chance.randrange(6), chance.randrange(16)
     own = chance.getrandbits(30)
-    hashes = tuple((group + 1) * 10**6 + n if n < shared else (own << 20) + n for n in range(length))
-    tokens = max(0, length * BLOCK_TOKENS - chance.choice([0, 0, 50]))
+    missing = chance.choice([0, 0, 50])
+    full = length - (missing > 0)
+    hashes = tuple((group + 1) * 10**6 + n if n < min(shared, full) else (own << 20) + n for n in range(length))
+    tokens = max(0, length * BLOCK_TOKENS - missing)
     return BlockChain(hashes=hashes, block_tokens=BLOCK_TOKENS, tokens=tokens)
 
 
@@ -84,6 +87,17 @@ def step(router: PoolRouter, chance: random.Random, now: float, number: int, liv
     router.on_deadline(now)
 
 
+def distinct_of(load: MemberLoad, chain: BlockChain) -> int:
+    """Return the tokens of the distinct blocks of a member's requests in flight and of a prompt."""
+    chains = [each.chain for each in (*load.prefills.pending.values(), *load.kv.decoding.values())]
+    tokens = {
+        block: each.tokens_of(number) - each.tokens_of(number - 1)
+        for each in (chain, *chains)
+        for number, block in enumerate(each.hashes, start=1)
+    }
+    return sum(tokens.values())
+
+
 def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     """Compare a view's values for each member with the values of the underlying objects."""
     fleet = router._fleet
@@ -91,7 +105,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     everyone = fleet.everyone(view, fleet.ring(None))
     pending_tokens, in_flight = everyone.pending_tokens(), everyone.in_flight()
     requests, placed_tokens = everyone.requests(), everyone.placed_tokens()
-    matched_tokens = everyone.matched_tokens()
+    matched_tokens, distinct_tokens = everyone.matched_tokens(), everyone.distinct_tokens()
     columns = [everyone.costs_s(weights) for weights in WEIGHTS]
     members = fleet.ring(None).members
     assert len(everyone) == len(members)
@@ -115,6 +129,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
         assert in_flight[position] == load.working + load.others.load.in_flight
         assert requests[position] == in_flight[position] + len(load.queue)
         assert placed_tokens[position] == kv_tokens + load.queue.tokens
+        assert distinct_tokens[position] == distinct_of(load, chain) + kv_tokens - load.kv.tokens + load.queue.tokens
         assert matched_tokens[position] == cached_tokens
         for weights, column in zip(WEIGHTS, columns, strict=True):
             active_s = kv_tokens * load.speed.current.linear_s

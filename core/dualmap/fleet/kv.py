@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from math import inf
 
+from dualmap.fleet.distinct_blocks import DistinctBlocks
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 
 # A decoding request without reports counts as ended after SILENT_DECODE_S or SILENT_DECODE_FACTOR times the mean
@@ -34,6 +35,8 @@ class KvAccount:
         self.decoding: OrderedDict[str, InFlightRequest] = OrderedDict()
         """The decoding requests; the request with the oldest report is first."""
         self._mean_silence_s = 0.0
+        # Built at the first use, because most policies do not need the distinct blocks.
+        self._distinct: DistinctBlocks | None = None
 
     @property
     def most_silent(self) -> InFlightRequest:
@@ -57,8 +60,19 @@ class KvAccount:
         self._later = {} if used_tokens is None else {each.request_id: each.chain.tokens for each in pending}
         self._later_tokens = sum(self._later.values())
 
+    def distinct(self, pending: Iterable[InFlightRequest]) -> DistinctBlocks:
+        """Return the distinct blocks of all pending and decoding requests.
+
+        ``pending`` are the requests whose prefill has not ended.
+        """
+        if self._distinct is None:
+            self._distinct = DistinctBlocks((*pending, *self.decoding.values()))
+        return self._distinct
+
     def add(self, request: InFlightRequest) -> None:
         """Add a request's prompt tokens."""
+        if self._distinct is not None:
+            self._distinct.add(request.chain)
         self.tokens += request.chain.tokens
         self.sequences += request.sequences
         if self._used is not None:
@@ -83,6 +97,8 @@ class KvAccount:
         if request.stage is not Stage.SILENT:
             self.tokens -= request.chain.tokens
             self.sequences -= request.sequences
+            if self._distinct is not None:
+                self._distinct.remove(request.chain)
             self._later_tokens -= self._later.pop(request.request_id, 0)
 
     def learn_silence(self, silence_s: float) -> None:

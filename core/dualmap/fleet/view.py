@@ -178,6 +178,11 @@ class Everyone:
         """Return each member's KV tokens of requests in flight, plus the tokens that its queued requests will add."""
         return [each.placed_tokens for each in self._roster.summaries]
 
+    def distinct_tokens(self) -> list[int]:
+        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once."""
+        chain = self._view.chain
+        return [each.load.distinct_tokens(chain) for each in self._roster.instances]
+
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
         matched_tokens = [0] * len(self._roster.instances)

@@ -82,6 +82,9 @@ class Everyone(Protocol):
     def placed_tokens(self) -> list[int]:
         """Return each member's KV tokens of requests in flight, plus the tokens that its queued requests will add."""
 
+    def distinct_tokens(self) -> list[int]:
+        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once."""
+
     def matched_tokens(self) -> list[int]:
         """Return the number of prompt tokens that each member is assumed to cache."""
 
