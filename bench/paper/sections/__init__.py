@@ -19,6 +19,7 @@ from bench.paper.sections import (
     robust,
     scale,
     sessions,
+    stated,
     ttft,
 )
 
@@ -37,6 +38,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             sessions.SECTION,
             llumnix.SECTION,
             robust.SECTION,
+            stated.SECTION,
         )
     }
 )
