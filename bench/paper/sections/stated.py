@@ -25,16 +25,15 @@ _POLICIES: Final = ("dualmap", "llmd_default")
 _NOTHING: Final = "nothing (shipped defaults)"
 
 
-def _all(experiment: Experiment) -> Experiment:
-    return replace(experiment, believed_tokens_per_s=None, kv_tokens_known=True, block_tokens=None)
+def _both(experiment: Experiment) -> Experiment:
+    return replace(experiment, believed_tokens_per_s=None, block_tokens=None)
 
 
 _STATED: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     "prefill speed": lambda e: replace(e, believed_tokens_per_s=None),
-    "KV memory": lambda e: replace(e, kv_tokens_known=True),
     "the trace's blocks": lambda e: replace(e, block_tokens=None),
-    "all three": _all,
-    "all three, engines report nothing": lambda e: replace(_all(e), discovery=False),
+    "both": _both,
+    "both and the memories, engines report nothing": lambda e: replace(_both(e), kv_tokens_known=True, discovery=False),
 }
 
 
@@ -67,8 +66,9 @@ def _page(results: Results, extent: Extent, _plots: Path) -> str:
         return None if figures is None else figures["goodput_qps"]
 
     parts = [
-        "The prefill speed is `spec.engine.prefillTokensPerSecond`, the KV memory `spec.engine.kvTokens`, and the "
-        "length of blocks `spec.routing.prefix.blockTokens`. In brackets, the change from the shipped defaults.\n"
+        "The prefill speed is `spec.engine.prefillTokensPerSecond`, the length of blocks "
+        "`spec.routing.prefix.blockTokens`, and the memories `spec.engine.cacheTokens` and `kvTokens`. Stated memories "
+        "change nothing if the engines report the same. In brackets, the change from the shipped defaults.\n"
     ]
     for policy in _POLICIES:
         rows = []
