@@ -34,11 +34,11 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             elasticity.SECTION,
             scale.SECTION,
             overhead.SECTION,
+            stated.SECTION,
             choices.SECTION,
             sessions.SECTION,
             llumnix.SECTION,
             robust.SECTION,
-            stated.SECTION,
         )
     }
 )
