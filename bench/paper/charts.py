@@ -21,6 +21,8 @@ _COLOURS: Final[Mapping[str, str]] = MappingProxyType(
         "llmd_default": "#a61e4d",
         "llumnix": "#4d7c0f",
         "dynamo": "#0891b2",
+        "lmetric": "#1e3a8a",
+        "linear_score": "#84cc16",
         "ear": "#7c2d12",
         "round_robin": "#db2777",
         "limit": "#111827",

@@ -1,11 +1,12 @@
 """The sections' common settings: the DualMap paper's workloads, models and policies, and the extent of a run."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from dualmap.pools.pool import Engine, Prefix
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.workloads.catalog import Workload
@@ -20,8 +21,10 @@ TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conve
 OURS: Final = ("dualmap", "dualmap_paper")
 BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")
 """The baselines of the DualMap paper (section 4.1)."""
-OTHERS: Final = ("llmd_default", "llumnix", "dynamo")
-"""The strongest routing policies of other projects."""
+OTHERS: Final = ("llmd_default", "llumnix", "dynamo", "lmetric", "linear_score")
+"""The routing policies of other projects and papers that use caches and load."""
+RIVALS: Final = (*BASELINES, *OTHERS)
+"""The policies that every comparison contains. The best other policy is the best of these."""
 BOUNDS: Final = ("limit", "limit_pooled", "limit_deadline")
 
 WARMUP: Final = 500
@@ -54,15 +57,32 @@ class Extent:
         return Workload(name=name, requests=4000 if self.quick else TOOL_AGENT_REQUESTS, seed=window)
 
     def experiment(self, name: str, model: str, window: int, policy: str, rate: float = 1.0) -> Experiment:
-        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, because the paper's router has none."""
-        return Experiment(
-            workload=self.workload(name, window),
-            engine=PRESETS[model],
-            policy=policy,
-            requests_per_s=rate,
-            warmup=WARMUP,
-            sessions=False,
+        """Return the paper's set-up at shipped defaults: 8 instances, SLO 5 s, and no sessions as in the paper."""
+        return as_shipped(
+            Experiment(
+                workload=self.workload(name, window),
+                engine=PRESETS[model],
+                policy=policy,
+                requests_per_s=rate,
+                warmup=WARMUP,
+                sessions=False,
+            )
         )
+
+
+def as_shipped(experiment: Experiment) -> Experiment:
+    """Return an experiment with a pool that states nothing about its engines or its keys.
+
+    The routers know what the engines report, and begin with the default of the prefill speed. The length of blocks is
+    the default, too.
+    """
+    return replace(
+        experiment,
+        discovery=True,
+        kv_tokens_known=False,
+        believed_tokens_per_s=Engine().prefill_tokens_per_second,
+        block_tokens=Prefix().block_tokens,
+    )
 
 
 TITLES: Final[Mapping[str, str]] = MappingProxyType({CONVERSATION: "Conversation", TOOL_AGENT: "Tool&Agent"})

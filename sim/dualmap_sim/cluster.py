@@ -25,6 +25,7 @@ from dualmap.router import PoolRouter
 from dualmap.shared_router import Router
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
+from dualmap_sim.discovery import LOAD_EVERY_S, profile_of
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
 from dualmap_sim.instances import Instance, Instances
@@ -64,6 +65,8 @@ class ClusterConfig:
     """Share (0 to 1) of first tokens and completions that are never reported. The request id determines the loss."""
     kv_moves: bool = False
     """Whether an engine may pull a session's KV from the engine of the session's last request."""
+    discovery: bool = False
+    """Whether the routers ask every engine once a second for its memory and load, as they do by default."""
     sample_s: float | None = None
     """Seconds between two samples of the load; None takes no samples."""
     gives_up: Callable[[Record], bool] | None = None
@@ -154,6 +157,8 @@ class Cluster:
                 after=self._after_update,
             )
             self._replication.begin()
+        if self._config.discovery:
+            self._timeline.at(0.0, self._discover, self._config, ticks=True)
         if self._config.sample_s is not None:
             self._timeline.at(0.0, self._sample, self._config.sample_s, ticks=True)
         while self._open and not self.gave_up:
@@ -407,6 +412,19 @@ class Cluster:
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])
+
+    def _discover(self, config: ClusterConfig) -> None:
+        now = self._timeline.now_s
+        self._timeline.at(now + LOAD_EVERY_S, self._discover, config, ticks=True)
+        for instance in self._instances:
+            if not instance.alive:
+                continue
+            # The engine advances first, because its tokens until now count.
+            self._advance(instance)
+            self._wake_engine(instance)
+            profile = profile_of(instance.engine, now)
+            for number, router in enumerate(self.routers):
+                self._after(number, router.on_profile(now, instance.member, profile).outcomes)
 
     def _sample(self, every_s: float) -> None:
         now = self._timeline.now_s

@@ -71,6 +71,11 @@ class Experiment:
     """Prefill speed in the pool's object for every member. None uses the real speed of ``engine``."""
     kv_tokens_known: bool = True
     """Whether the pool's object contains the engines' KV memory (``spec.engine.kvTokens``)."""
+    discovery: bool = False
+    """Whether the routers read the engines' memory and load, as they do by default.
+
+    The pool's object then does not contain the size of the engines' caches.
+    """
     sample_s: float | None = 1.0
     """Virtual seconds between two samples of the engines' loads. None takes no samples, and the result has no CV."""
 
@@ -153,6 +158,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             feedback_delay_s=experiment.feedback_delay_s,
             report_loss=experiment.report_loss,
             kv_moves=experiment.kv_moves,
+            discovery=experiment.discovery,
             sample_s=experiment.sample_s,
             gives_up=gives_up,
         )
@@ -213,7 +219,7 @@ def _pool(experiment: Experiment) -> Pool:
         model=Model(name="qwen"),
         engine=Engine(
             prefill_tokens_per_second=believed,
-            cache_tokens=experiment.engine.cache_tokens,
+            cache_tokens=Engine().cache_tokens if experiment.discovery else experiment.engine.cache_tokens,
             kv_tokens=experiment.engine.kv_memory_tokens if experiment.kv_tokens_known else None,
         ),
         slo=Slo(ttft_s=experiment.slo_ttft_s),

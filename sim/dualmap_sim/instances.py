@@ -3,7 +3,7 @@
 ``cluster`` submits requests to the engines and advances them. ``engine.Engine`` is the engine model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -70,6 +70,10 @@ class Instances:
         self._at: dict[str, Instance] = {}
         self._endpoints: dict[str, str] = {}
         self.adopt(pool)
+
+    def __iter__(self) -> Iterator[Instance]:
+        """Iterate over the instances of the pool's current members."""
+        return iter(self._at.values())
 
     def at(self, endpoint: str) -> Instance:
         """Return the instance at an ``ip:port`` of the pool."""

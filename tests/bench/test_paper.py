@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from dualmap.pools.pool import Engine, Routing, Slo
+from dualmap_sim.cluster import Cluster, ClusterConfig
+from dualmap_sim.experiment import run_experiment
+
 ROOT = Path(__file__).parents[2]
 Bench = Callable[[str], ModuleType]
 
@@ -185,6 +189,40 @@ def test_missing_trace_omits_the_conversation_workload(bench: Bench, tmp_path: P
     cells = [each for section in bench("sections").SECTIONS.values() for each in section.cells(extent)]
     assert not [each.name for each in cells if "conversation" in each.name]
     assert [each.name for each in cells if "tool_agent" in each.name]
+
+
+def test_paper_experiments_state_nothing_in_the_pool(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ClusterConfig] = []
+
+    class Stopped(Cluster):
+        def __init__(self, config: ClusterConfig) -> None:
+            made.append(config)
+            raise NotImplementedError
+
+    monkeypatch.setattr("dualmap_sim.experiment.Cluster", Stopped)
+    with pytest.raises(NotImplementedError):
+        run_experiment(bench("settings").Extent(quick=True).experiment("tool_agent", "14b", 0, "lmetric"))
+    (config,) = made
+    assert config.discovery
+    assert (config.pool.engine, config.pool.slo) == (Engine(), Slo())
+    assert config.pool.routing == Routing(policy="lmetric")
+
+
+@pytest.mark.parametrize("section", ["goodput", "ttft", "scale", "elasticity", "robust", "sessions", "llumnix"])
+def test_paper_comparisons_contain_every_other_policy(bench: Bench, section: str) -> None:
+    extent = bench("settings").Extent(trace=ROOT / "pyproject.toml")
+    measured_: dict[str, set[str]] = {}
+    for each in bench("sections").SECTIONS[section].cells(extent):
+        if each.policy in ("dualmap", *bench("settings").RIVALS):
+            measured_.setdefault(each.policy, set()).add(each.name.replace(each.policy, "POLICY"))
+    ours = {name for name in measured_["dualmap"] if not any(each in name for each in ONLY_OURS)}
+    assert ours
+    for policy in bench("settings").RIVALS:
+        assert ours <= measured_[policy]
+
+
+# Cells that compare ``dualmap`` with itself or with a bound.
+ONLY_OURS = ("with session ids", "4 routers", "instances at 7.6/s", "instances at 121.6/s", "instances at 243.2/s")
 
 
 @pytest.mark.parametrize("change", [(4, 8), (8, 4), (8, 9)])

@@ -203,6 +203,7 @@ def test_min_ttft_breaks_ties_by_requests_in_flight() -> None:
 NAMED = """
 round_robin random least_requests power_of_two least_loaded cache_affinity cache_affinity_global min_ttft preble dynamo
 aibrix_prefix sglang_cache_aware smg_spill stack_loadaware llmd_default llmd_sticky chwbl llumnix ear
+lmetric linear_score
 dualmap dualmap_paper dualmap_cache_affinity dualmap_least_loaded dualmap_min_ttft dualmap_no_rebalance
 """
 

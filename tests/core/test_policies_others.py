@@ -228,6 +228,22 @@ def test_chwbl_picks_the_first_ring_member_within_the_load_bound(
     assert decide("chwbl", *on_the_way) == expected
 
 
+def test_lmetric_cost_is_uncomputed_tokens_times_requests() -> None:
+    warm = candidate("a", matched=800, pending=100, requests=2)
+    # (200 + 100) * 3 < (1000 + 0) * 1 < (200 + 100) * 4.
+    assert decide("lmetric", warm, candidate("b")) == ("a", "least-product")
+    assert decide("lmetric", warm._replace(in_flight=3), candidate("b")) == ("b", "least-product")
+    # (200 + 100) * 3 < (1000 + 0) * 1 < (200 + 134) * 3.
+    assert decide("lmetric", warm._replace(pending_tokens=134), candidate("b"))[0] == "b"
+
+
+@pytest.mark.parametrize(("pending", "expected"), [(390, "a"), (410, "b")])
+def test_linear_score_weighs_match_and_relative_load_equally(pending: int, expected: str) -> None:
+    # 0.8 - pending / 1000 against 0.4 for an idle member with half of the match; "c" has the most pending tokens.
+    members = candidate("a", matched=800, pending=pending), candidate("b", matched=400), candidate("c", pending=1000)
+    assert decide("linear_score", *members) == (expected, "best-score")
+
+
 class TestLlumnix:
     def test_llumnix_cost_is_uncached_plus_pending_tokens(self) -> None:
         warm = candidate("a", matched=1800, pending=1700)

@@ -16,11 +16,15 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
+from dualmap.engines.profile import read_metrics
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.pools.pool import Queue
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, Record
+from dualmap_sim.cluster import Cluster, ClusterConfig, Record
+from dualmap_sim.discovery import profile_of
+from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.events import Fail, Recover
+from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.summary import summarise
 from dualmap_sim.workloads.synthetic import default_workload
 
@@ -179,3 +183,44 @@ def test_cluster_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: 
         report_loss=0.02,
     )
     assert digest(Cluster(of).run(closed(200, rate=10.0))) == expected
+
+
+def test_discovered_profile_equals_the_one_read_from_the_metrics_page() -> None:
+    engine = Engine(replace(SEVEN_B, cache_tokens=100_352))
+    for number in range(3):
+        engine.submit(0.0, EngineRequest(request_id=str(number), prompt_tokens=2000, output_tokens=50, blocks=()))
+    engine.advance(0.5)
+    found = profile_of(engine, 0.5)
+    assert found.kv_tokens == found.cache_tokens == 99_840
+    assert (found.waiting, found.running) == (1, 2)
+    page = EngineMetrics(engine, model="qwen", speed=1.0).render()
+    assert replace(read_metrics("vLLM", page, at_s=0.5), started_s=None) == found
+
+
+def test_discovery_gives_routers_the_memory_of_the_engines() -> None:
+    asked, of = busy_requests(400, rate=14.0), busy_config(1, Queue())
+    small = replace(of, engine=replace(SEVEN_B, kv_memory_tokens=60_000))
+    assert of.pool.engine.kv_tokens is None
+
+    def waits_in_engines(config: ClusterConfig) -> int:
+        records = Cluster(config).run(asked)
+        assert_each_ended_once(asked, records)
+        return sum(
+            record.first_token_s - record.dispatched_s > 2.0
+            for record in records
+            if record.first_token_s is not None and record.dispatched_s is not None
+        )
+
+    stated = replace(small.pool, engine=replace(small.pool.engine, kv_tokens=60_000))
+    unknown, discovered = waits_in_engines(small), waits_in_engines(replace(small, discovery=True))
+    assert discovered < unknown / 4
+    assert waits_in_engines(replace(small, pool=stated)) < unknown / 4
+
+
+def test_discovered_members_that_fail_and_recover_lose_no_request() -> None:
+    asked, of = busy_requests(200, rate=8.0), busy_config(2, Queue())
+    of = replace(of, discovery=True, events=(Fail(at_s=5.0, member="m-0"), Recover(at_s=9.0, member="m-0")))
+    cluster = Cluster(of)
+    assert_each_ended_once(asked, cluster.run(asked))
+    assert_books_empty(cluster)
+    assert cluster.routers[0].pool.engine.cache_tokens == SEVEN_B.cache_tokens // 512 * 512 - 512

@@ -20,6 +20,7 @@ from bench.paper.sections import (
     robust,
     scale,
     sessions,
+    stated,
     ttft,
 )
 
@@ -34,6 +35,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
             elasticity.SECTION,
             scale.SECTION,
             overhead.SECTION,
+            stated.SECTION,
             choices.SECTION,
             sessions.SECTION,
             llumnix.SECTION,

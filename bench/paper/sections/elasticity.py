@@ -17,12 +17,12 @@ from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import TOOL_AGENT, Extent
+from bench.paper.settings import OURS, RIVALS, TOOL_AGENT, Extent
 from bench.paper.tables import number, table
 from xxhash import xxh3_64_intdigest
 
 from dualmap.keys.rings import DualRing
-from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Prefix, Ring, Routing
+from dualmap.pools.pool import Member, MemberState, Model, Pool, Prefix, Ring, Routing
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig
 from dualmap_sim.events import PoolChange
@@ -30,7 +30,7 @@ from dualmap_sim.experiment import load_workload
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.records import Record
 
-_POLICIES: Final = ("cache_affinity", "min_ttft", "dualmap_paper", "dualmap")
+_POLICIES: Final = (*RIVALS, *OURS)
 _UP: Final = (4.0, 5.0)
 """The paper's rate, and a rate that overloads four instances of our model as much as the paper's instances."""
 _UP_AT_S: Final = 74.0
@@ -52,12 +52,12 @@ def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
     trace = load_workload(extent.workload(TOOL_AGENT, 0)).capped(_ENGINE.input_tokens_max)
     trace = replace(trace, requests=trace.requests[: int(seconds * rate)]).without_sessions()
     replayed = arrivals(
-        trace.at_rate(rate), router_block_tokens=trace.block_tokens, engine_block_tokens=_ENGINE.block_tokens
+        trace.at_rate(rate), router_block_tokens=Prefix().block_tokens, engine_block_tokens=_ENGINE.block_tokens
     )
-    full = _pool(policy, trace.block_tokens, 8)
-    first = _pool(policy, trace.block_tokens, 4) if up else full
+    full = _pool(policy, 8)
+    first = _pool(policy, 4) if up else full
     events = (PoolChange(at_s=_UP_AT_S, pool=full),) if up else _shrinking(full)
-    records = Cluster(ClusterConfig(pool=first, engine=_ENGINE, events=events)).run(replayed)
+    records = Cluster(ClusterConfig(pool=first, engine=_ENGINE, events=events, discovery=True)).run(replayed)
     steps = [_step(records, at_s) for at_s in range(0, int(seconds), int(_STEP_S))]
     change_s = _UP_AT_S if up else _DOWN_FROM_S
     return {
@@ -88,17 +88,13 @@ def _members(size: int) -> tuple[Member, ...]:
     return tuple(Member(id=f"qwen-{index}", address=f"10.0.0.{index + 1}", port=8000) for index in range(size))
 
 
-def _pool(policy: str, block_tokens: int, size: int) -> Pool:
+def _pool(policy: str, size: int) -> Pool:
+    """Return a pool at shipped defaults."""
     return Pool(
         namespace="bench",
         name="qwen",
         model=Model(name="qwen"),
-        engine=Engine(
-            prefill_tokens_per_second=_ENGINE.prefill.tokens_per_s,
-            cache_tokens=_ENGINE.cache_tokens,
-            kv_tokens=_ENGINE.kv_memory_tokens,
-        ),
-        routing=Routing(policy=policy, prefix=Prefix(block_tokens=block_tokens)),
+        routing=Routing(policy=policy),
         members=_members(size),
     )
 
@@ -232,7 +228,7 @@ def expected_to_move(before: int, after: int) -> Mapping[str, float]:
 
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     up, down = [], []
-    for policy in ("dualmap", "dualmap_paper"):
+    for policy in OURS:
         for rate in _UP:
             figures = results.figures(_scaling_cell(extent, policy, rate, up=True))
             if figures is not None:

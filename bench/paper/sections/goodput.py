@@ -1,7 +1,7 @@
 """Goodput: the highest rate at which 90 % of the requests get the first token within 5 s (DualMap paper, 4.2, Fig. 3).
 
-Runs cover both workloads and all three models. Our policies, the theoretical bounds and the two closest baselines run
-in three windows. All other policies run in the first window only. Other sections reuse single cells of this section.
+Runs cover both workloads and all three models. All policies and the theoretical bounds run in three windows. Other
+sections reuse single cells of this section.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,10 @@ from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import BASELINES, BOUNDS, CONVERSATION, MODELS, OTHERS, OURS, TITLES, TOOL_AGENT, Extent
+from bench.paper.settings import BOUNDS, CONVERSATION, MODELS, OURS, RIVALS, TITLES, TOOL_AGENT, Extent
 from bench.paper.tables import Spread, table
 
-_CLOSEST: Final = BASELINES[:2]
-_REST: Final = (*BASELINES[2:], *OTHERS)
-_RIVALS: Final = (*BASELINES, *OTHERS)
-_SHOWN: Final = (*OURS, *_RIVALS, *BOUNDS)
+_SHOWN: Final = (*OURS, *RIVALS, *BOUNDS)
 
 
 def cell(extent: Extent, workload: str, model: str, window: int, policy: str) -> Cell:
@@ -43,19 +40,15 @@ def spread(results: Results, extent: Extent, workload: str, model: str, policy: 
 
 def _found(results: Results, extent: Extent, workload: str, model: str, policy: str) -> dict[int, float]:
     """Return a policy's goodput by window, without the windows that have none."""
-    kept = {w: results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)}
+    kept = {w: results.figures(cell(extent, workload, model, w, policy)) for w in extent.windows}
     return {w: each["goodput_qps"] for w, each in kept.items() if each and each["goodput_qps"] is not None}
-
-
-def _windows(extent: Extent, policy: str) -> tuple[int, ...]:
-    return extent.windows[:1] if policy in _REST else extent.windows
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
     return [
         cell(extent, workload, model, window, policy)
-        for policies in (BOUNDS, _CLOSEST, _REST, OURS)
-        for window in _windows(extent, policies[0])
+        for policies in (BOUNDS, RIVALS, OURS)
+        for window in extent.windows
         for workload in extent.workloads
         for model in MODELS
         for policy in policies
@@ -85,11 +78,11 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     )
     gains = table(
         ("over the best other policy", *names),
-        [[policy, *(_gain(found[policy, *c], [found[p, *c] for p in _RIVALS]) for c in columns)] for policy in OURS],
+        [[policy, *(_gain(found[policy, *c], {p: found[p, *c] for p in RIVALS}) for c in columns)] for policy in OURS],
     )
     prices = table(
         ("TTFT P99.9, s; refused, % of requests", *names),
-        [[policy, *(_price(results, extent, *c, policy) for c in columns)] for policy in (*OURS, *_CLOSEST, *BOUNDS)],
+        [[policy, *(_price(results, extent, *c, policy) for c in columns)] for policy in _SHOWN],
     )
     shown = [policy for policy in _SHOWN if policy != "limit"]
     figure, axes = grid(len(extent.workloads), len(MODELS))
@@ -101,8 +94,8 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     legend(figure, shown)
     save(figure, plots / "goodput.png")
     return (
-        f"Windows: {len(extent.windows)} ({', '.join(_REST)}: the first). Shares and gains are over the windows that "
-        f"both have; the single windows' range is in brackets.\n\n{absolute}\n{relative}\n{gains}\n"
+        f"Windows: {len(extent.windows)}; the single windows' range is in brackets. All policies run at shipped "
+        f"defaults. Gains name the best other policy.\n\n{absolute}\n{relative}\n{gains}\n"
         f"At the goodput, in the worst window. A router rejects a request that was queued for 30 s.\n\n{prices}\n"
         "![goodput](goodput.png)\n"
     )
@@ -110,7 +103,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 
 def _price(results: Results, extent: Extent, workload: str, model: str, policy: str) -> str:
     """Return TTFT P99.9 and the share of rejected requests at the goodput, in the worst window."""
-    kept = [results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)]
+    kept = [results.figures(cell(extent, workload, model, w, policy)) for w in extent.windows]
     told = [each for each in kept if each and "ttft_p999_s" in each]
     if not told:
         return "-"
@@ -122,15 +115,21 @@ def _shares(rates: _Rates, of: _Rates) -> list[float]:
     return [rates[window] / of[window] for window in rates if of.get(window)]
 
 
-def _gain(ours: _Rates, rivals: Sequence[_Rates]) -> str:
-    """Return our gain in goodput over the best other policy. Each comparison covers the windows of both policies."""
+def _gain(ours: _Rates, rivals: Mapping[str, _Rates]) -> str:
+    """Return our gain in goodput over the best other policy, and its name.
+
+    Each comparison covers the windows of both policies.
+    """
     gains = []
-    for other in rivals:
+    for name, other in rivals.items():
         both = [window for window in ours if window in other]
         if both:
             before = sum(other[window] for window in both)
-            gains.append(sum(ours[window] for window in both) / before if before else inf)
-    return f"{100 * (min(gains) - 1):+.1f} %" if gains else "-"
+            gains.append((sum(ours[window] for window in both) / before if before else inf, name))
+    if not gains:
+        return "-"
+    gain, name = min(gains)
+    return f"{100 * (gain - 1):+.1f} % `{name}`"
 
 
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
@@ -140,7 +139,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
         found = {(p, m): _found(results, extent, workload, m, p) for p in _SHOWN for m in MODELS}
         measured = "; ".join(
             f"`{policy}` "
-            + ", ".join(f"{_gain(found[policy, m], [found[p, m] for p in _RIVALS])} ({m})" for m in MODELS)
+            + ", ".join(f"{_gain(found[policy, m], {p: found[p, m] for p in RIVALS})} ({m})" for m in MODELS)
             for policy in OURS
         )
         source, gain = says[workload]

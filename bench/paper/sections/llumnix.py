@@ -15,12 +15,13 @@ from bench.paper.claims import Claim
 from bench.paper.measures import run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import CONVERSATION, TITLES, TOOL_AGENT, Extent, few_rates
+from bench.paper.settings import CONVERSATION, OURS, RIVALS, TITLES, TOOL_AGENT, Extent, few_rates
 from bench.paper.tables import change, number, table
 
 from dualmap_sim.workloads.catalog import Workload
 
-_POLICIES: Final = ("round_robin", "cache_affinity_global", "llumnix", "min_ttft", "dualmap_paper", "dualmap")
+_POLICIES: Final = ("round_robin", "cache_affinity_global", *RIVALS, *OURS)
+_CLAIMED: Final = ("cache_affinity_global", "llumnix", "min_ttft", *OURS)
 _CHATS: Final = "default"
 _RATES: Final[Mapping[str, tuple[float, ...]]] = {
     CONVERSATION: (1.0, 2.0, 2.75),
@@ -84,7 +85,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     claims = []
     for workload in _workloads(extent):
         parts = []
-        for policy in _POLICIES[1:]:
+        for policy in _CLAIMED:
             changes = []
             for rate in few_rates(_RATES[workload], extent):
                 base, own = (results.figures(_cell(extent, workload, rate, each)) for each in ("round_robin", policy))

@@ -1,6 +1,6 @@
 """Goodput under difficult conditions: several routers, a slow instance, wrong speeds, another SLO.
 
-Both workloads run on 7b with the strongest baselines, in the first window. Four routers run in every window.
+Both workloads run on 7b with all policies, in the first window. Four routers run in every window.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,14 @@ from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput
-from bench.paper.settings import OURS, TITLES, Extent
+from bench.paper.settings import OURS, RIVALS, TITLES, Extent
 from bench.paper.tables import Spread, change, number, table
 
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.presets import PRESETS, slowed
 
 _MODEL: Final = "7b"
-_STRONGEST: Final = ("min_ttft", "preble", "llmd_default")
-_SHOWN: Final = (*OURS, *_STRONGEST)
+_SHOWN: Final = (*OURS, *RIVALS)
 _SPEED: Final = PRESETS[_MODEL].prefill.tokens_per_s
 _ROUTERS: Final = "4 routers"
 _AS_IT_IS: Final = "as it is"
@@ -34,7 +33,7 @@ _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     "speed believed half": lambda e: replace(e, believed_tokens_per_s=_SPEED / 2),
     "speed believed double": lambda e: replace(e, believed_tokens_per_s=_SPEED * 2),
     "SLO 10 s": lambda e: replace(e, slo_ttft_s=10.0),
-    "KV memory unknown": lambda e: replace(e, kv_tokens_known=False),
+    "engines report nothing": lambda e: replace(e, discovery=False),
     "feedback 20 ms late, 1 % lost": lambda e: replace(e, feedback_delay_s=0.02, report_loss=0.01),
     _ROUTERS: lambda e: replace(e, routers=4, view_delay_s=0.1),
 }
@@ -64,7 +63,7 @@ def _policies(condition: str) -> tuple[str, ...]:
         return _ROUTERS_POLICIES
     if condition == _WITH_SESSIONS:
         return OURS
-    return (*_STRONGEST, *OURS, _BOUND) if condition == "SLO 10 s" else (*_STRONGEST, *OURS)
+    return (*_SHOWN, _BOUND) if condition == "SLO 10 s" else _SHOWN
 
 
 def _windows(condition: str, extent: Extent) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from bench.paper.claims import Claim
 from bench.paper.measures import mean_ttft_s, summary_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import Extent
+from bench.paper.settings import OURS, RIVALS, Extent, as_shipped
 from bench.paper.tables import Spread, table
 
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
@@ -32,19 +32,8 @@ from dualmap_sim.workloads.catalog import Workload
 
 _RATES: Final = (2.5, 3.5, 5.5)
 """Nominal requests per second: 1/2, 2/3, and slightly more than the capacity with one unlimited shared cache."""
-_WITHOUT_MOVES: Final = (
-    "all_cached",
-    "round_robin",
-    "least_loaded",
-    "llumnix",
-    "min_ttft",
-    "cache_affinity",
-    "ear",
-    "dualmap_paper",
-    "dualmap",
-)
-_WITH_MOVES: Final = ("least_loaded", "min_ttft", "ear", "dualmap")
-_OURS: Final = ("dualmap_paper", "dualmap")
+_WITHOUT_MOVES: Final = ("all_cached", "round_robin", *RIVALS, "ear", *OURS)
+_WITH_MOVES: Final = (*RIVALS, "ear", "dualmap")
 _PULL_TOKENS_PER_S: Final = 100_000.0
 """The speed of a link of 10 GB/s, with 3.3 GB of KV for 33,600 tokens (EAR)."""
 _WARMUP: Final = 200
@@ -81,13 +70,15 @@ def _worker_p90_s(records: Sequence[Record]) -> list[float]:
 
 
 def _cell(extent: Extent, rate: float, window: int, policy: str, *, moves: bool) -> Cell:
-    experiment = Experiment(
-        workload=Workload(name="agentic", requests=1200 if extent.quick else 4000, seed=window),
-        engine=replace(PRESETS["agent"], pull_tokens_per_s=_PULL_TOKENS_PER_S) if moves else PRESETS["agent"],
-        policy=policy,
-        requests_per_s=rate,
-        warmup=_WARMUP,
-        kv_moves=moves,
+    experiment = as_shipped(
+        Experiment(
+            workload=Workload(name="agentic", requests=1200 if extent.quick else 4000, seed=window),
+            engine=replace(PRESETS["agent"], pull_tokens_per_s=_PULL_TOKENS_PER_S) if moves else PRESETS["agent"],
+            policy=policy,
+            requests_per_s=rate,
+            warmup=_WARMUP,
+            kv_moves=moves,
+        )
     )
     return Cell(
         section="sessions",
@@ -158,7 +149,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
                 parts.append(f"`{policy}` {fmean(each[name] for each in kept) * scale:.{digits}f}")
         return ", ".join(parts)
 
-    policies = ("round_robin", "least_loaded", "cache_affinity", "ear", *_OURS)
+    policies = ("round_robin", "lmetric", "linear_score", "least_loaded", "cache_affinity", "ear", *OURS)
     amplified = {rate: shown("amplification", rate, ("all_cached", *policies)) for rate in (high, beyond)}
     return (
         Claim(

@@ -8,9 +8,11 @@ from dualmap.policies.cache_and_load.aibrix_prefix import AibrixPrefix
 from dualmap.policies.cache_and_load.chwbl import Chwbl
 from dualmap.policies.cache_and_load.dynamo import Dynamo
 from dualmap.policies.cache_and_load.ear import Ear
+from dualmap.policies.cache_and_load.linear_score import LinearScore
 from dualmap.policies.cache_and_load.llmd_default import LlmdDefault
 from dualmap.policies.cache_and_load.llmd_sticky import LlmdSticky
 from dualmap.policies.cache_and_load.llumnix import Llumnix
+from dualmap.policies.cache_and_load.lmetric import LMetric
 from dualmap.policies.cache_and_load.min_ttft import MinTtft
 from dualmap.policies.cache_and_load.preble import Preble
 from dualmap.policies.cache_and_load.sglang_cache_aware import SglangCacheAware
@@ -45,6 +47,8 @@ _CACHE_AND_LOAD = (
     Llumnix(),
     Ear(),
     Dynamo(),
+    LMetric(),
+    LinearScore(),
     AibrixPrefix(),
     SglangCacheAware(),
     SmgSpill(),
