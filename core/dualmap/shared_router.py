@@ -49,6 +49,8 @@ PATIENCE_S: Final = 0.02
 """The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
 SUSPICION_S: Final = 0.5
 """The time for which a router does not ask an owner that did not answer in time."""
+DECLINED_S: Final = 30.0
+"""The time for which a router that declined a request of a pool does not count as a possible owner of the pool."""
 # An owner answers a queued request within the pool's longest wait, and this much later at the latest.
 _QUEUE_MARGIN_S: Final = 1.0
 # A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
@@ -130,6 +132,9 @@ class SharedRouter:
         self._decided = decided
         self._patience_s = patience_s
         self._owner = name
+        self._routers: frozenset[str] = frozenset()
+        # Until when the routers that declined a request are no possible owners.
+        self._declined_until_s: dict[str, float] = {}
         self._suspected_until_s = -inf
         self._is_ending = False
         # What the demand needs and only the owner knows: the members' speed, and the share of new prompt tokens.
@@ -158,13 +163,11 @@ class SharedRouter:
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         """Ask the owner about a new request, or decide it if this router is the owner or the owner did not answer."""
-        if self._owner == self._name or self._is_ending:
-            return self._decide(now, request)
-        if now < self._suspected_until_s:
-            self._decided(RemoteDecision("local", 0.0))
-            return self._decide(now, request)
-        self._ask(now, request)
-        return Effects(Asked(request_id=request.id))
+        moved: tuple[Outcome, ...] = ()
+        if self._declined_until_s and now >= min(self._declined_until_s.values()):
+            moved = self._elect(now)
+        answer, outcomes = self._place(now, request)
+        return Effects(answer, moved + outcomes)
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Do the same as ``PoolRouter.any_endpoints``."""
@@ -256,17 +259,8 @@ class SharedRouter:
 
         This router may own pools if its name is among them. Without any name, it decides by itself.
         """
-        owner = owner_of(self.pool.id, routers) or self._name
-        if owner == self._owner:
-            return Effects(None)
-        if self._is_ending:
-            self._owner = owner
-            return Effects(None)
-        self._owner, self._suspected_until_s = owner, -inf
-        if owner != self._name:
-            # A router that was lost and returns still accounts for requests that have ended meanwhile.
-            self._send(owner, Left())
-        return Effects(None, self._move(now))
+        self._routers = frozenset(routers)
+        return Effects(None, self._elect(now))
 
     def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:
         """Apply the message of another router."""
@@ -281,10 +275,7 @@ class SharedRouter:
                     self._owners_speed = message.tokens_per_second
                 return Effects(None, self._answered(now, peer, message.outcome))
             case Declined():
-                waiting = self._asked.get(message.request_id) or self._queued.get(message.request_id)
-                if waiting is None or waiting.at != peer:
-                    return Effects(None)
-                return Effects(None, self._give_up(now, waiting, "refused"))
+                return Effects(None, self._declined(now, peer, message.request_id))
             case Sent():
                 if not self._knows(message.request.id):
                     self._guests.take_over(now, peer, message)
@@ -433,6 +424,47 @@ class SharedRouter:
         if self._in_flight:
             times_s.append(next(iter(self._in_flight.values())).heard_s + IN_FLIGHT_TTL_S)
         return min((each for each in times_s if each is not None), default=None)
+
+    def _place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
+        if self._owner == self._name or self._is_ending:
+            return self._decide(now, request)
+        if now < self._suspected_until_s:
+            self._decided(RemoteDecision("local", 0.0))
+            return self._decide(now, request)
+        self._ask(now, request)
+        return Effects(Asked(request_id=request.id))
+
+    def _elect(self, now: float) -> tuple[Outcome, ...]:
+        """Find the pool's owner; if it is another one than before, move this router's requests to its accounts."""
+        self._declined_until_s = {each: until_s for each, until_s in self._declined_until_s.items() if until_s > now}
+        owner = self._possible_owner()
+        if owner == self._owner:
+            return ()
+        if self._is_ending:
+            self._owner = owner
+            return ()
+        self._owner, self._suspected_until_s = owner, -inf
+        if owner != self._name:
+            # A router that was lost and returns still accounts for requests that have ended meanwhile.
+            self._send(owner, Left())
+        return self._move(now)
+
+    def _declined(self, now: float, peer: str, request_id: str) -> tuple[Outcome, ...]:
+        """Look for another owner, because a router does not decide the pool's requests; decide here if there is none.
+
+        Routers that watch different namespaces know each other, but do not serve the same pools.
+        """
+        waiting = self._asked.get(request_id) or self._queued.get(request_id)
+        if waiting is None or waiting.at != peer:
+            return ()
+        self._declined_until_s[peer] = now + DECLINED_S
+        outcomes: tuple[Outcome, ...] = ()
+        if peer != self._owner or self._possible_owner() == self._name:
+            outcomes = self._give_up(now, waiting, "refused")
+        return outcomes + self._elect(now)
+
+    def _possible_owner(self) -> str:
+        return owner_of(self.pool.id, self._routers - self._declined_until_s.keys()) or self._name
 
     # Questions to the owner.
 

@@ -14,7 +14,7 @@ from dualmap.ownership.messages import Answer, Ask, Declined, Progress, Step
 from dualmap.ownership.owner import owner_of
 from dualmap.requests import Asked, Completion, Decision, FirstToken, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
-from dualmap.shared_router import SUSPICION_S
+from dualmap.shared_router import DECLINED_S, SUSPICION_S
 
 LONG = text_of(4000, "a long prompt")
 
@@ -255,6 +255,26 @@ def test_router_about_to_end_declines_questions() -> None:
     assert isinstance(both.outcomes["a"][-1], Decision)
     assert both.results == ["refused"]
     assert both.in_flight(other) == 1
+
+
+def test_router_that_declines_is_no_owner_for_a_while() -> None:
+    all3 = Routers(pool(2), count=3)
+    asking, third = all3.others
+    all3[all3.owner].stop_asking(0.0)
+    all3.ask(asking, at("a"))
+    all3.deliver()
+    assert isinstance(all3.outcomes["a"][-1], Decision)
+    assert all3[asking].owner == owner_of(all3[asking].pool.id, all3.others)
+    assert all3.in_flight(all3[asking].owner) == 1
+    assert all3[asking].owner == asking or all3.results == ["answered"]
+    all3.wait(DECLINED_S + 1)
+    all3.finish("a")
+    all3.deliver()
+    all3.ask(asking, at("b", now=all3.now))
+    assert all3[asking].owner == all3.owner
+    all3.deliver()
+    assert isinstance(all3.outcomes["b"][-1], Decision)
+    assert all3[third].owner == all3.owner
 
 
 def test_decision_for_an_unknown_endpoint_is_made_again() -> None:
