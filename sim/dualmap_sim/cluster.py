@@ -17,6 +17,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
+from dualmap.engines.profile import EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import TOKEN_BYTES, token_root
 from dualmap.pools.pool import Pool
@@ -74,6 +75,8 @@ class ClusterConfig:
     With this function, or if the pool enables KV events, the engines have physical blocks (``block_pool.py``). A
     recovered engine begins at number 0.
     """
+    engine_reports_s: float | None = None
+    """Seconds between two reports of each engine's load to every router; None if engines report no load."""
     lasts_s: float = 0.0
     """The minimum duration of a run, even without requests."""
 
@@ -136,6 +139,8 @@ class Cluster:
                 after=self._after_update,
             )
             self._replication.begin()
+        if self._config.engine_reports_s is not None:
+            self._timeline.at(0.0, self._report_engines, self._config.engine_reports_s, ticks=True)
         if self._config.sample_s is not None:
             self._timeline.at(0.0, self._sample, self._config.sample_s, ticks=True)
         while self._open and not self.gave_up:
@@ -387,6 +392,21 @@ class Cluster:
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])
+
+    def _report_engines(self, every_s: float) -> None:
+        """Report the load of every engine that answers to every router, as the routers read it from a real engine."""
+        now = self._timeline.now_s
+        self._timeline.at(now + every_s, self._report_engines, every_s, ticks=True)
+        for instance in self._instances.answering():
+            engine = instance.engine
+            profile = EngineProfile(
+                waiting=engine.waiting,
+                running=engine.running,
+                kv_tokens=engine.config.kv_memory_tokens,
+                kv_usage=min(1.0, engine.kv_tokens_held / engine.config.kv_memory_tokens),
+            )
+            for number, router in enumerate(self.routers):
+                self._after(number, router.on_profile(now, instance.member, profile).outcomes)
 
     def _sample(self, every_s: float) -> None:
         now = self._timeline.now_s

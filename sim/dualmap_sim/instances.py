@@ -75,6 +75,10 @@ class Instances:
         """Return the instance at an ``ip:port`` of the pool."""
         return self._at[endpoint]
 
+    def answering(self) -> tuple[Instance, ...]:
+        """Return the instances of the current members that have not failed."""
+        return tuple(instance for instance in self._at.values() if instance.alive)
+
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool. The engines of new members start with an empty cache."""
         present, self._at, self._endpoints = self._at, {}, {}

@@ -169,7 +169,7 @@ def digest(records: Sequence[Record]) -> str:
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("round_robin", "6e24cde37b1b1c48"), ("min_ttft", "4b374f80351bcf90"), ("preble", "7c39475fe0a789cd")],
+    [("round_robin", "34092a373d8c6ec3"), ("min_ttft", "2661d3e2a16c4186"), ("preble", "4699c3151ad8fab6")],
 )
 def test_cluster_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: str) -> None:
     """A different digest means that this code no longer reproduces published results. Say why."""
@@ -179,3 +179,12 @@ def test_cluster_run_is_fixed_by_its_seed_on_any_machine(policy: str, expected: 
         report_loss=0.02,
     )
     assert digest(Cluster(of).run(closed(200, rate=10.0))) == expected
+
+
+@pytest.mark.parametrize(("period_s", "known"), [(None, {None}), (1.0, set(range(5)))])
+def test_engines_report_their_load_to_every_router(period_s: float | None, known: set[int | None]) -> None:
+    cluster = Cluster(replace(config(small_pool(2), routers=2), engine_reports_s=period_s))
+    cluster.run(one_block_prompts(0.0, 0.2, 0.9, 1.4))
+    seen = [endpoint.engine.running for router in cluster.routers for endpoint in router.status().endpoints]
+    assert len(seen) == 4
+    assert set(seen) <= known
