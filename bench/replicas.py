@@ -1,6 +1,7 @@
 """Compares one, two and four routers, with different data shared between them and with a router that joins later.
 
-In the first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
+``--differences`` prints what each difference between one router and four is worth, near the knee. Otherwise, in the
+first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
 joins running routers. In the third section, requests have sessions. Session ids and bindings need less data than the
 full index.
 """
@@ -10,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import click
-from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
+from bench.virtual import CONVERSATION, REQUESTS, SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
 
-from dualmap.pools.pool import Routing, Session, SessionMigration
+from dualmap.pools.pool import Queue, Rebalance, Routing, Session, SessionMigration
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate
 from dualmap_extproc.store.codec import encode_update
 from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
@@ -25,6 +26,11 @@ PERIODS_S = (0.05, 0.1, 0.25, 1.0)
 USUAL_PERIOD_S = 0.1
 FEEDBACK_DELAY_S = 0.01
 JOINS_S = 250.0
+KNEES = {"conversation": 3.3, "poisson_chats": 5.3}
+"""Requests per second below the knee of one router, for the differences between one router and four."""
+DIFFERENCES_REQUESTS = 3990
+LONGEST_STALL_S = 1e6
+WIDE_WINDOW_S = 1.0
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
 """Ends of the time intervals after a router has joined."""
 NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
@@ -47,9 +53,32 @@ def no_bindings(update: ReplicaUpdate) -> ReplicaUpdate:
     return replace(update, bindings=(), wanted=())
 
 
+def no_loads(update: ReplicaUpdate) -> ReplicaUpdate:
+    """Keep all data except the loads."""
+    return replace(update, loads=None)
+
+
+def no_hotness(update: ReplicaUpdate) -> ReplicaUpdate:
+    """Keep all data except the request counts of prefixes."""
+    return replace(update, hotness=NOTHING_COUNTED)
+
+
 def no_placements(update: ReplicaUpdate) -> ReplicaUpdate:
     """Keep all data except the placements of prompts."""
     return replace(update, placements=())
+
+
+class NewBlocksOnly:
+    """Removes the placements of prompts that an earlier update told with all their blocks for the same endpoint."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, int]] = set()
+
+    def __call__(self, update: ReplicaUpdate) -> ReplicaUpdate:
+        """Return the update with the placements of new blocks."""
+        placements = tuple(each for each in update.placements if (each.endpoint, each.hashes[-1]) not in self._told)
+        self._told.update((each.endpoint, block) for each in placements for block in each.hashes)
+        return replace(update, placements=placements)
 
 
 class Scales:
@@ -93,9 +122,15 @@ class Reuse:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
-def main(quick: bool) -> None:
+@click.option("--differences", is_flag=True, help="Measure only the differences between one router and four.")
+def main(quick: bool, differences: bool) -> None:
     """Simulate pools with one to four routers in virtual time, and print the tables."""
     samples = SAMPLES[:1] if quick else SAMPLES
+    if differences:
+        for workload, rate in KNEES.items():
+            if workload != "conversation" or CONVERSATION.exists():
+                _differences(workload, rate, samples)
+        return
     for workload in workloads():
         first, *others = RATES[workload]
         _sharing(workload, first, samples, (USUAL_PERIOD_S,) if quick else PERIODS_S)
@@ -128,6 +163,36 @@ def after_join(case: Case) -> tuple[tuple[Reuse, Reuse], ...]:
             bucket = next(number for number, end_s in enumerate(BUCKETS_S) if since_s < end_s)
             buckets[bucket][0 if record.router == joined else 1].add(record)
     return buckets
+
+
+def _differences(workload: str, rate: float, samples: Sequence[int]) -> None:
+    def four(exchange: ReplicationConfig | None) -> list[Case]:
+        return _cases(workload, rate, samples, routers=4, exchange=exchange, requests=DIFFERENCES_REQUESTS)
+
+    def every(period_s: float) -> list[Case]:
+        return four(_exchange(everything, period_s))
+
+    usual, unshared = every(USUAL_PERIOD_S), four(None)
+    patient = replace(Routing(), rebalance=Rebalance(decode_stall_s=LONGEST_STALL_S))
+    wide = replace(Routing(), queue=Queue(dispatch_window_s=WIDE_WINDOW_S))
+    # Each case has a filter of its own, because the filter remembers what it has seen.
+    new_blocks = [replace(case, exchange=_exchange(NewBlocksOnly(), USUAL_PERIOD_S)) for case in usual]
+    rows = [
+        ("1 | -", _cases(workload, rate, samples, requests=DIFFERENCES_REQUESTS)),
+        ("4 | everything, every 100 ms", usual),
+        ("4 | everything, every 20 ms", every(0.02)),
+        ("4 | everything, every 5 ms", every(0.005)),
+        ("4 | no prompts that add no blocks, every 100 ms", new_blocks),
+        ("4 | no placements, every 100 ms", four(_exchange(no_placements, USUAL_PERIOD_S))),
+        ("4 | no counts of prefixes, every 100 ms", four(_exchange(no_hotness, USUAL_PERIOD_S))),
+        ("4 | no loads, every 100 ms", four(_exchange(no_loads, USUAL_PERIOD_S))),
+        ("4 | everything, no stalls are detected", [replace(case, routing=patient) for case in usual]),
+        ("4 | everything, dispatch window 1 s", [replace(case, routing=wide) for case in usual]),
+        ("4 | nothing", unshared),
+        ("4 | nothing, engines report their load", [replace(each, discovery=True) for each in unshared]),
+    ]
+    print(f"## {workload} at {rate}/s: differences between one router and four\n")
+    _table("routers | shared", rows)
 
 
 def _sharing(workload: str, rate: float, samples: Sequence[int], periods_s: Sequence[float]) -> None:
@@ -202,7 +267,13 @@ def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float
 
 
 def _cases(
-    workload: str, rate: float, samples: Sequence[int], *, routers: int = 1, exchange: ReplicationConfig | None = None
+    workload: str,
+    rate: float,
+    samples: Sequence[int],
+    *,
+    routers: int = 1,
+    exchange: ReplicationConfig | None = None,
+    requests: int = REQUESTS,
 ) -> list[Case]:
     return [
         Case(
@@ -212,6 +283,7 @@ def _cases(
             replicas=(Replica(),) * routers,
             exchange=exchange,
             feedback_delay_s=FEEDBACK_DELAY_S,
+            requests=requests,
         )
         for sample in samples
     ]

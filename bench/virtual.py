@@ -17,9 +17,9 @@ from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Record, Replica, ReplicationConfig
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.summary import Summary, summarise
+from dualmap_sim.workloads.catalog import WORKLOADS
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.sessions import label_sessions
-from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.trace import Trace
 
 CONVERSATION = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run. ``sample`` is the window of the Conversation trace (0 to 5), or the seed of the default workload."""
+    """One run. ``sample`` is the window of the Conversation trace (0 to 5), or the seed of a generated workload."""
 
     workload: str
     sample: int
@@ -48,6 +48,7 @@ class Case:
     feedback_delay_s: float = 0.0
     sessions: bool = False
     requests: int = REQUESTS
+    discovery: bool = False
 
 
 def workloads() -> tuple[str, ...]:
@@ -71,6 +72,7 @@ def run(case: Case) -> tuple[Record, ...]:
             replicas=case.replicas,
             exchange=case.exchange,
             feedback_delay_s=case.feedback_delay_s,
+            discovery=case.discovery,
         )
     ).run(replayed)
 
@@ -126,10 +128,10 @@ def pool_of(routing: Routing) -> Pool:
 @cache
 def trace_of(workload: str, sample: int, requests: int) -> Trace:
     """Return a sample of a workload, with prompts that fit into the engines."""
-    if workload == "default":
-        trace = default_workload(requests, seed=sample)
-    else:
+    if workload == "conversation":
         trace = label_sessions(read_mooncake(CONVERSATION, start=sample * REQUESTS, limit=requests))
+    else:
+        trace = WORKLOADS[workload](requests, seed=sample)
     return trace.capped(ENGINE.input_tokens_max)
 
 

@@ -257,7 +257,8 @@ class Dispatcher:
         self._chooser.bind(now, self._fleet.dispatched(now, queued))
         endpoint = self._fleet.endpoint(queued.member)
         assert endpoint is not None, "requests are placed at members"
-        if self._replicated and queued.new_tokens >= chain.block_tokens:
+        if self._replicated and chain.cacheable:
+            # A prompt that adds no blocks is also told. Otherwise, each replica's index would evict other blocks.
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other member of the pair if the chosen member refuses the connection.
         others = [self._fleet.endpoint(each) for each in pair if each != queued.member]

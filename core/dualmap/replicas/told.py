@@ -32,7 +32,7 @@ def _is_unchanged(told: SharedLoad, load: SharedLoad) -> bool:
     """Return whether only time has passed since a report: time alone lets the backlog fall, and changes nothing else.
 
     The others keep the reported backlog until the prefill's first token. Exploratory simulations, which are not
-    recorded, led to this: with a falling backlog, several replicas dispatch to a member at the same time.
+    recorded, showed no lower attainment than with a report of each fall.
     """
     return (
         load.backlog_s <= told.backlog_s
