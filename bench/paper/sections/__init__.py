@@ -10,11 +10,15 @@ from typing import Final
 from bench.paper.section import Section
 from bench.paper.sections import (
     ablation,
+    blocks,
     choices,
+    decode,
+    ear,
     elasticity,
     goodput,
     keys,
     llumnix,
+    load,
     overhead,
     robust,
     scale,
@@ -28,13 +32,17 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
         for section in (
             goodput.SECTION,
             ttft.SECTION,
+            load.SECTION,
+            decode.SECTION,
             ablation.SECTION,
             keys.SECTION,
             elasticity.SECTION,
             scale.SECTION,
             overhead.SECTION,
             choices.SECTION,
+            blocks.SECTION,
             sessions.SECTION,
+            ear.SECTION,
             llumnix.SECTION,
             robust.SECTION,
         )
