@@ -55,7 +55,8 @@ _CHUNK_TOKENS: Final = 2048
 def bottlenecked(experiment: Experiment, small: str | None = None) -> Figures:
     """Run an experiment; return its summary, and how long requests waited for memory at the head of an engine's queue.
 
-    ``small`` is the member with less memory; the result then has its share of the requests and their attainment.
+    ``small`` is the member with less memory; the result then has its shares of the requests and of the computed prompt
+    tokens, and the attainment of its requests.
     """
     outcome = run_experiment(experiment)
     counted = outcome.records[experiment.warmup :]
@@ -71,8 +72,17 @@ def bottlenecked(experiment: Experiment, small: str | None = None) -> Figures:
         return figures
     endpoint = f"10.0.0.{small.rpartition('-')[2]}:8000"
     there = [each for each in counted if each.endpoint == endpoint]
+    tokens, tokens_there = (
+        sum(each.arrival.work.prompt_tokens - each.cached_tokens for each in records if each.first_token_s is not None)
+        for records in (counted, there)
+    )
     in_time = [each.ttft_s is not None and each.ttft_s <= experiment.slo_ttft_s for each in there]
-    return {**figures, "there_share": len(there) / len(counted), "there_attainment": fmean(in_time) if there else None}
+    return {
+        **figures,
+        "there_share": len(there) / len(counted),
+        "there_tokens_share": tokens_there / tokens,
+        "there_attainment": fmean(in_time) if there else None,
+    }
 
 
 def memory_waits_s(records: Sequence[Record], engine: EngineConfig) -> list[float]:
@@ -193,6 +203,7 @@ _STALL_COLUMNS: Final = (
     ("moved_share", "moved by rebalancing %", 2, 100.0),
     ("waited_3_s_share", "waited over 3 s for memory %", 2, 100.0),
     ("there_share", "requests at the small instance %", 1, 100.0),
+    ("there_tokens_share", "computed tokens there %", 1, 100.0),
     ("there_attainment", "within SLO there %", 1, 100.0),
 )
 _TPOT_COLUMNS: Final = (

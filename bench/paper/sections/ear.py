@@ -41,7 +41,9 @@ _AGENT: Final = replace(PRESETS["agent"], pull_tokens_per_s=100_000.0)
 _WARMUP: Final = 200
 _WINDOWS: Final = 2
 _RATES: Final = (2.5, 3.5, 5.5)
-_LOW, _HIGH, _BEYOND = _RATES
+_HIGH, _BEYOND = _RATES[1:]
+_OVERLOAD: Final = 8.0
+"""A nominal rate at which instances are hot most of the time."""
 _COOL_S: Final = 30.0
 _SLO_S: Final = 5.0
 _EARLY_S: Final = 0.5
@@ -190,8 +192,8 @@ def _interference_cell(mode: str) -> Cell:
     )
 
 
-_HOT: Final = tuple(Run(hot_s=hot_s) for hot_s in _HOT_S)
-_COOL: Final = tuple(Run(cool_s=cool_s) for cool_s in _COOLS_S)
+_HOT: Final = tuple(Run(hot_s=hot_s, rate=rate) for rate in (_BEYOND, _OVERLOAD) for hot_s in _HOT_S)
+_COOL: Final = tuple(Run(cool_s=cool_s, rate=_OVERLOAD) for cool_s in _COOLS_S)
 _PILLARS: Final[Mapping[str, Run]] = MappingProxyType(
     {
         "neither": Run(policy="least_loaded", moves=False),
@@ -231,7 +233,7 @@ _BY_MEMORY: Final = ("least_loaded", "ear", "dualmap", "6P+2D, ear", "4P+4D, ear
 def _runs() -> list[Run]:
     """Return all runs, each once."""
     runs = [*_HOT, *_COOL]
-    runs += [replace(run, rate=rate) for run in _PILLARS.values() for rate in _RATES[1:]]
+    runs += [replace(run, rate=rate) for run in _PILLARS.values() for rate in (_BEYOND, _OVERLOAD)]
     runs += [replace(run, zipf=zipf) for run in _SKEW.values() for zipf in (*_ZIPFS, None)]
     runs += [replace(run, rate=rate) for run in _SPLITS.values() for rate in _RATES]
     runs += [replace(_SPLITS[name], rate=_HIGH, memory=memory) for name in _BY_MEMORY for memory in _MEMORIES]
@@ -274,8 +276,14 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         (
             f"Closed loop of agents, {_INSTANCES} instances. If not stated: {_BEYOND:g}/s, T_hot {_EARLY_S:g} s of "
             f"prefill, T_cool {_COOL_S:g} s.\n\n![sensitivity](ear.png)\n\n",
-            _part(results, extent, "T_hot", "T_hot s", [(f"{each.hot_s:g}", each) for each in _HOT]),
-            _part(results, extent, "T_cool", "T_cool s", [(f"{each.cool_s:g}", each) for each in _COOL]),
+            _part(results, extent, "T_hot", "T_hot s", [(f"{each.hot_s:g} at {each.rate:g}/s", each) for each in _HOT]),
+            _part(
+                results,
+                extent,
+                f"T_cool, at {_OVERLOAD:g}/s",
+                "T_cool s",
+                [(f"{each.cool_s:g}", each) for each in _COOL],
+            ),
             _part(
                 results,
                 extent,
@@ -283,7 +291,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
                 "pillars",
                 [
                     (f"{name}, at {rate:g}/s", replace(run, rate=rate))
-                    for rate in _RATES[1:]
+                    for rate in (_BEYOND, _OVERLOAD)
                     for name, run in _PILLARS.items()
                 ],
             ),
@@ -367,13 +375,16 @@ def _mean(results: Results, extent: Extent, run: Run, name: str) -> float | None
 
 def _drawn(results: Results, extent: Extent, plots: Path) -> str:
     figure, axes = grid(1, 4)
-    hot = {"ear": [(run.hot_s, _mean(results, extent, run, "ttft_p90_s")) for run in _HOT if run.hot_s < inf]}
-    draw_lines(axes[0][0], ("ear",), hot)
+    for rate, style in ((_BEYOND, "-"), (_OVERLOAD, "--")):
+        runs = [run for run in _HOT if run.rate == rate and run.hot_s < inf]
+        hot = {"ear": [(run.hot_s, _mean(results, extent, run, "ttft_p90_s")) for run in runs]}
+        draw_lines(axes[0][0], ("ear",), hot, style=style)
     axes[0][0].set_xscale("log")
-    finish(axes[0][0], "EAR: TTFT p90, s", across="T_hot, s of prefill")
+    axes[0][0].set_yscale("log")
+    finish(axes[0][0], f"TTFT p90, s, at {_BEYOND:g}/s, {_OVERLOAD:g}/s (--)", across="T_hot, s of prefill")
     cool = {"ear": [(run.cool_s, _mean(results, extent, run, "ttft_p90_s")) for run in _COOL]}
     draw_lines(axes[0][1], ("ear",), cool)
-    finish(axes[0][1], "EAR: TTFT p90, s", across="T_cool, s")
+    finish(axes[0][1], f"TTFT p90, s, at {_OVERLOAD:g}/s", across="T_cool, s")
     names = ("least_loaded", "cache_affinity", "ear", "dualmap")
     chosen = ("least_loaded", "cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
     lines = {
@@ -403,7 +414,12 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
                 parts.append(f"{title}: {' / '.join(values)}")
         return "; ".join(parts)
 
-    ttft_p90, hits = ("ttft_p90_s", 2, 1.0), ("hit_rate", 1, 100.0)
+    ttft_p90, hits, moved = ("ttft_p90_s", 2, 1.0), ("hit_rate", 1, 100.0), ("moved_share", 2, 100.0)
+    pillars = {
+        f"{name} at {rate:g}/s": replace(run, rate=rate)
+        for rate in (_BEYOND, _OVERLOAD)
+        for name, run in _PILLARS.items()
+    }
     splits = {
         f"{name} at {rate:g}/s": replace(_SPLITS[name], rate=rate)
         for rate in _RATES
@@ -446,7 +462,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
             "affinity alone has locality, migration alone has none, both are needed (expected, not measured)",
             _with(
                 "hit rate in % / pulled in % / TTFT P90 in s / worst instance's: ",
-                shown(_PILLARS, hits, ("pulled_share", 1, 100.0), ttft_p90, ("worker_max_p90_s", 2, 1.0)),
+                shown(pillars, hits, ("pulled_share", 1, 100.0), ttft_p90, ("worker_max_p90_s", 2, 1.0)),
             ),
         ),
         Claim(
@@ -454,15 +470,15 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
             "T_hot: a low threshold thrashes, a high threshold misses hot instances (open)",
             _with(
                 "turns that moved in % / TTFT P90 in s: ",
-                shown({f"{each.hot_s:g} s": each for each in _HOT}, ("moved_share", 2, 100.0), ttft_p90),
+                shown({f"{each.hot_s:g} s at {each.rate:g}/s": each for each in _HOT}, moved, ttft_p90),
             ),
         ),
         Claim(
             "EAR 5.5",
             "T_cool: likewise (open)",
             _with(
-                "turns that moved in % / TTFT P90 in s: ",
-                shown({f"{each.cool_s:g} s": each for each in _COOL}, ("moved_share", 2, 100.0), ttft_p90),
+                f"at {_OVERLOAD:g}/s, turns that moved in % / TTFT P90 in s: ",
+                shown({f"{each.cool_s:g} s": each for each in _COOL}, moved, ttft_p90),
             ),
         ),
         Claim(
