@@ -1,16 +1,18 @@
 """The router's block length (``prefix.blockTokens``): 16 to 512 tokens (DualMap paper, A.1.1 and A.3.2).
 
 Keys begin with two blocks, and have at most 64. So the block length changes the keys, the precision of predictions, the
-size of the index, and the time of a decision. The engines keep blocks of 512 tokens, as the traces have them. So the
-reusable tokens are equal in all rows.
+size of the index, and the time of a decision. The engines keep blocks of 512 tokens, as the traces have them, so that
+the reusable tokens are equal. In extra runs, the longest key has always the same tokens, or the engines have the
+router's blocks.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -31,8 +33,13 @@ _MODEL: Final = "7b"
 _LENGTHS: Final = (16, 32, 64, 128, 256, 512)
 _KEY_TOKENS: Final = 8192
 """Length of the longest key in the extra runs: 64 blocks of 128 tokens."""
-_EXTENDED: Final = (16, 32, 64)
-"""Block lengths that also run with ``prefix.maxBlocks`` for the longest key of _KEY_TOKENS."""
+_AS_IT_IS: Final = "as it is"
+_LONG_KEYS: Final = "keys of 8192"
+_SAME_BLOCKS: Final = "engine's blocks too"
+_VARIANTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {_AS_IT_IS: _LENGTHS, _LONG_KEYS: (16, 32, 64), _SAME_BLOCKS: (16, 128)}
+)
+"""The block lengths of each variant."""
 _MAX_BLOCKS: Final = Prefix().max_blocks
 _RATES: Final = {CONVERSATION: 3.0, TOOL_AGENT: 7.0}
 _WINDOWS: Final = 2
@@ -62,13 +69,15 @@ def _timed(call: Callable[..., Any], times_s: list[float]) -> Callable[..., Any]
     return timed
 
 
-def _run_cell(extent: Extent, workload: str, window: int, length: int, policy: str, *, extended: bool = False) -> Cell:
+def _run_cell(extent: Extent, workload: str, window: int, variant: str, length: int, policy: str) -> Cell:
     experiment = extent.experiment(workload, _MODEL, window, policy, _RATES[workload])
-    if extended:
+    if variant == _LONG_KEYS:
         experiment = replace(experiment, routing=Routing(prefix=Prefix(max_blocks=_KEY_TOKENS // length)))
+    elif variant == _SAME_BLOCKS:
+        experiment = replace(experiment, engine=replace(experiment.engine, block_tokens=length))
     return Cell(
         section="blocks",
-        name=f"{workload} window {window} {length} tokens {'long keys ' if extended else ''}{policy}",
+        name=f"{workload} window {window} {length} tokens {variant} {policy}",
         policy=policy,
         measure=partial(run_of_length, replace(experiment, block_tokens=length)),
     )
@@ -88,19 +97,19 @@ def _lengths(extent: Extent) -> tuple[int, ...]:
     return (_LENGTHS[0], _LENGTHS[3], _LENGTHS[-1]) if extent.quick else _LENGTHS
 
 
-def _rows(extent: Extent) -> list[tuple[int, bool]]:
-    """Return the block lengths of the runs, and whether the longest key has _KEY_TOKENS."""
+def _rows(extent: Extent) -> list[tuple[str, int]]:
+    """Return the variants of the runs, each with a block length."""
     lengths = _lengths(extent)
-    return [*((length, False) for length in lengths), *((length, True) for length in lengths if length in _EXTENDED)]
+    return [(variant, length) for variant, of in _VARIANTS.items() for length in of if length in lengths]
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
     runs = [
-        _run_cell(extent, workload, window, length, policy, extended=extended)
+        _run_cell(extent, workload, window, variant, length, policy)
         for policy in OURS
         for workload in extent.workloads
         for window in extent.windows[:_WINDOWS]
-        for length, extended in _rows(extent)
+        for variant, length in _rows(extent)
     ]
     goodputs = [
         _goodput_cell(extent, workload, length, policy)
@@ -122,13 +131,8 @@ _COLUMNS: Final = (
 )
 
 
-def _spread(
-    results: Results, extent: Extent, workload: str, length: int, policy: str, name: str, *, extended: bool
-) -> Spread:
-    cells = [
-        _run_cell(extent, workload, window, length, policy, extended=extended) for window in extent.windows[:_WINDOWS]
-    ]
-    kept = [results.figures(cell) for cell in cells]
+def _spread(results: Results, extent: Extent, workload: str, row: tuple[str, int], policy: str, name: str) -> Spread:
+    kept = (results.figures(_run_cell(extent, workload, window, *row, policy)) for window in extent.windows[:_WINDOWS])
     return Spread.of(figures[name] for figures in kept if figures is not None)
 
 
@@ -142,14 +146,14 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     for workload in extent.workloads:
         rows = []
         for policy in OURS:
-            for length, extended in _rows(extent):
+            for variant, length in _rows(extent):
                 shown = (
-                    _spread(results, extent, workload, length, policy, name, extended=extended).show(digits, scale)
+                    _spread(results, extent, workload, (variant, length), policy, name).show(digits, scale)
                     for name, _, digits, scale in _COLUMNS
                 )
-                goodput = None if extended else _goodput(results, extent, workload, length, policy)
-                longest = _KEY_TOKENS if extended else length * _MAX_BLOCKS
-                rows.append([policy, f"{length}", f"{longest:,}", number(goodput), *shown])
+                goodput = _goodput(results, extent, workload, length, policy) if variant == _AS_IT_IS else None
+                longest = _KEY_TOKENS if variant == _LONG_KEYS else length * _MAX_BLOCKS
+                rows.append([policy, f"{length}", variant, f"{longest:,}", number(goodput), *shown])
         parts.append(f"## {TITLES[workload]}: goodput, and a run at {_RATES[workload]:g}/s\n\n")
         heads = (
             "policy",
