@@ -5,6 +5,7 @@ given in seconds of pending prefill. Without affinity, every turn goes to the in
 with migration, the session's KV moves there.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -33,6 +34,7 @@ from dualmap.pools.pool import Routing, Session, SessionMigration
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.experiment import Experiment, run_experiment
 from dualmap_sim.presets import PRESETS
+from dualmap_sim.records import Record
 from dualmap_sim.workloads.agentic import agentic_workload
 from dualmap_sim.workloads.catalog import WORKLOADS, Workload
 
@@ -113,6 +115,8 @@ def agents(run: Run, requests: int, seed: int) -> Figures:
     with known(run.hot_s), _workloads():
         outcome = run_experiment(experiment)
         figures = {**closed_loop_figures(experiment, outcome), **tpot_figures(outcome.records)}
+    figures["served_per_s"] = len(outcome.records) / max(each.finished_s or 0.0 for each in outcome.records)
+    figures["busiest_ratio"] = _busiest_ratio(outcome.records)
     figures["moved_share"] = outcome.summary.rules.get("session-move", 0) / outcome.summary.requests
     if not run.decoders:
         return figures
@@ -130,6 +134,15 @@ def agents(run: Run, requests: int, seed: int) -> Figures:
         "decode_memory_share": held / (run.decoders * run.memory * last_s),
         "decode_wait_p50_s": waits_s[len(waits_s) // 2],
     }
+
+
+def _busiest_ratio(records: Sequence[Record]) -> float:
+    """Return how many times the mean of the instances' computed prompt tokens the busiest instance computes."""
+    computed = Counter[str]()
+    for record in records:
+        if record.endpoint is not None and record.first_token_s is not None:
+            computed[record.endpoint] += record.arrival.work.prompt_tokens - record.cached_tokens - record.pulled_tokens
+    return max(computed.values()) * len(computed) / computed.total()
 
 
 def interference(chunk_tokens: int | None) -> Figures:
@@ -206,11 +219,11 @@ _PILLARS: Final[Mapping[str, Run]] = MappingProxyType(
 )
 _SKEW: Final[Mapping[str, Run]] = MappingProxyType(
     {
-        "least_loaded": Run(policy="least_loaded", moves=False),
-        "cache_affinity (sticky)": Run(policy="cache_affinity", moves=False),
-        "EAR, affinity only": Run(hot_s=inf),
-        f"EAR, T_hot {_EARLY_S:g} s": Run(),
-        "dualmap": Run(policy="dualmap", moves=False),
+        "least_loaded": Run(policy="least_loaded", moves=False, rate=_HIGH),
+        "cache_affinity (sticky)": Run(policy="cache_affinity", moves=False, rate=_HIGH),
+        "EAR, affinity only": Run(hot_s=inf, rate=_HIGH),
+        f"EAR, T_hot {_EARLY_S:g} s": Run(rate=_HIGH),
+        "dualmap": Run(policy="dualmap", moves=False, rate=_HIGH),
     }
 )
 _SPLITS: Final[Mapping[str, Run]] = MappingProxyType(
@@ -262,6 +275,8 @@ _COLUMNS: Final = (
     ("pulled_share", "pulled %", 1, 100.0),
     ("moved_share", "turns that moved %", 2, 100.0),
     ("slo_attainment", "within SLO %", 1, 100.0),
+    ("served_per_s", "served/s", 2, 1.0),
+    ("busiest_ratio", "busiest instance's computed tokens, times the mean", 2, 1.0),
     ("worker_max_p90_s", "worst instance's TTFT p90 s", 2, 1.0),
 )
 _SPLIT_COLUMNS: Final = (
@@ -298,7 +313,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             _part(
                 results,
                 extent,
-                "Skew of the sessions",
+                f"Skew of the sessions, at {_HIGH:g}/s",
                 "Zipf's exponent",
                 [
                     (f"{'published shares' if zipf is None else f'{zipf:g}'}: {name}", replace(run, zipf=zipf))
@@ -393,7 +408,7 @@ def _drawn(results: Results, extent: Extent, plots: Path) -> str:
     }
     draw_lines(axes[0][2], names, lines)
     axes[0][2].set_yscale("log")
-    finish(axes[0][2], "worst instance's TTFT p90, s", across="skew of sessions, Zipf's exponent")
+    finish(axes[0][2], f"worst instance's TTFT p90, s, at {_HIGH:g}/s", across="skew of sessions, Zipf's exponent")
     for name, style in (("ear", "-"), ("4P+4D, ear", "--"), ("6P+2D, ear", ":")):
         runs = [replace(_SPLITS[name], rate=_HIGH, memory=memory) for memory in _MEMORIES]
         points = [(run.memory / 1000, _mean(results, extent, run, "ttft_p90_s")) for run in runs]
@@ -484,7 +499,10 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
         Claim(
             "EAR 5.5",
             "the gap between sticky sessions and EAR grows with the skew of the sessions (open)",
-            _with("worst instance's TTFT P90 in s: ", shown(skews, ("worker_max_p90_s", 2, 1.0))),
+            _with(
+                f"at {_HIGH:g}/s, worst instance's TTFT P90 in s by Zipf's exponent: ",
+                shown(skews, ("worker_max_p90_s", 2, 1.0)),
+            ),
         ),
         Claim(
             "EAR 1, 5.2",

@@ -5,10 +5,12 @@ paper names no rate. Here one rate is below and one is above the goodput of all 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Final
 
 from bench.paper.cells import Cell, Figures
@@ -19,6 +21,7 @@ from bench.paper.section import Section
 from bench.paper.settings import BASELINES, CONVERSATION, OTHERS, OURS, TITLES, TOOL_AGENT, WARMUP, Extent
 from bench.paper.tables import number, table
 
+from dualmap.pools.pool import Prefix, Queue, Routing
 from dualmap_sim.experiment import Experiment, run_experiment
 from dualmap_sim.records import LoadSample
 
@@ -28,6 +31,14 @@ _FIG_8: Final = ("dualmap_no_rebalance", "dualmap_paper", "dualmap")
 _POLICIES: Final = ("dualmap_no_rebalance", *OURS, *BASELINES, *OTHERS)
 _FIG_11: Final = (*OURS, *BASELINES)
 _RATES: Final[Mapping[str, tuple[float, float]]] = {CONVERSATION: (2.5, 4.0), TOOL_AGENT: (6.0, 9.0)}
+_VARIANTS: Final[Mapping[str, tuple[str, Routing]]] = MappingProxyType(
+    {
+        "dualmap without deferring": ("dualmap", Routing(queue=Queue(max_overtaken=0))),
+        "dualmap_no_rebalance with keys of 2 blocks": ("dualmap_no_rebalance", Routing(prefix=Prefix(max_blocks=2))),
+    }
+)
+"""Policies with one feature turned off, which show the reason for a figure."""
+_SHOWN: Final = (*_POLICIES, *_VARIANTS)
 _SLOTS: Final = 60
 """Points of a series over the run."""
 _LONG_S: Final = 60.0
@@ -90,12 +101,15 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def _cell(extent: Extent, workload: str, rate: float, policy: str) -> Cell:
+def _cell(extent: Extent, workload: str, rate: float, name: str) -> Cell:
+    """Return the cell of a policy or of a variant."""
+    policy, routing = _VARIANTS.get(name, (name, Routing()))
+    experiment = replace(extent.experiment(workload, _MODEL, 0, policy, rate), routing=routing)
     return Cell(
         section="load",
-        name=f"{workload} {rate:g}/s {policy}",
+        name=f"{workload} {rate:g}/s {name}",
         policy=policy,
-        measure=partial(load_over_time, extent.experiment(workload, _MODEL, 0, policy, rate)),
+        measure=partial(load_over_time, experiment),
     )
 
 
@@ -104,11 +118,11 @@ def _settings(extent: Extent) -> list[tuple[str, float]]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    return [_cell(extent, *setting, policy) for policy in _POLICIES for setting in _settings(extent)]
+    return [_cell(extent, *setting, policy) for policy in _SHOWN for setting in _settings(extent)]
 
 
 def _found(results: Results, extent: Extent, workload: str, rate: float) -> dict[str, Figures]:
-    kept = {policy: results.figures(_cell(extent, workload, rate, policy)) for policy in _POLICIES}
+    kept = {policy: results.figures(_cell(extent, workload, rate, policy)) for policy in _SHOWN}
     return {policy: figures for policy, figures in kept.items() if figures is not None}
 
 
