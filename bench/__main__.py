@@ -28,7 +28,7 @@
 
   yardstick                  NVIDIA Dynamo's router in Dynamo's own replay beside this one (15 minutes; --quick: 2)
 
-  paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
+  paper                      the published evaluations, in virtual time (two hours; --quick: 5 minutes)
 
 All benchmarks except the first four have a --help option: python -m bench gateway --help.
 """

@@ -93,7 +93,7 @@ def paper(
 ) -> None:
     """Reproduce the papers' evaluations in virtual time.
 
-    A full benchmark takes about 90 minutes on two idle cores. Each measurement is stored as JSON. An interrupted
+    A full benchmark takes about two hours on two idle cores. Each measurement is stored as JSON. An interrupted
     benchmark continues with the measurements that have no stored result. docs/evaluation.md contains the results.
 
     \b

@@ -12,7 +12,7 @@ from bench.paper.cells import Figures
 from dualmap_sim.experiment import Experiment, run_experiment
 from dualmap_sim.goodput import NeverOverloaded, goodput
 from dualmap_sim.records import Record
-from dualmap_sim.summary import Summary
+from dualmap_sim.summary import Summary, percentile
 
 TOLERANCE: Final = 0.01
 
@@ -51,6 +51,21 @@ def summary_figures(summary: Summary) -> Figures:
         "pending_cv": summary.pending_cv,
         "held_share": summary.held_share,
         "refused": summary.refused,
+    }
+
+
+def tpot_figures(records: Sequence[Record]) -> Figures:
+    """Return the mean and percentiles of the time per output token after the first, over the served requests."""
+    times_s = sorted(
+        (each.finished_s - each.first_token_s) / (each.arrival.work.output_tokens - 1)
+        for each in records
+        if each.finished_s is not None and each.first_token_s is not None and each.arrival.work.output_tokens > 1
+    )
+    return {
+        "tpot_mean_s": fmean(times_s) if times_s else float("nan"),
+        "tpot_p50_s": percentile(times_s, 0.5),
+        "tpot_p90_s": percentile(times_s, 0.9),
+        "tpot_p99_s": percentile(times_s, 0.99),
     }
 
 

@@ -25,6 +25,7 @@ from dualmap.router import PoolRouter
 from dualmap.shared_router import Router
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
+from dualmap_sim.decoders import Decoders, DecodeSide
 from dualmap_sim.discovery import LOAD_EVERY_S, profile_of
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Bypass, Event, Fail, Forget, PoolChange, Recover
@@ -83,6 +84,8 @@ class ClusterConfig:
     """
     lasts_s: float = 0.0
     """The minimum duration of a run, even without requests."""
+    decode_side: DecodeSide | None = None
+    """The decode-only engines of a static prefill/decode split. The members' engines then must not decode."""
 
 
 class Cluster:
@@ -115,6 +118,11 @@ class Cluster:
         self._instances = Instances(
             config.pool, engine=config.engine, engines=config.engines, kv_events=self._has_kv_events
         )
+        self._decoders: Decoders | None = None
+        if config.decode_side is not None:
+            self._decoders = Decoders(
+                config.decode_side, timeline=self._timeline, first_token=self._note_answer, finished=self._note_end
+            )
         self._token_root = token_root(model=config.pool.model.name)
         self._replication: Replication | None = None
         self._records: dict[str, Record] = {}
@@ -319,12 +327,16 @@ class Cluster:
         for event in events:
             record = self._records[event.request_id]
             if isinstance(event, FirstToken):
-                self._note_first_token(record, event)
+                self._note_prefill(record, event)
                 instance.prefilled(event.request_id)
                 if not self._is_lost(b"first ", event.request_id):
                     self._timeline.at(report_s, self._hear_first_token, record)
             else:
-                self._note_end(record, event)
+                if self._decoders is None:
+                    self._note_end(event)
+                else:
+                    self._open += 1  # The request is over when its decode has ended, too.
+                    self._decoders.submit(event.at_s, record.arrival.work)
                 instance.ended(event.request_id)
                 if self._is_lost(b"end ", event.request_id):
                     self._open -= 1
@@ -343,16 +355,25 @@ class Cluster:
         loss = self._config.report_loss
         return loss > 0.0 and xxh3_64_intdigest(kind + request_id.encode()) < loss * _TWO_64
 
-    def _note_first_token(self, record: Record, event: FirstToken) -> None:
-        assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
-        record.first_token_s = event.at_s
+    def _note_prefill(self, record: Record, event: FirstToken) -> None:
+        assert record.prefilled_s is None, f"{event.request_id} was prefilled twice"
+        record.prefilled_s = event.at_s
         record.cached_tokens, record.pulled_tokens = event.cached_tokens, event.pulled_tokens
+        if self._decoders is None:
+            self._note_answer(event)
+
+    def _note_answer(self, event: FirstToken) -> None:
+        record = self._records[event.request_id]
+        record.first_token_s = event.at_s
         self._may_give_up(record)
 
-    def _note_end(self, record: Record, event: Finished) -> None:
+    def _note_end(self, event: Finished) -> None:
+        record = self._records[event.request_id]
         assert record.finished_s is None, f"{event.request_id} finished twice"
         assert not record.failed, f"{event.request_id} finished after it had failed"
         record.finished_s = event.at_s
+        if self._decoders is not None:
+            self._open -= 1
         self._ended(record)
 
     def _hear_first_token(self, record: Record) -> None:

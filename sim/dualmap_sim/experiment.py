@@ -17,6 +17,7 @@ from typing import Final
 from dualmap.pools.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
+from dualmap_sim.decoders import split
 from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.presets import PRESETS, EngineConfig
@@ -45,6 +46,8 @@ class Experiment:
     engine: EngineConfig = PRESETS["7b"]
     engines: tuple[tuple[str, EngineConfig], ...] = ()
     """Members with an engine that differs from ``engine``, by member id."""
+    decoders: int = 0
+    """Number of the instances that only decode (``decoders.py``). The other instances only prefill; 0 for no split."""
     slo_ttft_s: float = 5.0
     warmup: int = 500
     """Number of requests at the start of the trace that are served but not counted."""
@@ -147,10 +150,14 @@ _Replayed = tuple[tuple[Record, ...], tuple[LoadSample, ...], bool]
 
 
 def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
+    engine, decode_side = experiment.engine, None
+    if experiment.decoders:
+        engine, decode_side = split(engine, decoders=experiment.decoders)
     cluster = Cluster(
         ClusterConfig(
             pool=_pool(experiment),
-            engine=experiment.engine,
+            engine=engine,
+            decode_side=decode_side,
             engines=dict(experiment.engines),
             replicas=(Replica(),) * experiment.routers,
             exchange=_exchange(experiment),
@@ -169,7 +176,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay without routers: an oracle has no reports and no delays."""
-    if experiment.engines:
+    if experiment.engines or experiment.decoders:
         raise ValueError(f"the bound {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,
@@ -230,7 +237,7 @@ def _pool(experiment: Experiment) -> Pool:
         ),
         members=tuple(
             Member(id=name, address=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", port=8000)
-            for number, name in enumerate(member_ids(experiment.instances))
+            for number, name in enumerate(member_ids(experiment.instances - experiment.decoders))
         ),
     )
 

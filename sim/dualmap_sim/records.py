@@ -17,7 +17,8 @@ class Record:
     ``arrival.at_s`` is the actual arrival time, also in a closed loop. ``cached_tokens`` are the prompt tokens in the
     engine's own cache, and ``predicted_tokens`` those that the router expected there; None if the router did not hear
     of the request's end. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
-    failed before or during the request.
+    failed before or during the request. ``prefilled_s`` is the end of the prefill. ``prefilled_s`` differs from
+    ``first_token_s`` only in a static prefill/decode split, where another engine returns the first token.
     """
 
     arrival: Arrival
@@ -29,6 +30,7 @@ class Record:
     cached_tokens: int = 0
     predicted_tokens: int | None = None
     pulled_tokens: int = 0
+    prefilled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     refused: Reason | None = None

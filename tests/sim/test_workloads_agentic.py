@@ -86,3 +86,19 @@ def test_turn_extends_previous_prompt_and_output_within_context():
         longest = max(longest, len(turns))
 
     assert longest > 60
+
+
+@pytest.mark.parametrize(("zipf", "top_share"), [(0.0, 0.1), (0.4, 0.24), (0.8, 0.51), (1.2, 0.85)])
+def test_zipf_exponent_changes_skew_but_not_mean_or_reuse(zipf, top_share):
+    trace = agentic_workload(4000, zipf=zipf)
+    facts = {fact.name: fact.produced for fact in compare(trace, ASKED)}
+
+    assert len(trace.requests) == 4000
+    assert facts["input tokens of the top 10 % of sessions"] == pytest.approx(top_share, abs=0.01)
+    assert facts["input tokens, mean"] == pytest.approx(33_600, rel=0.01)
+    assert facts["ideal hit rate, whole blocks"] == pytest.approx(0.803, abs=0.04)
+
+
+@pytest.mark.parametrize("requests", [1, 24, 29, 54])
+def test_small_workload_of_equal_sessions_has_all_requests(requests):
+    assert len(agentic_workload(requests, zipf=0.0).requests) == requests

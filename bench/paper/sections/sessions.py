@@ -24,7 +24,7 @@ from bench.paper.section import Section
 from bench.paper.settings import OURS, RIVALS, Extent, as_shipped
 from bench.paper.tables import Spread, table
 
-from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.experiment import Experiment, Outcome, load_trace, run_experiment
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.records import Record
 from dualmap_sim.summary import percentile
@@ -40,8 +40,12 @@ _WARMUP: Final = 200
 
 
 def closed_loop(experiment: Experiment) -> Figures:
-    """Run a closed loop; return the summary, the amplification, and the TTFT p90 of the instances."""
-    outcome = run_experiment(experiment)
+    """Run a closed loop; return its figures."""
+    return closed_loop_figures(experiment, run_experiment(experiment))
+
+
+def closed_loop_figures(experiment: Experiment, outcome: Outcome) -> Figures:
+    """Return a closed loop's summary, its amplification, and the TTFT p90 of the instances."""
     trace = load_trace(experiment).at_rate(experiment.requests_per_s)
     nominal_s = sorted(each.arrival_s for each in trace.requests)
     counted = [each for each in outcome.records if int(each.arrival.request_id) >= experiment.warmup]

@@ -77,12 +77,16 @@ ASKED: Final = (
 """Target figures: shares and reuse from EAR's production trace of 1.3 million sessions, mean input from its tests."""
 
 
-def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
-    """Return a closed loop of ``requests`` requests. Equal arguments give equal traces on any machine."""
+def agentic_workload(requests: int, *, seed: int = 0, zipf: float | None = None) -> Trace:
+    """Return a closed loop of ``requests`` requests. Equal arguments give equal traces on any machine.
+
+    With ``zipf``, the input tokens of sessions follow Zipf's law with this exponent instead of TOP_SHARES; 0 makes all
+    sessions equally large.
+    """
     rng = Random(seed)
     projects = _Projects(rng)
     answers, growths = Deck(rng, strata=_STRATA), Deck(rng, strata=_STRATA)
-    plan = _plan(requests)
+    plan = _plan(requests, zipf)
     rng.shuffle(plan)
     sessions_per_s = len(plan) * _REQUESTS_PER_S / requests
     made: list[TraceRequest] = []
@@ -106,7 +110,7 @@ def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
     return Trace(name="agentic", block_tokens=TRACE_BLOCK_TOKENS, requests=tuple(made), closed_loop=True)
 
 
-def _plan(requests: int) -> list[tuple[float, int]]:
+def _plan(requests: int, zipf: float | None) -> list[tuple[float, int]]:
     """Return each session's input tokens and turns, largest first, with ``requests`` turns in total.
 
     A larger number of sessions means smaller sessions with fewer turns. The search finds the largest number of sessions
@@ -115,20 +119,27 @@ def _plan(requests: int) -> list[tuple[float, int]]:
     fewest, too_many = 1, requests + 1
     while too_many - fewest > 1:
         sessions = (fewest + too_many) // 2
-        if sum(_turns(tokens) for tokens in _sizes(sessions, requests)) <= requests:
+        if sum(_turns(tokens) for tokens in _sizes(sessions, requests, zipf)) <= requests:
             fewest = sessions
         else:
             too_many = sessions
-    plan = [(tokens, _turns(tokens)) for tokens in _sizes(fewest, requests)]
+    plan = [(tokens, _turns(tokens)) for tokens in _sizes(fewest, requests, zipf)]
     missing = requests - sum(turns for _, turns in plan)
     if fewest == 1:
         return [(plan[0][0], requests)]
-    return [(tokens, turns + (rank < missing)) for rank, (tokens, turns) in enumerate(plan)]
+    more, extra = divmod(missing, fewest)
+    return [(tokens, turns + more + (rank < extra)) for rank, (tokens, turns) in enumerate(plan)]
 
 
-def _sizes(sessions: int, requests: int) -> list[float]:
-    shares = [_share_of_largest(rank / sessions) for rank in range(sessions + 1)]
-    return [(more - less) * requests * INPUT_TOKENS_MEAN for less, more in pairwise(shares)]
+def _sizes(sessions: int, requests: int, zipf: float | None) -> list[float]:
+    if zipf is None:
+        shares = [_share_of_largest(rank / sessions) for rank in range(sessions + 1)]
+        parts = [more - less for less, more in pairwise(shares)]
+    else:
+        weights = [rank**-zipf for rank in range(1, sessions + 1)]
+        total = sum(weights)
+        parts = [weight / total for weight in weights]
+    return [part * requests * INPUT_TOKENS_MEAN for part in parts]
 
 
 def _share_of_largest(top: float) -> float:

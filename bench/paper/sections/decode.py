@@ -1,0 +1,362 @@
+"""The decode bottleneck (DualMap paper, A.7), and the time per output token (TPOT).
+
+An engine with exhausted memory starts no prefill until a decode ends. The paper detects this if no prefill ends for a
+threshold T, and adds the interval to the predicted TTFT. The engines here get less KV memory: all of them, or one of
+eight. The router does not know the engines' memory, as in the paper, unless the table says so.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+from bench.paper.cells import Cell, Figures
+from bench.paper.charts import draw_lines, finish, grid, legend, save
+from bench.paper.claims import Claim
+from bench.paper.measures import summary_figures, tpot_figures
+from bench.paper.results import Results
+from bench.paper.section import Section
+from bench.paper.settings import CONVERSATION, OURS, TITLES, TOOL_AGENT, Extent
+from bench.paper.tables import Spread, number, table
+
+from dualmap.pools.pool import Rebalance, Routing
+from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.records import Record
+
+_MODEL: Final = "7b"
+_FULL: Final = PRESETS[_MODEL].kv_memory_tokens
+_MEMORIES: Final = (_FULL, _FULL // 2, _FULL // 4)
+_MEMORY_RATES: Final = {CONVERSATION: 2.0, TOOL_AGENT: 5.0}
+"""Rates at which every policy meets the SLO with the full memory."""
+_MEMORY_POLICIES: Final = (
+    *((policy, False) for policy in ("dualmap_no_rebalance", *OURS, "min_ttft", "llmd_default")),
+    ("dualmap", True),
+)
+
+_SMALL: Final = 25_000
+"""The memory of one instance of eight: one long prompt."""
+_STALL_RATES: Final = {CONVERSATION: 2.5, TOOL_AGENT: 6.0}
+_NEVER_S: Final = 600.0
+_THRESHOLDS_S: Final = (0.5, 1.0, 3.0, 10.0, _NEVER_S)
+_PAPER_S: Final = 3.0
+_WINDOWS: Final = 2
+
+_TPOT_RATES: Final = {CONVERSATION: 2.75, TOOL_AGENT: 7.0}
+_TPOT_POLICIES: Final = (*OURS, "min_ttft", "least_loaded", "llmd_default")
+_CHUNK_TOKENS: Final = 2048
+"""A step of vLLM's mode, in which decodes continue beside the pieces of a prompt."""
+
+
+def bottlenecked(experiment: Experiment, small: str | None = None) -> Figures:
+    """Run an experiment; return its summary, and how long requests waited for memory at the head of an engine's queue.
+
+    ``small`` is the member with less memory; the result then has its shares of the requests and of the computed prompt
+    tokens, and the attainment of its requests.
+    """
+    outcome = run_experiment(experiment)
+    counted = outcome.records[experiment.warmup :]
+    waits_s = memory_waits_s(counted, experiment.engine)
+    figures: Figures = {
+        **summary_figures(outcome.summary),
+        "moved_share": outcome.summary.rules.get("rebalanced", 0) / outcome.summary.requests,
+        "waited_1_s_share": fmean(each > 1.0 for each in waits_s),
+        "waited_3_s_share": fmean(each > _PAPER_S for each in waits_s),
+        "waited_max_s": max(waits_s),
+    }
+    if small is None:
+        return figures
+    endpoint = f"10.0.0.{small.rpartition('-')[2]}:8000"
+    there = [each for each in counted if each.endpoint == endpoint]
+    tokens, tokens_there = (
+        sum(each.arrival.work.prompt_tokens - each.cached_tokens for each in records if each.first_token_s is not None)
+        for records in (counted, there)
+    )
+    in_time = [each.ttft_s is not None and each.ttft_s <= experiment.slo_ttft_s for each in there]
+    return {
+        **figures,
+        "there_share": len(there) / len(counted),
+        "there_tokens_share": tokens_there / tokens,
+        "there_attainment": fmean(in_time) if there else None,
+    }
+
+
+def memory_waits_s(records: Sequence[Record], engine: EngineConfig) -> list[float]:
+    """Return how long each served request waited for memory, as the first of its engine's queue.
+
+    An engine of whole prefills computes one prompt after the other. So the wait is the time between the request's
+    arrival at the engine or the end of the previous prefill, whichever is later, and the begin of its own prefill. A
+    decode step in progress is a part of the wait.
+    """
+    served: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for record in records:
+        if record.first_token_s is None or record.dispatched_s is None or record.endpoint is None:
+            continue
+        prefill_s = engine.prefill_s(
+            new_tokens=record.arrival.work.prompt_tokens - record.cached_tokens,
+            cached_tokens=record.cached_tokens,
+            pulled_tokens=0,
+        )
+        served[record.endpoint].append((record.first_token_s, prefill_s, record.dispatched_s))
+    waits_s = []
+    for requests in served.values():
+        previous_s = -inf
+        for first_token_s, prefill_s, dispatched_s in sorted(requests):
+            waits_s.append(max(0.0, first_token_s - prefill_s - max(previous_s, dispatched_s)))
+            previous_s = first_token_s
+    return waits_s
+
+
+def tpot(experiment: Experiment) -> Figures:
+    """Run an experiment; return its summary with the time per output token."""
+    outcome = run_experiment(experiment)
+    return {**summary_figures(outcome.summary), **tpot_figures(outcome.records[experiment.warmup :])}
+
+
+def _memory_cell(extent: Extent, workload: str, memory: int, policy: str, *, known: bool) -> Cell:
+    experiment = extent.experiment(workload, _MODEL, 0, policy, _MEMORY_RATES[workload])
+    engine = replace(experiment.engine, kv_memory_tokens=memory)
+    return Cell(
+        section="decode",
+        name=f"memory {workload} {memory} {policy}{' known' if known else ''}",
+        policy=policy,
+        measure=partial(bottlenecked, replace(experiment, engine=engine, kv_tokens_known=known)),
+    )
+
+
+def _stall_cell(extent: Extent, workload: str, window: int, threshold_s: float, policy: str) -> Cell:
+    experiment = extent.experiment(workload, _MODEL, window, policy, _STALL_RATES[workload])
+    small = replace(experiment.engine, kv_memory_tokens=_SMALL)
+    experiment = replace(
+        experiment,
+        engines=(("qwen-0", small),),
+        kv_tokens_known=False,
+        routing=Routing(rebalance=Rebalance(decode_stall_s=threshold_s)),
+    )
+    return Cell(
+        section="decode",
+        name=f"stall {workload} window {window} T {threshold_s:g} {policy}",
+        policy=policy,
+        measure=partial(bottlenecked, experiment, "qwen-0"),
+    )
+
+
+def _tpot_cell(extent: Extent, workload: str, chunk_tokens: int | None, policy: str) -> Cell:
+    experiment = extent.experiment(workload, _MODEL, 0, policy, _TPOT_RATES[workload])
+    return Cell(
+        section="decode",
+        name=f"TPOT {workload} {'whole' if chunk_tokens is None else f'chunks of {chunk_tokens}'} {policy}",
+        policy=policy,
+        measure=partial(tpot, replace(experiment, engine=replace(experiment.engine, chunk_tokens=chunk_tokens))),
+    )
+
+
+def _windows(extent: Extent) -> tuple[int, ...]:
+    return extent.windows[:_WINDOWS]
+
+
+def _thresholds(extent: Extent) -> tuple[float, ...]:
+    return (_PAPER_S, _NEVER_S) if extent.quick else _THRESHOLDS_S
+
+
+def _cells(extent: Extent) -> Sequence[Cell]:
+    memory = [
+        _memory_cell(extent, workload, memory, policy, known=known)
+        for workload in extent.workloads
+        for memory in _MEMORIES
+        for policy, known in _MEMORY_POLICIES
+    ]
+    stall = [
+        _stall_cell(extent, workload, window, threshold_s, policy)
+        for policy in OURS
+        for workload in extent.workloads
+        for window in _windows(extent)
+        for threshold_s in _thresholds(extent)
+    ]
+    tpots = [
+        _tpot_cell(extent, workload, chunk_tokens, policy)
+        for policy in _TPOT_POLICIES
+        for workload in extent.workloads
+        for chunk_tokens in (None, _CHUNK_TOKENS)
+    ]
+    return [*memory, *stall, *tpots]
+
+
+_MEMORY_COLUMNS: Final = (
+    ("slo_attainment", "within SLO %", 1, 100.0),
+    ("ttft_p50_s", "TTFT p50 s", 2, 1.0),
+    ("ttft_p90_s", "p90", 2, 1.0),
+    ("ttft_p99_s", "p99", 2, 1.0),
+    ("hit_rate", "hit rate %", 1, 100.0),
+    ("waited_1_s_share", "waited over 1 s for memory %", 1, 100.0),
+    ("waited_max_s", "longest s", 1, 1.0),
+)
+_STALL_COLUMNS: Final = (
+    ("slo_attainment", "within SLO %", 1, 100.0),
+    ("ttft_p90_s", "TTFT p90 s", 2, 1.0),
+    ("ttft_p99_s", "p99", 2, 1.0),
+    ("hit_rate", "hit rate %", 1, 100.0),
+    ("moved_share", "moved by rebalancing %", 2, 100.0),
+    ("waited_3_s_share", "waited over 3 s for memory %", 2, 100.0),
+    ("there_share", "requests at the small instance %", 1, 100.0),
+    ("there_tokens_share", "computed tokens there %", 1, 100.0),
+    ("there_attainment", "within SLO there %", 1, 100.0),
+)
+_TPOT_COLUMNS: Final = (
+    ("slo_attainment", "within SLO %", 1, 100.0),
+    ("ttft_p90_s", "TTFT p90 s", 2, 1.0),
+    ("e2e_p50_s", "E2E p50 s", 1, 1.0),
+    ("e2e_p90_s", "p90", 1, 1.0),
+    ("tpot_mean_s", "TPOT mean ms", 0, 1000.0),
+    ("tpot_p50_s", "p50", 0, 1000.0),
+    ("tpot_p90_s", "p90", 0, 1000.0),
+    ("tpot_p99_s", "p99", 0, 1000.0),
+)
+
+
+def _stalls(results: Results, extent: Extent, workload: str, threshold_s: float, policy: str) -> list[Figures]:
+    cells = [_stall_cell(extent, workload, window, threshold_s, policy) for window in _windows(extent)]
+    return [figures for cell in cells if (figures := results.figures(cell)) is not None]
+
+
+def _threshold(threshold_s: float) -> str:
+    return "off" if threshold_s == _NEVER_S else f"{threshold_s:g}"
+
+
+def _page(results: Results, extent: Extent, plots: Path) -> str:
+    parts = ["![attainment and TTFT over the threshold](decode.png)\n\n"]
+    for workload in extent.workloads:
+        rows = []
+        for memory in _MEMORIES:
+            for policy, known in _MEMORY_POLICIES:
+                figures = results.figures(_memory_cell(extent, workload, memory, policy, known=known))
+                if figures is not None:
+                    name = f"{policy}{', memory known' if known else ''}"
+                    shown = (number(figures[each], digits, scale) for each, _, digits, scale in _MEMORY_COLUMNS)
+                    rows.append([f"{memory:,}", name, *shown])
+        parts.append(f"## {TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s: KV memory of all instances\n\n")
+        heads = ("KV memory, tokens", "policy", *(title for _, title, *_ in _MEMORY_COLUMNS))
+        parts.append(table(heads, rows) + "\n")
+    for workload in extent.workloads:
+        rows = []
+        for policy in OURS:
+            for threshold_s in _thresholds(extent):
+                kept = _stalls(results, extent, workload, threshold_s, policy)
+                if kept:
+                    shown = (
+                        Spread.of(each[name] for each in kept).show(digits, scale)
+                        for name, _, digits, scale in _STALL_COLUMNS
+                    )
+                    rows.append([policy, _threshold(threshold_s), *shown])
+        parts.append(
+            f"## {TITLES[workload]} at {_STALL_RATES[workload]:g}/s: one of 8 instances with {_SMALL:,} KV tokens\n\n"
+        )
+        parts.append(table(("policy", "T s", *(title for _, title, *_ in _STALL_COLUMNS)), rows) + "\n")
+    parts.append(_tpot_tables(results, extent))
+    _draw(results, extent, plots)
+    return "".join(parts)
+
+
+def _tpot_tables(results: Results, extent: Extent) -> str:
+    rows = []
+    for workload in extent.workloads:
+        for chunk_tokens in (None, _CHUNK_TOKENS):
+            for policy in _TPOT_POLICIES:
+                figures = results.figures(_tpot_cell(extent, workload, chunk_tokens, policy))
+                if figures is not None:
+                    rows.append(
+                        [
+                            f"{TITLES[workload]} at {_TPOT_RATES[workload]:g}/s",
+                            "whole prompts" if chunk_tokens is None else f"steps of {chunk_tokens}",
+                            policy,
+                            *(number(figures[name], digits, scale) for name, _, digits, scale in _TPOT_COLUMNS),
+                        ]
+                    )
+    heads = ("workload", "prefill", "policy", *(title for _, title, *_ in _TPOT_COLUMNS))
+    return f"## Time per output token\n\n{table(heads, rows)}\n"
+
+
+def _draw(results: Results, extent: Extent, plots: Path) -> None:
+    figure, axes = grid(len(extent.workloads), 2)
+    for row, workload in zip(axes, extent.workloads, strict=True):
+        for place, name, scale, title in (
+            (row[0], "slo_attainment", 100.0, "within the SLO, %"),
+            (row[1], "ttft_p99_s", 1.0, "TTFT p99, s"),
+        ):
+            lines = {
+                policy: [
+                    (threshold_s, None if mean is None else mean * scale)
+                    for threshold_s in _thresholds(extent)
+                    for mean in [
+                        Spread.of(each[name] for each in _stalls(results, extent, workload, threshold_s, policy)).mean
+                    ]
+                ]
+                for policy in OURS
+            }
+            draw_lines(place, OURS, lines)
+            place.set_xscale("log")
+            finish(place, f"{TITLES[workload]}: {title}", across=f"threshold T, s ({_NEVER_S:g}: off)")
+    legend(figure, OURS)
+    save(figure, plots / "decode.png")
+
+
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    return (
+        Claim(
+            "A.7.3",
+            "high SLO attainment although the engines' memory is exhausted",
+            "; ".join(part for workload in extent.workloads if (part := _memory_claim(results, extent, workload))),
+        ),
+        Claim(
+            "A.7.3",
+            "T = 3 s works well: a larger T detects late, a smaller T costs cache affinity",
+            "; ".join(part for workload in extent.workloads if (part := _stall_claim(results, extent, workload))),
+        ),
+    )
+
+
+def _memory_claim(results: Results, extent: Extent, workload: str) -> str:
+    parts = []
+    for memory in _MEMORIES:
+        shown = []
+        for policy, known in _MEMORY_POLICIES:
+            figures = results.figures(_memory_cell(extent, workload, memory, policy, known=known))
+            if figures is not None and policy in (*OURS, "min_ttft"):
+                shown.append(
+                    f"`{policy}`{' with known memory' if known else ''} {number(figures['slo_attainment'], 1, 100)}"
+                )
+        if shown:
+            parts.append(f"{memory // 1000}k tokens of memory {', '.join(shown)}")
+    return f"{TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s, %: {'; '.join(parts)}" if parts else ""
+
+
+def _stall_claim(results: Results, extent: Extent, workload: str) -> str:
+    parts = []
+    for policy in OURS:
+        shown = []
+        for threshold_s in _thresholds(extent):
+            kept = _stalls(results, extent, workload, threshold_s, policy)
+            attained, p99_s, hits = (
+                Spread.of(each[name] for each in kept).mean for name in ("slo_attainment", "ttft_p99_s", "hit_rate")
+            )
+            if kept:
+                shown.append(
+                    f"{_threshold(threshold_s)}: {number(attained, 1, 100)} %, {number(p99_s, 1)} s, "
+                    f"{number(hits, 1, 100)} %"
+                )
+        if shown:
+            parts.append(f"`{policy}` {'; '.join(shown)}")
+    return f"{TITLES[workload]}, one small instance, T: attainment, TTFT P99, hits. {'. '.join(parts)}" if parts else ""
+
+
+SECTION: Final = Section(
+    name="decode",
+    title="Decode bottleneck and time per output token (appendix A.7)",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+)

@@ -1,0 +1,535 @@
+"""EAR's sensitivity, its two pillars, static prefill/decode splits, and TPOT (Elastic Affinity Routing, 3.2 and 5).
+
+EAR's draft leaves most of these figures open. The closed loop of agents is that of the section ``sessions``. T_hot is
+given in seconds of pending prefill. Without affinity, every turn goes to the instance with the least pending prefill;
+with migration, the session's KV moves there.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Final
+from unittest.mock import patch
+
+from bench.paper.cells import Cell, Figures
+from bench.paper.charts import draw_lines, finish, grid, legend, save
+from bench.paper.claims import Claim
+from bench.paper.measures import tpot_figures
+from bench.paper.results import Results
+from bench.paper.section import Section
+from bench.paper.sections.sessions import closed_loop_figures
+from bench.paper.settings import Extent, as_shipped
+from bench.paper.tables import Spread, number, table
+
+from dualmap.policies.cache_and_load.ear import Ear
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Choice, Situation
+from dualmap.pools.pool import Routing, Session, SessionMigration
+from dualmap_sim.engine import Engine, EngineRequest
+from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.records import Record
+from dualmap_sim.workloads.agentic import agentic_workload
+from dualmap_sim.workloads.catalog import WORKLOADS, Workload
+
+_AGENT: Final = replace(PRESETS["agent"], pull_tokens_per_s=100_000.0)
+"""EAR's engine, with a link of 10 GB/s (33,600 tokens have 3.3 GB of KV)."""
+_WARMUP: Final = 200
+_WINDOWS: Final = 2
+_RATES: Final = (2.5, 3.5, 5.5)
+_HIGH, _BEYOND = _RATES[1:]
+_OVERLOAD: Final = 8.0
+"""A nominal rate at which instances are hot most of the time."""
+_COOL_S: Final = 30.0
+_SLO_S: Final = 5.0
+_EARLY_S: Final = 0.5
+"""A threshold that moves sessions. At the SLO, the threshold of the policy ``ear``, hardly any session moves."""
+_HOT_S: Final = (0.1, 0.25, _EARLY_S, 1.0, 2.0, _SLO_S, inf)
+_COOLS_S: Final = (0.0, 3.0, 10.0, _COOL_S, 100.0)
+_ZIPFS: Final = (0.0, 0.4, 0.8, 1.2)
+_MEMORIES: Final = (150_000, 250_000, 500_000, 1_000_000)
+_INSTANCES: Final = 8
+_INTERFERENCE: Final[Mapping[str, int | None]] = MappingProxyType({"whole prompts": None, "steps of 2048": 2048})
+
+
+class EarWith(Ear):
+    """The published rule with another threshold, in seconds of pending prefill."""
+
+    name: ClassVar[str] = "ear_with"
+
+    def __init__(self, hot_s: float) -> None:
+        self._hot_s = hot_s
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return EAR's choice. EAR compares the pending prefill with the SLO, so the SLO is the threshold."""
+        changed = copy(situation)
+        changed.slo_ttft_s = self._hot_s
+        return super().choose(changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The settings of a run. ``hot_s`` and ``cool_s`` apply to the policy ``EarWith``. ``zipf`` None: EAR's skew."""
+
+    policy: str = EarWith.name
+    rate: float = _BEYOND
+    hot_s: float = _EARLY_S
+    cool_s: float = _COOL_S
+    moves: bool = True
+    zipf: float | None = None
+    memory: int = _AGENT.kv_memory_tokens
+    decoders: int = 0
+
+    @property
+    def name(self) -> str:
+        """The differences from the default settings, as a name."""
+        shown = [f"{self.rate:g}/s", self.policy]
+        if self.policy == EarWith.name:
+            shown.append(f"T_hot {self.hot_s:g} T_cool {self.cool_s:g}")
+        shown += [] if self.moves else ["no moves"]
+        shown += [] if self.zipf is None else [f"zipf {self.zipf:g}"]
+        shown += [] if self.memory == _AGENT.kv_memory_tokens else [f"memory {self.memory}"]
+        shown += [f"{_INSTANCES - self.decoders}P+{self.decoders}D"] if self.decoders else []
+        return " ".join(shown)
+
+
+def agents(run: Run, requests: int, seed: int) -> Figures:
+    """Run a closed loop; return its figures, TPOT, moves of sessions, and the use of the decode side's memory."""
+    experiment = as_shipped(
+        Experiment(
+            workload=Workload(name=_workload_name(run.zipf), requests=requests, seed=seed),
+            engine=replace(_AGENT, kv_memory_tokens=run.memory),
+            policy=run.policy,
+            requests_per_s=run.rate,
+            instances=_INSTANCES,
+            decoders=run.decoders,
+            warmup=_WARMUP,
+            kv_moves=run.moves,
+            routing=Routing(session=Session(migration=SessionMigration(cooldown_s=run.cool_s))),
+        )
+    )
+    with known(run.hot_s), _workloads():
+        outcome = run_experiment(experiment)
+        figures = {**closed_loop_figures(experiment, outcome), **tpot_figures(outcome.records)}
+    figures["served_per_s"] = len(outcome.records) / max(each.finished_s or 0.0 for each in outcome.records)
+    figures["busiest_ratio"] = _busiest_ratio(outcome.records)
+    figures["moved_share"] = outcome.summary.rules.get("session-move", 0) / outcome.summary.requests
+    if not run.decoders:
+        return figures
+    served = [each for each in outcome.records if each.finished_s is not None]
+    waits_s = [each.first_token_s - each.prefilled_s for each in served if each.first_token_s and each.prefilled_s]
+    held = sum(
+        (each.arrival.work.prompt_tokens + each.arrival.work.output_tokens) * (each.finished_s - each.first_token_s)
+        for each in served
+        if each.finished_s is not None and each.first_token_s is not None
+    )
+    last_s = max(each.arrival.at_s for each in served)
+    waits_s.sort()
+    return {
+        **figures,
+        "decode_memory_share": held / (run.decoders * run.memory * last_s),
+        "decode_wait_p50_s": waits_s[len(waits_s) // 2],
+    }
+
+
+def _busiest_ratio(records: Sequence[Record]) -> float:
+    """Return how many times the mean of the instances' computed prompt tokens the busiest instance computes."""
+    computed = Counter[str]()
+    for record in records:
+        if record.endpoint is not None and record.first_token_s is not None:
+            computed[record.endpoint] += record.arrival.work.prompt_tokens - record.cached_tokens - record.pulled_tokens
+    return max(computed.values()) * len(computed) / computed.total()
+
+
+def interference(chunk_tokens: int | None) -> Figures:
+    """Return the time between two tokens of a decode, alone and beside a prefill of 8192 tokens."""
+    engine = Engine(replace(_AGENT, chunk_tokens=chunk_tokens))
+    engine.submit(0.0, EngineRequest(request_id="decodes", prompt_tokens=1000, output_tokens=200))
+    tokens_s: list[float] = []
+    joined_s = inf
+    while (due_s := engine.next_step_s()) is not None:
+        before = engine.decode_steps
+        if engine.advance(due_s) and joined_s < inf:
+            break
+        if engine.decode_steps > before:
+            tokens_s.append(due_s)
+        if len(tokens_s) == 10:
+            joined_s = due_s
+            engine.submit(due_s, EngineRequest(request_id="prefills", prompt_tokens=8192, output_tokens=1))
+    alone_s = tokens_s[9] - tokens_s[8]
+    # The decode continues after the prefill, or in each of its pieces.
+    beside = [each for each in tokens_s if each > joined_s]
+    end_s = engine.next_step_s() or engine.now_s
+    gap_s = (engine.now_s - joined_s) / len(beside) if beside else end_s - joined_s
+    return {"alone_s": alone_s, "beside_s": gap_s}
+
+
+def known(hot_s: float) -> AbstractContextManager[object]:
+    """Register the policy with core for the duration of the context, because core selects policies by name."""
+    return patch("dualmap.chooser.POLICIES", MappingProxyType({**POLICIES, EarWith.name: EarWith(hot_s)}))
+
+
+def _workloads() -> AbstractContextManager[object]:
+    """Register the workloads with another skew, because a workload is selected by name."""
+    skewed = {_workload_name(zipf): partial(agentic_workload, zipf=zipf) for zipf in _ZIPFS}
+    return patch("dualmap_sim.workloads.catalog.WORKLOADS", MappingProxyType({**WORKLOADS, **skewed}))
+
+
+def _workload_name(zipf: float | None) -> str:
+    return "agentic" if zipf is None else f"agentic with Zipf's exponent {zipf:g}"
+
+
+def _windows(extent: Extent) -> tuple[int, ...]:
+    return extent.windows[:_WINDOWS]
+
+
+def _cell(extent: Extent, run: Run, window: int) -> Cell:
+    return Cell(
+        section="ear",
+        name=f"{run.name} window {window}",
+        policy=run.policy,
+        measure=partial(agents, run, 1200 if extent.quick else 4000, window),
+    )
+
+
+def _interference_cell(mode: str) -> Cell:
+    return Cell(
+        section="ear",
+        name=f"interference {mode}",
+        policy="engine",
+        measure=partial(interference, _INTERFERENCE[mode]),
+    )
+
+
+_HOT: Final = tuple(Run(hot_s=hot_s, rate=rate) for rate in (_BEYOND, _OVERLOAD) for hot_s in _HOT_S)
+_COOL: Final = tuple(Run(cool_s=cool_s, rate=_OVERLOAD) for cool_s in _COOLS_S)
+_PILLARS: Final[Mapping[str, Run]] = MappingProxyType(
+    {
+        "neither": Run(policy="least_loaded", moves=False),
+        "migration only": Run(policy="least_loaded"),
+        "affinity only": Run(hot_s=inf),
+        f"both, T_hot {_EARLY_S:g} s": Run(),
+        f"both, T_hot {_SLO_S:g} s": Run(hot_s=_SLO_S),
+        "dualmap": Run(policy="dualmap", moves=False),
+    }
+)
+_SKEW: Final[Mapping[str, Run]] = MappingProxyType(
+    {
+        "least_loaded": Run(policy="least_loaded", moves=False, rate=_HIGH),
+        "cache_affinity (sticky)": Run(policy="cache_affinity", moves=False, rate=_HIGH),
+        "EAR, affinity only": Run(hot_s=inf, rate=_HIGH),
+        f"EAR, T_hot {_EARLY_S:g} s": Run(rate=_HIGH),
+        "dualmap": Run(policy="dualmap", moves=False, rate=_HIGH),
+    }
+)
+_SPLITS: Final[Mapping[str, Run]] = MappingProxyType(
+    {
+        "round_robin": Run(policy="round_robin", moves=False),
+        "least_loaded": Run(policy="least_loaded", moves=False),
+        "cache_affinity": Run(policy="cache_affinity", moves=False),
+        "ear": Run(policy="ear", moves=False),
+        "dualmap": Run(policy="dualmap", moves=False),
+        "7P+1D, ear": Run(policy="ear", moves=False, decoders=1),
+        "6P+2D, ear": Run(policy="ear", moves=False, decoders=2),
+        "4P+4D, ear": Run(policy="ear", moves=False, decoders=4),
+        "6P+2D, dualmap": Run(policy="dualmap", moves=False, decoders=2),
+        "4P+4D, dualmap": Run(policy="dualmap", moves=False, decoders=4),
+    }
+)
+_BY_MEMORY: Final = ("least_loaded", "ear", "dualmap", "6P+2D, ear", "4P+4D, ear")
+
+
+def _runs() -> list[Run]:
+    """Return all runs, each once."""
+    runs = [*_HOT, *_COOL]
+    runs += [replace(run, rate=rate) for run in _PILLARS.values() for rate in (_BEYOND, _OVERLOAD)]
+    runs += [replace(run, zipf=zipf) for run in _SKEW.values() for zipf in (*_ZIPFS, None)]
+    runs += [replace(run, rate=rate) for run in _SPLITS.values() for rate in _RATES]
+    runs += [replace(_SPLITS[name], rate=_HIGH, memory=memory) for name in _BY_MEMORY for memory in _MEMORIES]
+    return list(dict.fromkeys(runs))
+
+
+def _cells(extent: Extent) -> Sequence[Cell]:
+    cells = [_cell(extent, run, window) for run in _runs() for window in _windows(extent)]
+    return [*cells, *(_interference_cell(mode) for mode in _INTERFERENCE)]
+
+
+def _kept(results: Results, extent: Extent, run: Run) -> list[Figures]:
+    cells = [_cell(extent, run, window) for window in _windows(extent)]
+    return [figures for cell in cells if (figures := results.figures(cell)) is not None]
+
+
+_COLUMNS: Final = (
+    ("amplification", "amplification", 2, 1.0),
+    ("turn_mean_s", "turn, mean s", 1, 1.0),
+    ("ttft_p50_s", "TTFT p50 s", 2, 1.0),
+    ("ttft_p90_s", "p90", 2, 1.0),
+    ("ttft_p99_s", "p99", 2, 1.0),
+    ("tpot_p50_s", "TPOT p50 ms", 0, 1000.0),
+    ("tpot_p90_s", "p90", 0, 1000.0),
+    ("hit_rate", "hit rate %", 1, 100.0),
+    ("pulled_share", "pulled %", 1, 100.0),
+    ("moved_share", "turns that moved %", 2, 100.0),
+    ("slo_attainment", "within SLO %", 1, 100.0),
+    ("served_per_s", "served/s", 2, 1.0),
+    ("busiest_ratio", "busiest instance's computed tokens, times the mean", 2, 1.0),
+    ("worker_max_p90_s", "worst instance's TTFT p90 s", 2, 1.0),
+)
+_SPLIT_COLUMNS: Final = (
+    ("decode_memory_share", "decode side's memory in use %", 0, 100.0),
+    ("decode_wait_p50_s", "prefill's end to first token, p50 s", 2, 1.0),
+    ("refused", "rejected", 0, 1.0),
+)
+
+
+def _page(results: Results, extent: Extent, plots: Path) -> str:
+    return "".join(
+        (
+            f"Closed loop of agents, {_INSTANCES} instances. If not stated: {_BEYOND:g}/s, T_hot {_EARLY_S:g} s of "
+            f"prefill, T_cool {_COOL_S:g} s.\n\n![sensitivity](ear.png)\n\n",
+            _part(results, extent, "T_hot", "T_hot s", [(f"{each.hot_s:g} at {each.rate:g}/s", each) for each in _HOT]),
+            _part(
+                results,
+                extent,
+                f"T_cool, at {_OVERLOAD:g}/s",
+                "T_cool s",
+                [(f"{each.cool_s:g}", each) for each in _COOL],
+            ),
+            _part(
+                results,
+                extent,
+                "The two pillars",
+                "pillars",
+                [
+                    (f"{name}, at {rate:g}/s", replace(run, rate=rate))
+                    for rate in (_BEYOND, _OVERLOAD)
+                    for name, run in _PILLARS.items()
+                ],
+            ),
+            _part(
+                results,
+                extent,
+                f"Skew of the sessions, at {_HIGH:g}/s",
+                "Zipf's exponent",
+                [
+                    (f"{'published shares' if zipf is None else f'{zipf:g}'}: {name}", replace(run, zipf=zipf))
+                    for zipf in (*_ZIPFS, None)
+                    for name, run in _SKEW.items()
+                ],
+            ),
+            _part(
+                results,
+                extent,
+                "Static prefill/decode splits, and TPOT",
+                "policy",
+                [
+                    (f"{name}, at {rate:g}/s", replace(run, rate=rate))
+                    for rate in _RATES
+                    for name, run in _SPLITS.items()
+                ],
+                more=_SPLIT_COLUMNS,
+            ),
+            _part(
+                results,
+                extent,
+                f"KV memory of an instance, at {_HIGH:g}/s",
+                "tokens",
+                [
+                    (f"{memory:,}: {name}", replace(_SPLITS[name], rate=_HIGH, memory=memory))
+                    for memory in _MEMORIES
+                    for name in _BY_MEMORY
+                ],
+                more=_SPLIT_COLUMNS,
+            ),
+            _interference_text(results),
+            _drawn(results, extent, plots),
+        )
+    )
+
+
+def _part(
+    results: Results,
+    extent: Extent,
+    title: str,
+    head: str,
+    runs: Sequence[tuple[str, Run]],
+    *,
+    more: Sequence[tuple[str, str, int, float]] = (),
+) -> str:
+    columns = (*_COLUMNS, *more)
+    rows = []
+    for name, run in runs:
+        kept = _kept(results, extent, run)
+        if kept:
+            shown = (Spread.of(each.get(key) for each in kept).show(digits, scale) for key, _, digits, scale in columns)
+            rows.append([name, *shown])
+    return f"## {title}\n\n{table((head, *(each for _, each, *_ in columns)), rows)}\n"
+
+
+def _interference_text(results: Results) -> str:
+    rows = [
+        [mode, number(each["alone_s"], 0, 1000), number(each["beside_s"], 0, 1000), f"{_times(each):.0f}"]
+        for mode in _INTERFERENCE
+        if (each := results.figures(_interference_cell(mode))) is not None
+    ]
+    heads = ("prefill", "token of a decode alone, ms", "beside a prefill of 8192 tokens, ms", "times")
+    return f"## Interference of prefill and decode\n\n{table(heads, rows)}\n"
+
+
+def _times(figures: Figures) -> float:
+    return float(figures["beside_s"] / figures["alone_s"])
+
+
+def _mean(results: Results, extent: Extent, run: Run, name: str) -> float | None:
+    return Spread.of(each[name] for each in _kept(results, extent, run)).mean
+
+
+def _drawn(results: Results, extent: Extent, plots: Path) -> str:
+    figure, axes = grid(1, 4)
+    for rate, style in ((_BEYOND, "-"), (_OVERLOAD, "--")):
+        runs = [run for run in _HOT if run.rate == rate and run.hot_s < inf]
+        hot = {"ear": [(run.hot_s, _mean(results, extent, run, "ttft_p90_s")) for run in runs]}
+        draw_lines(axes[0][0], ("ear",), hot, style=style)
+    axes[0][0].set_xscale("log")
+    axes[0][0].set_yscale("log")
+    finish(axes[0][0], f"TTFT p90, s, at {_BEYOND:g}/s, {_OVERLOAD:g}/s (--)", across="T_hot, s of prefill")
+    cool = {"ear": [(run.cool_s, _mean(results, extent, run, "ttft_p90_s")) for run in _COOL]}
+    draw_lines(axes[0][1], ("ear",), cool)
+    finish(axes[0][1], f"TTFT p90, s, at {_OVERLOAD:g}/s", across="T_cool, s")
+    names = ("least_loaded", "cache_affinity", "ear", "dualmap")
+    chosen = ("least_loaded", "cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
+    lines = {
+        shown: [(zipf, _mean(results, extent, replace(_SKEW[name], zipf=zipf), "worker_max_p90_s")) for zipf in _ZIPFS]
+        for shown, name in zip(names, chosen, strict=True)
+    }
+    draw_lines(axes[0][2], names, lines)
+    axes[0][2].set_yscale("log")
+    finish(axes[0][2], f"worst instance's TTFT p90, s, at {_HIGH:g}/s", across="skew of sessions, Zipf's exponent")
+    for name, style in (("ear", "-"), ("4P+4D, ear", "--"), ("6P+2D, ear", ":")):
+        runs = [replace(_SPLITS[name], rate=_HIGH, memory=memory) for memory in _MEMORIES]
+        points = [(run.memory / 1000, _mean(results, extent, run, "ttft_p90_s")) for run in runs]
+        draw_lines(axes[0][3], ("ear",), {"ear": points}, style=style)
+    axes[0][3].set_yscale("log")
+    finish(axes[0][3], "TTFT p90, s: ear, 4P+4D (--), 6P+2D (..)", across="KV memory of an instance, 1000 tokens")
+    legend(figure, names)
+    save(figure, plots / "ear.png")
+    return ""
+
+
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    def shown(runs: Mapping[str, Run], *names: tuple[str, int, float]) -> str:
+        parts = []
+        for title, run in runs.items():
+            if _kept(results, extent, run):
+                values = (number(_mean(results, extent, run, name), digits, scale) for name, digits, scale in names)
+                parts.append(f"{title}: {' / '.join(values)}")
+        return "; ".join(parts)
+
+    ttft_p90, hits, moved = ("ttft_p90_s", 2, 1.0), ("hit_rate", 1, 100.0), ("moved_share", 2, 100.0)
+    pillars = {
+        f"{name} at {rate:g}/s": replace(run, rate=rate)
+        for rate in (_BEYOND, _OVERLOAD)
+        for name, run in _PILLARS.items()
+    }
+    splits = {
+        f"{name} at {rate:g}/s": replace(_SPLITS[name], rate=rate)
+        for rate in _RATES
+        for name in ("ear", "6P+2D, ear", "4P+4D, ear")
+    }
+    memories = {
+        f"{memory // 1000}k {name}": replace(_SPLITS[name], rate=_HIGH, memory=memory)
+        for memory in _MEMORIES
+        for name in ("ear", "6P+2D, ear", "4P+4D, ear")
+    }
+    skews = {
+        f"{zipf:g} {name}": replace(_SKEW[name], zipf=zipf)
+        for zipf in (_ZIPFS[0], _ZIPFS[-1])
+        for name in ("cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
+    }
+    tpots = {name: _SPLITS[name] for name in ("round_robin", "least_loaded", "cache_affinity", "ear", "dualmap")}
+    interfered = [
+        f"{_times(each):.0f} times with {mode}"
+        for mode in _INTERFERENCE
+        if (each := results.figures(_interference_cell(mode))) is not None
+    ]
+    return (
+        Claim(
+            "EAR 3.2",
+            "static prefill/decode splits: TTFT P50 62 to 72 times as high, success falls from 99.5 to 52-68 %",
+            _with(
+                "TTFT P50 in s / within SLO in %: ", shown(splits, ("ttft_p50_s", 2, 1.0), ("slo_attainment", 1, 100.0))
+            ),
+        ),
+        Claim(
+            "EAR 3.2, 5.5",
+            "a static split hits the wall of the decode side's KV memory",
+            _with(
+                f"at {_HIGH:g}/s, TTFT P50 / P90 in s by tokens of memory: ",
+                shown(memories, ("ttft_p50_s", 2, 1.0), ttft_p90),
+            ),
+        ),
+        Claim(
+            "EAR 5.3",
+            "affinity alone has locality, migration alone has none, both are needed (expected, not measured)",
+            _with(
+                "hit rate in % / pulled in % / TTFT P90 in s / worst instance's: ",
+                shown(pillars, hits, ("pulled_share", 1, 100.0), ttft_p90, ("worker_max_p90_s", 2, 1.0)),
+            ),
+        ),
+        Claim(
+            "EAR 5.5",
+            "T_hot: a low threshold thrashes, a high threshold misses hot instances (open)",
+            _with(
+                "turns that moved in % / TTFT P90 in s: ",
+                shown({f"{each.hot_s:g} s at {each.rate:g}/s": each for each in _HOT}, moved, ttft_p90),
+            ),
+        ),
+        Claim(
+            "EAR 5.5",
+            "T_cool: likewise (open)",
+            _with(
+                f"at {_OVERLOAD:g}/s, turns that moved in % / TTFT P90 in s: ",
+                shown({f"{each.cool_s:g} s": each for each in _COOL}, moved, ttft_p90),
+            ),
+        ),
+        Claim(
+            "EAR 5.5",
+            "the gap between sticky sessions and EAR grows with the skew of the sessions (open)",
+            _with(
+                f"at {_HIGH:g}/s, worst instance's TTFT P90 in s by Zipf's exponent: ",
+                shown(skews, ("worker_max_p90_s", 2, 1.0)),
+            ),
+        ),
+        Claim(
+            "EAR 1, 5.2",
+            "EAR dominates in TPOT, too (open)",
+            _with(
+                f"TPOT P50 / P90 in ms, at {_BEYOND:g}/s: ",
+                shown(tpots, ("tpot_p50_s", 0, 1000.0), ("tpot_p90_s", 0, 1000.0)),
+            ),
+        ),
+        Claim(
+            "EAR 3.3",
+            "a prefill of 8k tokens on the same GPU makes TPOT 66 times as long",
+            "; ".join(interfered),
+        ),
+    )
+
+
+def _with(before: str, text: str) -> str:
+    return before + text if text else ""
+
+
+SECTION: Final = Section(
+    name="ear",
+    title="EAR: sensitivity, pillars, static prefill/decode splits, TPOT",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+)
