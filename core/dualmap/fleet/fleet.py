@@ -550,9 +550,6 @@ class Fleet:
             # Only requests in flight delay other prefills at the member; queued requests do not.
             if loads[member].backlog_s:
                 self._ledger.loads[member].others.busy(said_s)
-        for member in self._peers.ended(said_s, peer, loads):
-            if member in self._membership.members:
-                self._ledger.loads[member].prefills.others_ended(said_s)
         self._update_others(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, now: float, placed_s: float, placement: Placement) -> None:

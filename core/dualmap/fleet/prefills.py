@@ -26,8 +26,6 @@ class PrefillAccount:
         # The start of the time without a report for the head. Later than `_head_since_s` if the previous prefill
         # counted as ended without a report.
         self._silent_since_s = 0.0
-        # The last time at which a prefill of another replica ended.
-        self._others_ended_s = -inf
 
     def add(self, request: InFlightRequest, begins_s: float) -> None:
         """Add a dispatched request; if no other request is pending, its prefill starts at ``begins_s``."""
@@ -50,10 +48,6 @@ class PrefillAccount:
     def restart(self, begins_s: float) -> None:
         """Record that the head's prefill starts at ``begins_s``."""
         self._head_since_s = self._silent_since_s = begins_s
-
-    def others_ended(self, at_s: float) -> None:
-        """Record that a prefill of another replica ended at the member, so the member was not stalled."""
-        self._others_ended_s = max(self._others_ended_s, at_s)
 
     def give_up_head(self, now: float) -> None:
         """Count the head as ended without a report and remove it; a stall of the member continues."""
@@ -82,9 +76,8 @@ class PrefillAccount:
 
         The head's progress reduces the backlog. If the head runs ``decode_stall_s`` longer than its expected time, the
         member is in the paper's decode bottleneck (section A.7). The time without a completed prefill is then added to
-        the backlog. A prefill of another replica that ended is also a completed prefill. Deviation: the paper compares
-        the complete interval with a threshold. The paper's rule would also report a stall for every long prefill, such
-        as a prefill of 20 000 tokens.
+        the backlog. Deviation: the paper compares the complete interval with a threshold. The paper's rule would also
+        report a stall for every long prefill, such as a prefill of 20 000 tokens.
         """
         head = self.head
         if head is None:
@@ -98,9 +91,7 @@ class PrefillAccount:
         else:
             backlog_s = self.compute_s - compute_s
             if interval_s > compute_s + decode_stall_s:
-                since_s = now - max(self._head_since_s, self._others_ended_s)
-                if since_s > compute_s + decode_stall_s:
-                    backlog_s += since_s
+                backlog_s += interval_s
         return backlog_s if backlog_s > 0.0 else 0.0
 
     def forecast(self, now: float, decode_stall_s: float) -> tuple[float, float, float]:
@@ -109,12 +100,11 @@ class PrefillAccount:
         if head is None:
             return -inf, 0.0, inf
         began_s, behind_s = self._head_since_s, max(0.0, self.compute_s - head.compute_s)
-        ended_s = max(began_s, self._others_ended_s)
-        stalls_s = ended_s + head.compute_s + decode_stall_s
+        stalls_s = began_s + head.compute_s + decode_stall_s
         if now < began_s:
             return -inf, self.compute_s, began_s
         if now > stalls_s:
-            return -inf, behind_s + (now - ended_s), -inf
+            return -inf, behind_s + (now - began_s), -inf
         return began_s + self.compute_s, behind_s, stalls_s
 
     def reaches_s(self, backlog_s: float) -> float:

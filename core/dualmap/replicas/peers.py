@@ -48,16 +48,6 @@ class Peers:
         self._loads[peer], self._heard_s[peer] = loads, reported_s
         return changed
 
-    def ended(self, reported_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> list[str]:
-        """Return the members at which a replica's pending prefill tokens fell since its last report."""
-        if reported_s < self._heard_s.get(peer, reported_s):
-            return []
-        return [
-            member
-            for member, before in self._loads.get(peer, {}).items()
-            if before.pending_prefill_tokens > (loads[member].pending_prefill_tokens if member in loads else 0)
-        ]
-
     def forget(self, peer: str) -> set[str]:
         """Remove a replica's report; return the members whose sum may have changed."""
         self._heard_s.pop(peer, None)
