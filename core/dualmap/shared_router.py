@@ -499,7 +499,7 @@ class SharedRouter:
         self._asked.pop(request.id, None)
         self._queued.pop(request.id, None)
         self._decided(RemoteDecision(result, now - waiting.asked_s))
-        if result != "local":
+        if result == "timeout":
             self._suspected_until_s = now + SUSPICION_S
         self._send(waiting.at, Progress(request_id=request.id, step=Step.ABORTED))
         answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
