@@ -170,7 +170,7 @@ class TestRights:
 
 
 def workload(file: str, name: str) -> Any:
-    return only(file, "StatefulSet" if name.endswith("-router") else "Deployment", name)
+    return only(file, "Deployment", name)
 
 
 def with_readable_key(arguments: list[str]) -> list[str]:
@@ -246,19 +246,19 @@ def test_operators_use_leader_election_and_know_their_namespace() -> None:
 class TestRouter:
     def test_router_liveness_probe_differs_from_readiness_probe(self) -> None:
         """A draining router is not ready, but the kubelet must not kill this router."""
-        (container,) = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]["containers"]
+        (container,) = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert "service" not in container["readinessProbe"]["grpc"]
 
     def test_router_grace_period_covers_the_drain(self) -> None:
-        pod = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]
+        pod = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]
         arguments = with_readable_key(pod["containers"][0]["args"])
         options = router.make_context("router", arguments).params
         assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
 
     def test_router_service_has_the_name_and_port_the_operator_uses(self) -> None:
-        service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "StatefulSet"))
+        service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "Deployment"))
         pod = deployment["spec"]["template"]
         assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()

@@ -58,7 +58,7 @@ def test_owner_decides_by_reported_blocks_of_an_asked_prompt():
     answer = both.routers[asking].on_request(0.0, request).answer
 
     assert isinstance(answer, Asked)
-    _, answered = both.deliver()
+    answered = both.deliver()[-1]
     assert isinstance(answered, Answer)
     assert isinstance(answered.outcome, Decision)
     receipt = answered.outcome.receipt
