@@ -147,11 +147,13 @@ async def pairs(served: Router) -> list[tuple[str, ...]]:
     async with grpc.aio.insecure_channel(served.grpc) as channel:
         for n in range(8):
             call = stream(channel)
-            for message in (request_headers(NO_WAIT), request_body(chat(f"prompt {n}")), response_headers()):
-                # Another router may decide, so the answer to a body may take a moment.
+            for message in (request_headers(NO_WAIT), request_body(chat(f"prompt {n}"))):
                 await call.write(message)
-                answer = await call.read()
-            receipt = headers_set(answer)["x-dualmap-decision"]
+            # Another router may decide, so the answers to headers and body may take a moment.
+            for _ in range(2):
+                await call.read()
+            await call.write(response_headers())
+            receipt = headers_set(await call.read())["x-dualmap-decision"]
             found.append(tuple(receipt.partition("pair=(")[2].partition(")")[0].replace('"', "").split()))
             call.cancel()
     return found
