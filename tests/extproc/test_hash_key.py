@@ -160,11 +160,11 @@ async def pairs(served: Router) -> list[tuple[str, ...]]:
 
 
 async def warnings_of(served: Router) -> list[str]:
-    """End a router; return its log's lines about the hash key."""
+    """End a router; return its log's warnings that the hash key is public."""
     served.stop()
     assert await served.exited() == 0
     assert served.process.stderr is not None
-    return [line for line in (await served.process.stderr.read()).decode().splitlines() if "hash key" in line]
+    return [line for line in (await served.process.stderr.read()).decode().splitlines() if "The hash key is public" in line]
 
 
 async def test_single_router_without_key_file_has_a_random_key(pool_file):
