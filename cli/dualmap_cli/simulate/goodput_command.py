@@ -65,8 +65,10 @@ def goodput(
 
     A rejected request counts as a missed SLO. Warm-up requests do not count. By default, one router serves all requests
     and receives feedback without delay. To simulate several routers behind one gateway, use
-    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, the rate is
-    nominal, because each session waits for an answer before the next request.
+    --routers 4 --feedback-delay 20ms. The pool's owner then decides for all routers, and --hop-delay sets the delay of
+    their messages. With --decide local, each router decides by itself, and --view-delay sets the age of its data about
+    the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
+    before the next request.
 
     --plot draws the means as bars and each window's value as a dot.
 

@@ -48,8 +48,10 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     All figures leave out warm-up requests. Percentiles cover served requests only. The share within the SLO covers all
     requests, and counts a rejected request as a missed SLO. By default, one router serves all requests and receives
     feedback without delay. To simulate several routers behind one gateway, use
-    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, the rate is
-    nominal, because each session waits for an answer before the next request.
+    --routers 4 --feedback-delay 20ms. The pool's owner then decides for all routers, and --hop-delay sets the delay of
+    their messages. With --decide local, each router decides by itself, and --view-delay sets the age of its data about
+    the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
+    before the next request.
 
     With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
     these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
