@@ -30,6 +30,8 @@ OPTIONS: dict[str, Any] = {
     "slow": (),
     "slo_ttft_s": 5.0,
     "routers": 1,
+    "decide": "owner",
+    "hop_delay_s": 0.001,
     "view_delay_s": 0.1,
     "feedback_delay_s": 0.0,
     "believed_speed": None,
