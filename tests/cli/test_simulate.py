@@ -223,7 +223,7 @@ def test_simulate_help_explains_counting_and_bounds(command: str) -> None:
         *(f"{info.name} {info.summary}" for info in ORACLES.values()),
         *(
             "By default, one router serves all requests",
-            "--routers 4 --view-delay 100ms --feedback-delay 20ms",
+            "--routers 4 --feedback-delay 20ms",
             "closed-loop workload agentic, the rate is nominal",
         ),
         *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
