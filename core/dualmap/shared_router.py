@@ -7,8 +7,8 @@ like a single router.
 
 Each request of this router is in the accounts of one router: this router, or the owner. If the owner changes, every
 router moves its own requests to the new owner's accounts: it asks again for queued requests, and sends those in flight.
-A router without an answer in PATIENCE_S decides by itself, and does not ask the owner again for SUSPICION_S. It moves
-these requests to the owner with the owner's next answer. Two routers that both believe that they own a pool both
+A router without an answer in ANSWER_TIMEOUT_S decides by itself, and does not ask the owner again for PAUSE_S. It moves
+these requests to the owner with the owner's next answer. Two routers that both own a pool both
 decide, each with a part of the requests. No request is lost in any of these cases.
 """
 
@@ -45,9 +45,9 @@ from dualmap.requests import (
 from dualmap.router import PoolRouter
 
 AnswerT = TypeVar("AnswerT")
-PATIENCE_S: Final = 0.02
+ANSWER_TIMEOUT_S: Final = 0.02
 """The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
-SUSPICION_S: Final = 0.5
+PAUSE_S: Final = 0.5
 """The time for which a router does not ask an owner that did not answer in time."""
 DECLINED_S: Final = 30.0
 """The time for which a router that declined a request of a pool does not count as a possible owner of the pool."""
@@ -124,18 +124,18 @@ class SharedRouter:
         decided: Callable[[RemoteDecision], None] = lambda _: None,
         hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
-        patience_s: float = PATIENCE_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._router = PoolRouter(pool, replicated=replicated, hash_key=hash_key)
         self._name = name
         self._send = send
         self._decided = decided
-        self._patience_s = patience_s
+        self._answer_timeout_s = answer_timeout_s
         self._owner = name
         self._routers: frozenset[str] = frozenset()
         # Until when the routers that declined a request are no possible owners.
         self._declined_until_s: dict[str, float] = {}
-        self._suspected_until_s = -inf
+        self._asks_again_s = -inf
         self._is_ending = False
         # What the demand needs and only the owner knows: the members' speed, and the share of new prompt tokens.
         self._owners_speed = 0.0
@@ -395,7 +395,7 @@ class SharedRouter:
             self._ends(each.request_id)
         released = self._sort(now, outcomes)
         for waiting in tuple(self._asked.values()):
-            if waiting.asked_s + self._patience_s > now:
+            if waiting.asked_s + self._answer_timeout_s > now:
                 break
             released += self._give_up(now, waiting, "timeout")
         for waiting in tuple(self._queued.values()):
@@ -418,7 +418,7 @@ class SharedRouter:
         """Return the next time at which ``on_deadline`` must be called, or None."""
         times_s = [self._router.next_deadline()]
         if self._asked:
-            times_s.append(next(iter(self._asked.values())).asked_s + self._patience_s)
+            times_s.append(next(iter(self._asked.values())).asked_s + self._answer_timeout_s)
         if self._queued:
             times_s.append(self._answer_due_s(next(iter(self._queued.values()))))
         if self._in_flight:
@@ -428,7 +428,7 @@ class SharedRouter:
     def _place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         if self._owner == self._name or self._is_ending:
             return self._decide(now, request)
-        if now < self._suspected_until_s:
+        if now < self._asks_again_s:
             self._decided(RemoteDecision("local", 0.0))
             return self._decide(now, request)
         self._ask(now, request)
@@ -443,7 +443,7 @@ class SharedRouter:
         if self._is_ending:
             self._owner = owner
             return ()
-        self._owner, self._suspected_until_s = owner, -inf
+        self._owner, self._asks_again_s = owner, -inf
         if owner != self._name:
             # A router that was lost and returns still accounts for requests that have ended meanwhile.
             self._send(owner, Left())
@@ -484,9 +484,9 @@ class SharedRouter:
         if outcome.request_id in self._asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))
         moved: tuple[Outcome, ...] = ()
-        if peer == self._owner and self._suspected_until_s > -inf:
+        if peer == self._owner and self._asks_again_s > -inf:
             # The owner answers again, so it gets the requests that were decided here meanwhile.
-            self._suspected_until_s = -inf
+            self._asks_again_s = -inf
             moved = self._move(now)
         if isinstance(outcome, Decision) and outcome.endpoints[0] not in self._endpoints:
             # The routers have different versions of the pool, and Envoy may have this router's.
@@ -500,7 +500,7 @@ class SharedRouter:
         self._queued.pop(request.id, None)
         self._decided(RemoteDecision(result, now - waiting.asked_s))
         if result == "timeout":
-            self._suspected_until_s = now + SUSPICION_S
+            self._asks_again_s = now + PAUSE_S
         self._send(waiting.at, Progress(request_id=request.id, step=Step.ABORTED))
         answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
         if isinstance(answer, Asked) or (isinstance(answer, Queued) and waiting.queued):

@@ -7,7 +7,7 @@ from dualmap.ownership.messages import Message
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Decision, Effects, Outcome, Queued, Rejection, Request, Usage
-from dualmap.shared_router import PATIENCE_S, RemoteDecision, SharedRouter
+from dualmap.shared_router import ANSWER_TIMEOUT_S, RemoteDecision, SharedRouter
 
 
 class Routers:
@@ -93,8 +93,8 @@ class Routers:
             self.take(self[name].on_deadline(self.now))
         self.now = max(until_s, self.now)
 
-    def lose_patience(self) -> None:
-        self.wait(PATIENCE_S + 1e-3)
+    def wait_for_answer(self) -> None:
+        self.wait(ANSWER_TIMEOUT_S + 1e-3)
 
     def in_flight(self, name: str) -> int:
         return sum(each.in_flight for each in self[name].status().endpoints)

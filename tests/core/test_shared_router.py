@@ -14,7 +14,7 @@ from dualmap.ownership.messages import Answer, Ask, Declined, Progress, Step
 from dualmap.ownership.owner import owner_of
 from dualmap.requests import Asked, Completion, Decision, FirstToken, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
-from dualmap.shared_router import DECLINED_S, SUSPICION_S
+from dualmap.shared_router import DECLINED_S, PAUSE_S
 
 LONG = text_of(4000, "a long prompt")
 
@@ -130,12 +130,12 @@ def test_owner_without_an_answer_is_not_asked_again_for_a_while() -> None:
     both = Routers(pool(2))
     (other,) = both.others
     both.ask(other, at("a"))
-    both.lose_patience()
+    both.wait_for_answer()
     assert isinstance(both.outcomes["a"][-1], Decision)
     assert isinstance(both.ask(other, at("b", now=both.now)), Decision)
     assert both.in_flight(other) == 2
     assert both.results == ["timeout", "local"]
-    both.wait(SUSPICION_S)
+    both.wait(PAUSE_S)
     assert isinstance(both.ask(other, at("c", now=both.now)), Asked)
 
 
@@ -143,10 +143,10 @@ def test_owner_that_answers_again_gets_the_requests_decided_meanwhile() -> None:
     both = Routers(pool(2))
     (other,) = both.others
     both.ask(other, at("a"))
-    both.lose_patience()
+    both.wait_for_answer()
     both.ask(other, at("b", now=both.now))
     both.first_token("b")
-    both.wait(SUSPICION_S)
+    both.wait(PAUSE_S)
     both.ask(other, at("c", now=both.now))
     both.deliver()
     assert (both.in_flight(both.owner), both.in_flight(other)) == (3, 0)
@@ -284,7 +284,7 @@ def test_decision_for_an_unknown_endpoint_is_made_again() -> None:
     for number in range(8):
         both.ask(other, at(f"r{number}", text_of(2000, f"prompt {number}"), now=both.now))
         both.deliver()
-        both.wait(SUSPICION_S)
+        both.wait(PAUSE_S)
     endpoints = {both.decision(f"r{number}").endpoints[0] for number in range(8)}
     assert endpoints == {both[other].pool.members[0].endpoint}
     assert "refused" in both.results
