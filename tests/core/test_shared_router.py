@@ -10,8 +10,9 @@ from builders import pool, request, text_of
 from core.queue_pools import slow_pool
 from core.shared_routers import Routers
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
-from dualmap.ownership.messages import Answer, Ask, Declined, Progress, Step
+from dualmap.ownership.messages import Answer, Ask, Declined, Message, Progress, Sent, Step
 from dualmap.ownership.owner import owner_of
+from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Asked, Completion, Decision, FirstToken, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
 from dualmap.shared_router import DECLINED_S, PAUSE_S
@@ -341,6 +342,39 @@ def test_reports_and_answers_of_strangers_have_no_effect() -> None:
     all3.ask(asking, at("b"))
     answer = Answer(outcome=Rejection(request_id="b", reason=next(iter(type(_no_endpoint().reason)))))
     assert all3[asking].on_message(0.0, stranger, answer).outcomes == ()
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        BlockChain(hashes=(1, 2), block_tokens=128, tokens=2**50),
+        BlockChain(hashes=(1, 2), block_tokens=1, tokens=100_000),
+        BlockChain(hashes=(1, 2), block_tokens=128, tokens=2**50, exact=True),
+        BlockChain(hashes=(1, 2), block_tokens=128, tokens=2**50, full_blocks=2**50),
+    ],
+)
+@pytest.mark.parametrize("sent", [False, True])
+def test_prompt_of_a_peer_counts_up_to_the_longest_prompt(chain: BlockChain, sent: bool) -> None:
+    both = Routers(pool(2))
+    (other,) = both.others
+    asked = replace(at("a"), chain=chain)
+    message: Message = Ask(request=asked, age_s=0.0)
+    if sent:
+        message = Sent(
+            request=asked,
+            age_s=0.0,
+            endpoint=both[other].pool.members[0].endpoint,
+            sent_ago_s=0.0,
+            matched_tokens=0,
+            predicted_ttft_s=0.0,
+            prefilled=False,
+        )
+    both[both.owner].on_message(0.0, other, message)
+    statuses = both[both.owner].status().endpoints
+    assert sum(each.in_flight for each in statuses) == 1
+    assert sum(each.pending_prefill_tokens for each in statuses) == both[other].pool.engine.max_model_len
+    both[both.owner].on_message(0.0, other, Progress(request_id="a", step=Step.FINISHED))
+    assert all(each.pending_prefill_tokens == 0 for each in both[both.owner].status().endpoints)
 
 
 def _no_endpoint() -> Rejection:
