@@ -136,6 +136,14 @@ class Dispatcher:
             outcomes.append(rejection)
         return tuple(outcomes)
 
+    def overdue(self, request: Request) -> Rejection:
+        """Return the rejection of a request that several routers, one after the other, queued for the longest wait."""
+        return Rejection(
+            request_id=request.id,
+            reason=Reason.WAITED_TOO_LONG if self._fleet.rings(request)[0].members else Reason.NO_ENDPOINT,
+            retry_after_s=self._pool.routing.queue.max_wait_s,
+        )
+
     def next_deadline(self) -> float | None:
         """Return the next time at which ``release_all`` or ``expire`` must run, or None."""
         if not self._queue:

@@ -1,10 +1,12 @@
 """The requests of other routers in one router's accounts: their questions, their progress, and the answers to them."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import inf
 from typing import Final
 
+from dualmap.fleet.ledger import ENDED_MAX
 from dualmap.ownership.messages import Answer, Ask, Declined, Message, Progress, Sent, Step
 from dualmap.requests import Outcome, Rejection, SentRequest
 from dualmap.router import PoolRouter
@@ -25,6 +27,8 @@ class Guests:
         self._send = send
         # The router of each request.
         self._routers: dict[str, str] = {}
+        # The routers of the last requests that ended, since the engine's token counts may come later.
+        self._ended: OrderedDict[str, str] = OrderedDict()
         # The routers that have ended, or to which the connection is lost, while their requests are in flight.
         self._lost: set[str] = set()
         self._tokens_per_second = 0.0
@@ -39,8 +43,8 @@ class Guests:
     def ask(self, now: float, peer: str, ask: Ask) -> tuple[Outcome, ...]:
         """Decide a request of another router. Its id must be unknown."""
         request = replace(ask.request, arrived_s=now - ask.age_s)
-        self._routers[request.id] = peer
         answer, outcomes = self._router.on_request(now, request)
+        self._routers[request.id] = peer
         return (answer, *outcomes)
 
     def decline(self, peer: str, request_id: str) -> None:
@@ -62,10 +66,10 @@ class Guests:
 
     def progress(self, now: float, peer: str, progress: Progress) -> tuple[Outcome, ...]:
         """Apply another router's report of one of its requests; ignore an unknown request."""
-        request_id, router = progress.request_id, self._router
+        request_id, router, usage = progress.request_id, self._router, progress.usage
         if progress.step is Step.COUNTED:
-            if progress.usage is not None:
-                router.on_usage(now, request_id, progress.usage)
+            if usage is not None and self._ended.get(request_id) == peer:
+                router.on_usage(now, request_id, usage)
             return ()
         if self._routers.get(request_id) != peer:
             return ()
@@ -77,13 +81,14 @@ class Guests:
                 return router.on_first_token(now, request_id).outcomes
             case Step.SERVED:
                 return router.on_served(now, request_id, progress.endpoint).outcomes
-        del self._routers[request_id]
-        match progress.step:
             case Step.FINISHED:
-                return router.on_finished(now, request_id, progress.usage).outcomes
+                self._end(request_id)
+                return router.on_finished(now, request_id, usage).outcomes
             case Step.FAILED:
+                self._end(request_id)
                 return router.on_failed(now, request_id).outcomes
-            case _:
+            case Step.ABORTED:
+                self._end(request_id)
                 return router.on_aborted(now, request_id).outcomes
 
     def orphan(self, now: float, progress: Progress) -> tuple[Outcome, ...]:
@@ -126,6 +131,11 @@ class Guests:
                 del self._routers[outcome.request_id]
             self._send(peer, Answer(outcome=outcome, tokens_per_second=self._speed(now)))
         return tuple(own)
+
+    def _end(self, request_id: str) -> None:
+        self._ended[request_id] = self._routers.pop(request_id)
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
 
     def _speed(self, now: float) -> float:
         if now >= self._speed_due_s:

@@ -156,6 +156,14 @@ class FirstToken:
     predicted_ttft_s: float
     within_slo: bool
 
+    @classmethod
+    def measured(
+        cls, now: float, *, member: str, arrived_s: float, predicted_ttft_s: float, slo_ttft_s: float
+    ) -> "FirstToken":
+        """Return the first token that arrived now."""
+        ttft_s = now - arrived_s
+        return cls(member=member, ttft_s=ttft_s, predicted_ttft_s=predicted_ttft_s, within_slo=ttft_s <= slo_ttft_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

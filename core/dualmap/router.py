@@ -92,12 +92,12 @@ class PoolRouter:
         request = self._fleet.first_token(now, request_id)
         if request is None:
             return Effects(None)
-        ttft_s = now - request.arrived_s
-        first_token = FirstToken(
+        first_token = FirstToken.measured(
+            now,
             member=request.member,
-            ttft_s=ttft_s,
+            arrived_s=request.arrived_s,
             predicted_ttft_s=request.predicted_ttft_s,
-            within_slo=ttft_s <= self._pool.slo.ttft_s,
+            slo_ttft_s=self._pool.slo.ttft_s,
         )
         return Effects(first_token, self._dispatcher.release(now, request.member))
 
@@ -153,6 +153,11 @@ class PoolRouter:
             if member is not None:
                 outcomes += self._dispatcher.release(now, member)
         return Effects(None, outcomes)
+
+    def on_overdue(self, now: float, request: Request) -> Effects[Rejection]:
+        """Reject a request that was queued here, or by other routers, for the pool's longest wait."""
+        _, outcomes = self._dispatcher.forget(now, request.id)
+        return Effects(self._dispatcher.overdue(request), outcomes)
 
     def on_peer_lost(self, now: float, peer: str) -> Effects[None]:
         """Remove the load that a replica reported which has ended, or to which the connection is lost."""

@@ -7,22 +7,24 @@ like a single router.
 
 Each request of this router is in the accounts of one router: this router, or the owner. If the owner changes, every
 router moves its own requests to the new owner's accounts: it asks again for queued requests, and sends those in flight.
-A router without an answer in PATIENCE_S decides by itself, and does not ask the owner again for SUSPICION_S. It moves
-these requests to the owner with the owner's next answer. Two routers that both believe that they own a pool both
-decide, each with a part of the requests. No request is lost in any of these cases.
+A router without an answer in ANSWER_TIMEOUT_S decides by itself. After MISSES_MAX missed answers in a row, it does not
+ask the owner for PAUSE_S. It moves these requests to the owner with the owner's next answer. Two routers that both own
+a pool both decide, each with a part of the requests. No request is lost in any of these cases, and none is queued for
+longer than the pool's longest wait.
 """
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import takewhile
 from math import inf
 from typing import Final, NamedTuple, TypeVar
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
-from dualmap.fleet.ledger import ENDED_MAX, IN_FLIGHT_TTL_S
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.guests import Guests
+from dualmap.own_requests import InFlight, OwnRequests, Waiting
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
@@ -45,18 +47,22 @@ from dualmap.requests import (
 from dualmap.router import PoolRouter
 
 AnswerT = TypeVar("AnswerT")
-PATIENCE_S: Final = 0.02
+ANSWER_TIMEOUT_S: Final = 0.02
 """The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
-SUSPICION_S: Final = 0.5
-"""The time for which a router does not ask an owner that did not answer in time."""
-DECLINED_S: Final = 30.0
-"""The time for which a router that declined a request of a pool does not count as a possible owner of the pool."""
-# An owner answers a queued request within the pool's longest wait, and this much later at the latest.
-_QUEUE_MARGIN_S: Final = 1.0
+MISSES_MAX: Final = 3
+"""The missed answers in a row after which a router does not ask the owner for PAUSE_S.
+
+Questions that waited at the same time miss one answer together, because one delay of the owner delays all answers."""
+PAUSE_S: Final = 0.5
+"""The time for which a router does not ask an owner that has missed MISSES_MAX answers."""
+DECLINED_S: Final = 2.0
+"""The time for which a router that declined a request of a pool does not count as a possible owner of the pool.
+
+Each further time without an answer between is twice as long, up to DECLINED_MAX_S. The first is short, because a new
+pool reaches the routers at different times."""
+DECLINED_MAX_S: Final = 30.0
 # A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
 _HEARD_EVERY_S: Final = 10.0
-# The weight of a request in the mean share of new prompt tokens.
-_NEW_SHARE_WEIGHT: Final = 0.02
 
 
 class RemoteDecision(NamedTuple):
@@ -68,44 +74,6 @@ class RemoteDecision(NamedTuple):
 
     result: str
     seconds: float
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A request of this router without an outcome, in the accounts of router ``at``.
-
-    ``queued`` is true after the router has said that it queued the request.
-    """
-
-    request: Request
-    at: str
-    asked_s: float
-    queued: bool = False
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A request of this router in flight, in the accounts of router ``at``."""
-
-    request: Request
-    at: str
-    member: str
-    endpoint: str
-    sent_s: float
-    matched_tokens: int
-    predicted_ttft_s: float
-    heard_s: float
-    told_s: float
-    prefilled: bool = False
-
-    def completion(self, usage: Usage | None) -> Completion:
-        return Completion(
-            request_id=self.request.id,
-            member=self.member,
-            predicted_cached_tokens=self.matched_tokens,
-            measured_cached_tokens=None if usage is None else usage.cached_tokens,
-            comparable=self.request.comparable,
-        )
 
 
 class SharedRouter:
@@ -124,29 +92,24 @@ class SharedRouter:
         decided: Callable[[RemoteDecision], None] = lambda _: None,
         hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self._router = PoolRouter(pool, replicated=replicated, hash_key=hash_key)
         self._name = name
         self._send = send
         self._decided = decided
-        self._patience_s = patience_s
         self._owner = name
         self._routers: frozenset[str] = frozenset()
-        # Until when the routers that declined a request are no possible owners.
+        # Until when the routers that declined a request are no possible owners, and how long the last such time was.
         self._declined_until_s: dict[str, float] = {}
-        self._suspected_until_s = -inf
+        self._declined_s: dict[str, float] = {}
+        # The owner's missed answers in a row, the time of the last one, and the end of the pause after the last.
+        self._misses = 0
+        self._missed_s = self._asks_again_s = -inf
         self._is_ending = False
-        # What the demand needs and only the owner knows: the members' speed, and the share of new prompt tokens.
+        # The members' speed, which only the owner knows.
         self._owners_speed = 0.0
-        self._new_share = 1.0
         self._endpoints = _endpoints(pool)
-        # This router's requests. The oldest question is first, and the request with the oldest report.
-        self._asked: OrderedDict[str, _Waiting] = OrderedDict()
-        self._queued: OrderedDict[str, _Waiting] = OrderedDict()
-        self._in_flight: OrderedDict[str, _InFlight] = OrderedDict()
-        # Where the last requests that ended are accounted for, since the engine's token counts may come later.
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._requests = OwnRequests()
         self._guests = Guests(self._router, send)
 
     @property
@@ -175,7 +138,7 @@ class SharedRouter:
 
     def on_served(self, now: float, request_id: str, endpoint: str) -> Effects[bool]:
         """Move a request to the member that served it; the answer is True if that is not the chosen member."""
-        request = self._in_flight.get(request_id)
+        request = self._requests.in_flight.get(request_id)
         if request is None:
             return Effects(False)
         elsewhere = endpoint != request.endpoint and endpoint in self._endpoints
@@ -189,18 +152,18 @@ class SharedRouter:
 
     def on_heard(self, now: float, request_id: str) -> None:
         """Record a report of a request, which postpones the request's expiry; ignore an unknown request."""
-        request = self._heard(now, request_id)
+        request = self._requests.heard(now, request_id)
         if request is None:
             return
         if request.at == self._name:
             self._router.on_heard(now, request_id)
-        elif now - request.told_s >= _HEARD_EVERY_S:
-            request.told_s = now
+        elif now - request.reported_s >= _HEARD_EVERY_S:
+            request.reported_s = now
             self._report(request, Step.HEARD)
 
     def on_first_token(self, now: float, request_id: str) -> Effects[FirstToken | None]:
         """Release a request's pending prefill; the answer is None if the request is unknown or already released."""
-        request = self._heard(now, request_id)
+        request = self._requests.heard(now, request_id)
         if request is None or request.prefilled:
             return Effects(None)
         request.prefilled = True
@@ -208,20 +171,20 @@ class SharedRouter:
         if request.at == self._name:
             outcomes = self._sort(now, self._router.on_first_token(now, request_id).outcomes)
         else:
-            request.told_s = now
+            request.reported_s = now
             self._report(request, Step.FIRST_TOKEN)
-        ttft_s = now - request.request.arrived_s
-        first_token = FirstToken(
+        first_token = FirstToken.measured(
+            now,
             member=request.member,
-            ttft_s=ttft_s,
+            arrived_s=request.request.arrived_s,
             predicted_ttft_s=request.predicted_ttft_s,
-            within_slo=ttft_s <= self.pool.slo.ttft_s,
+            slo_ttft_s=self.pool.slo.ttft_s,
         )
         return Effects(first_token, outcomes)
 
     def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Effects[Completion | None]:
         """End a served request, with the engine's token counts if known; the answer is None for an unknown request."""
-        request = self._ends(request_id)
+        request = self._requests.end(request_id)
         if request is None:
             return Effects(None)
         if request.at == self._name:
@@ -232,15 +195,15 @@ class SharedRouter:
 
     def on_usage(self, now: float, request_id: str, usage: Usage) -> None:
         """Take the engine's token counts of a request that has ended; ignored when it is unknown."""
-        at = self._ended.pop(request_id, self._name)
-        if at == self._name:
+        at = self._requests.take_ended(request_id)
+        if at is None or at == self._name:
             self._router.on_usage(now, request_id, usage)
         else:
             self._send(at, Progress(request_id=request_id, step=Step.COUNTED, usage=usage))
 
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
         """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""
-        waiting = self._asked.pop(request_id, None) or self._queued.pop(request_id, None)
+        waiting = self._requests.drop(request_id)
         if waiting is not None:
             if waiting.at == self._name:
                 return self._own(now, self._router.on_aborted(now, request_id))
@@ -260,6 +223,7 @@ class SharedRouter:
         This router may own pools if its name is among them. Without any name, it decides by itself.
         """
         self._routers = frozenset(routers)
+        self._declined_s = {each: s for each, s in self._declined_s.items() if each in self._routers}
         return Effects(None, self._elect(now))
 
     def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:
@@ -271,6 +235,7 @@ class SharedRouter:
                     return Effects(None)
                 return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
             case Answer():
+                self._declined_s.pop(peer, None)
                 if peer == self._owner and message.tokens_per_second:
                     self._owners_speed = message.tokens_per_second
                 return Effects(None, self._answered(now, peer, message.outcome))
@@ -305,7 +270,7 @@ class SharedRouter:
         """
         self._is_ending = True
         outcomes = self._sort(now, self._guests.decline_queued(now))
-        for waiting in (*self._asked.values(), *self._queued.values()):
+        for waiting in tuple(self._requests.waiting.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
         return Effects(None, outcomes)
@@ -316,7 +281,7 @@ class SharedRouter:
         The other routers drop this router's requests.
         """
         self._guests.decline_queued(now)
-        for router in self._elsewhere():
+        for router in sorted(self._requests.routers() - {self._name}):
             self._send(router, Left())
 
     # What other events change.
@@ -362,51 +327,25 @@ class SharedRouter:
         decides = self._owner == self._name
         if decides and not self._guests:
             return status
-        requests, tokens = Counter[str](), Counter[str]()
-        for each in self._in_flight.values():
-            requests[each.member] += 1
-            if not each.prefilled:
-                tokens[each.member] += max(0, each.request.chain.tokens - each.matched_tokens)
-        speed = 0.0 if decides else self._owners_speed
-        return replace(
-            status,
-            held=len(self._queued),
-            unplaced_prefill_tokens=round(
-                self._new_share * sum(each.request.chain.tokens for each in self._queued.values())
-            ),
-            endpoints=tuple(
-                replace(
-                    each,
-                    in_flight=requests[each.id],
-                    held=0,
-                    pending_prefill_tokens=tokens[each.id],
-                    held_prefill_tokens=0,
-                    solo_tokens_per_second=speed or each.solo_tokens_per_second,
-                )
-                for each in status.endpoints
-            ),
-        )
+        return self._requests.demand(status, 0.0 if decides else self._owners_speed)
 
     def on_deadline(self, now: float) -> Effects[tuple[Completion, ...]]:
         """Run all due work; the answer is the completions of this router's requests that expired without a report."""
         expired, outcomes = self._router.on_deadline(now)
         ended = [each for each in expired if not self._guests.forget(each.request_id)]
         for each in ended:
-            self._ends(each.request_id)
+            self._requests.end(each.request_id)
         released = self._sort(now, outcomes)
-        for waiting in tuple(self._asked.values()):
-            if waiting.asked_s + self._patience_s > now:
-                break
+        for waiting in tuple(takewhile(lambda each: _answer_due_s(each) <= now, self._requests.asked.values())):
+            self._missed(now, waiting)
             released += self._give_up(now, waiting, "timeout")
-        for waiting in tuple(self._queued.values()):
-            if self._answer_due_s(waiting) > now:
-                break
-            if waiting.at != self._name:
-                released += self._give_up(now, waiting, "timeout")
-        for request in tuple(self._in_flight.values()):
-            if request.heard_s + IN_FLIGHT_TTL_S > now:
-                break
-            self._ends(request.request.id)
+        for waiting in tuple(takewhile(lambda each: self._wait_ends_s(each) <= now, self._requests.waiting.values())):
+            if waiting.queued and waiting.request.id in self._requests.waiting:
+                released += self._reject(now, waiting)
+        for request in tuple(
+            takewhile(lambda each: each.heard_s + IN_FLIGHT_TTL_S <= now, self._requests.in_flight.values())
+        ):
+            self._requests.end(request.request.id)
             if request.at == self._name:
                 released += self._sort(now, self._router.hand_over(now, request.request.id).outcomes)
             else:
@@ -417,21 +356,24 @@ class SharedRouter:
     def next_deadline(self) -> float | None:
         """Return the next time at which ``on_deadline`` must be called, or None."""
         times_s = [self._router.next_deadline()]
-        if self._asked:
-            times_s.append(next(iter(self._asked.values())).asked_s + self._patience_s)
-        if self._queued:
-            times_s.append(self._answer_due_s(next(iter(self._queued.values()))))
-        if self._in_flight:
-            times_s.append(next(iter(self._in_flight.values())).heard_s + IN_FLIGHT_TTL_S)
+        question = next(iter(self._requests.asked.values()), None)
+        if question is not None:
+            times_s.append(_answer_due_s(question))
+        first = next(iter(self._requests.waiting.values()), None)
+        if first is not None and first.queued:
+            times_s.append(self._wait_ends_s(first))
+        request = next(iter(self._requests.in_flight.values()), None)
+        if request is not None:
+            times_s.append(request.heard_s + IN_FLIGHT_TTL_S)
         return min((each for each in times_s if each is not None), default=None)
 
     def _place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         if self._owner == self._name or self._is_ending:
             return self._decide(now, request)
-        if now < self._suspected_until_s:
+        if now < self._asks_again_s:
             self._decided(RemoteDecision("local", 0.0))
             return self._decide(now, request)
-        self._ask(now, request)
+        self._ask(now, Waiting(request=request, at=self._owner, since_s=now, asked_s=now))
         return Effects(Asked(request_id=request.id))
 
     def _elect(self, now: float) -> tuple[Outcome, ...]:
@@ -443,7 +385,7 @@ class SharedRouter:
         if self._is_ending:
             self._owner = owner
             return ()
-        self._owner, self._suspected_until_s = owner, -inf
+        self._owner, self._misses, self._asks_again_s = owner, 0, -inf
         if owner != self._name:
             # A router that was lost and returns still accounts for requests that have ended meanwhile.
             self._send(owner, Left())
@@ -454,10 +396,13 @@ class SharedRouter:
 
         Routers that watch different namespaces know each other, but do not serve the same pools.
         """
-        waiting = self._asked.get(request_id) or self._queued.get(request_id)
+        waiting = self._requests.waiting.get(request_id)
         if waiting is None or waiting.at != peer:
             return ()
-        self._declined_until_s[peer] = now + DECLINED_S
+        if peer not in self._declined_until_s:
+            last_s = self._declined_s.get(peer, DECLINED_S / 2)
+            self._declined_s[peer] = min(2 * last_s, DECLINED_MAX_S)
+            self._declined_until_s[peer] = now + self._declined_s[peer]
         outcomes: tuple[Outcome, ...] = ()
         if peer != self._owner or self._possible_owner() == self._name:
             outcomes = self._give_up(now, waiting, "refused")
@@ -468,113 +413,99 @@ class SharedRouter:
 
     # Questions to the owner.
 
-    def _ask(self, now: float, request: Request) -> None:
-        self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now)
-        self._send_question(now, request)
-
-    def _send_question(self, now: float, request: Request) -> None:
+    def _ask(self, now: float, waiting: Waiting) -> None:
+        """Ask the owner about a request."""
+        request = waiting.request
+        self._requests.ask(now, waiting, self._owner)
         self._router.compute_chains(request)
         self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
 
     def _answered(self, now: float, peer: str, outcome: Outcome) -> tuple[Outcome, ...]:
-        waiting = self._asked.get(outcome.request_id) or self._queued.get(outcome.request_id)
+        waiting = self._requests.waiting.get(outcome.request_id)
         if waiting is None or waiting.at != peer:
             # The request was aborted, or decided by this router. The other router knows this from a report.
             return ()
-        if outcome.request_id in self._asked:
+        if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))
         moved: tuple[Outcome, ...] = ()
-        if peer == self._owner and self._suspected_until_s > -inf:
+        if peer == self._owner and self._misses:
             # The owner answers again, so it gets the requests that were decided here meanwhile.
-            self._suspected_until_s = -inf
+            self._misses, self._asks_again_s = 0, -inf
             moved = self._move(now)
-        if isinstance(outcome, Decision) and outcome.endpoints[0] not in self._endpoints:
-            # The routers have different versions of the pool, and Envoy may have this router's.
-            return moved + self._give_up(now, waiting, "refused")
-        return moved + self._settle(now, waiting, outcome)
+        if isinstance(outcome, Decision):
+            # The routers may have different versions of the pool, and Envoy may have this router's.
+            known = tuple(each for each in outcome.endpoints if each in self._endpoints)
+            if known[:1] != outcome.endpoints[:1]:
+                return moved + self._give_up(now, waiting, "refused")
+            outcome = replace(outcome, endpoints=known)
+        return moved + self._requests.settle(now, waiting, outcome)
 
-    def _give_up(self, now: float, waiting: _Waiting, result: str) -> tuple[Outcome, ...]:
+    def _missed(self, now: float, waiting: Waiting) -> None:
+        """Count an answer that did not come in time; after several in a row, do not ask the owner for a while."""
+        if waiting.asked_s < self._missed_s:
+            # This question waited at the same time as the one that missed the last answer.
+            self._misses = max(self._misses, 1)
+            return
+        self._misses += 1
+        self._missed_s = now
+        if self._misses >= MISSES_MAX:
+            self._asks_again_s = now + PAUSE_S
+
+    def _give_up(self, now: float, waiting: Waiting, result: str) -> tuple[Outcome, ...]:
         """Decide a request here that another router was asked about."""
-        request = waiting.request
-        self._asked.pop(request.id, None)
-        self._queued.pop(request.id, None)
-        self._decided(RemoteDecision(result, now - waiting.asked_s))
-        if result == "timeout":
-            self._suspected_until_s = now + SUSPICION_S
-        self._send(waiting.at, Progress(request_id=request.id, step=Step.ABORTED))
-        answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
-        if isinstance(answer, Asked) or (isinstance(answer, Queued) and waiting.queued):
-            return outcomes
-        return (answer, *outcomes)
+        if waiting.request.id in self._requests.asked:
+            self._decided(RemoteDecision(result, now - waiting.asked_s))
+        self._send(waiting.at, Progress(request_id=waiting.request.id, step=Step.ABORTED))
+        return self._decide_again(now, waiting)
 
-    def _decide(
-        self, now: float, request: Request, *, was_queued: bool = False
-    ) -> Effects[Decision | Queued | Rejection | Asked]:
-        """Decide one of this router's requests here."""
+    def _reject(self, now: float, waiting: Waiting) -> tuple[Outcome, ...]:
+        """Reject a request that was queued for the pool's longest wait, whichever router queued it last."""
+        self._requests.drop(waiting.request.id)
+        if waiting.at != self._name:
+            self._send(waiting.at, Progress(request_id=waiting.request.id, step=Step.ABORTED))
+        rejection, outcomes = self._own(now, self._router.on_overdue(now, waiting.request))
+        return (rejection, *outcomes)
+
+    def _decide(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
+        """Decide a new request of this router here."""
         answer, outcomes = self._router.on_request(now, request)
-        waiting = _Waiting(request=request, at=self._name, asked_s=now, queued=was_queued)
-        self._settle(now, waiting, answer)
+        waiting = Waiting(request=request, at=self._name, since_s=now, asked_s=now)
+        self._requests.settle(now, waiting, answer)
         return Effects(answer, self._sort(now, outcomes))
 
-    def _settle(self, now: float, waiting: _Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
-        """Record the outcome of one of this router's requests; return it unless it says nothing new."""
-        request = waiting.request
-        self._asked.pop(request.id, None)
-        if isinstance(outcome, Queued):
-            was_queued, waiting.queued = waiting.queued, True
-            self._queued[request.id] = waiting
-            return () if was_queued else (outcome,)
-        self._queued.pop(request.id, None)
-        if isinstance(outcome, Decision):
-            receipt = outcome.receipt
-            new_share = 1.0 - receipt.matched_tokens / max(1, receipt.prompt_tokens)
-            self._new_share += _NEW_SHARE_WEIGHT * (new_share - self._new_share)
-            self._in_flight[request.id] = _InFlight(
-                request=request,
-                at=waiting.at,
-                member=receipt.chosen,
-                endpoint=outcome.endpoints[0],
-                sent_s=now,
-                matched_tokens=receipt.matched_tokens,
-                predicted_ttft_s=receipt.predicted_ttft_s,
-                heard_s=now,
-                told_s=now,
-            )
-        return (outcome,)
+    def _decide_again(self, now: float, waiting: Waiting) -> tuple[Outcome, ...]:
+        """Decide a request here that another router did not decide."""
+        waiting.at = self._name
+        answer, outcomes = self._router.on_request(now, waiting.request)
+        return self._requests.settle(now, waiting, answer) + self._sort(now, outcomes)
 
     def _knows(self, request_id: str) -> bool:
-        return any(request_id in each for each in (self._guests, self._asked, self._queued, self._in_flight))
+        return request_id in self._guests or request_id in self._requests
 
     # The accounts of this router's requests.
 
     def _move(self, now: float) -> tuple[Outcome, ...]:
         """Move all requests of this router to the owner's accounts."""
         outcomes: tuple[Outcome, ...] = ()
-        for request_id in tuple(each for each in (*self._queued, *self._in_flight) if self._at(each) == self._name):
-            if self._owner != self._name:
+        if self._owner != self._name:
+            for request_id in self._requests.at(self._name):
                 outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        for router in self._elsewhere():
-            if router != self._owner:
-                self._send(router, Left())
-        for request in self._in_flight.values():
+        for router in sorted(self._requests.routers() - {self._name, self._owner}):
+            self._send(router, Left())
+        for request in self._requests.in_flight.values():
             if request.at != self._owner:
                 request.at = self._owner
                 self._hand_over(now, request)
-        for waiting in (*self._asked.values(), *self._queued.values()):
-            if waiting.at != self._owner:
-                outcomes += self._ask_again(now, waiting)
+        for waiting in tuple(self._requests.waiting.values()):
+            if waiting.at == self._owner:
+                continue
+            if self._owner == self._name:
+                outcomes += self._decide_again(now, waiting)
+            else:
+                self._ask(now, waiting)
         return outcomes
 
-    def _elsewhere(self) -> list[str]:
-        """Return the other routers that account for requests of this router."""
-        waiting = {each.at for each in (*self._asked.values(), *self._queued.values())}
-        return sorted((waiting | {each.at for each in self._in_flight.values()}) - {self._name})
-
-    def _at(self, request_id: str) -> str:
-        waiting = self._queued.get(request_id)
-        return self._in_flight[request_id].at if waiting is None else waiting.at
-
-    def _hand_over(self, now: float, request: _InFlight) -> None:
+    def _hand_over(self, now: float, request: InFlight) -> None:
         if request.at == self._name:
             sent = SentRequest(
                 request=request.request,
@@ -598,20 +529,6 @@ class SharedRouter:
         )
         self._send(request.at, message)
 
-    def _ask_again(self, now: float, waiting: _Waiting) -> tuple[Outcome, ...]:
-        """Ask the owner about a request that another router was asked about, or that this router queued."""
-        request = waiting.request
-        self._asked.pop(request.id, None)
-        self._queued.pop(request.id, None)
-        if self._owner == self._name:
-            answer, outcomes = self._decide(now, request, was_queued=waiting.queued)
-            if isinstance(answer, Asked) or (isinstance(answer, Queued) and waiting.queued):
-                return outcomes
-            return (answer, *outcomes)
-        self._asked[request.id] = _Waiting(request=request, at=self._owner, asked_s=now, queued=waiting.queued)
-        self._send_question(now, request)
-        return ()
-
     def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
         return Effects(effects.answer, self._sort(now, effects.outcomes))
 
@@ -619,15 +536,15 @@ class SharedRouter:
         """Send the outcomes of other routers' requests to their routers; return those of this router's."""
         own: tuple[Outcome, ...] = ()
         for outcome in self._guests.answer(now, outcomes):
-            waiting = self._queued.get(outcome.request_id)
+            waiting = self._requests.waiting.get(outcome.request_id)
             if waiting is not None:
-                own += self._settle(now, waiting, outcome)
+                own += self._requests.settle(now, waiting, outcome)
         return own
 
     def _broke_off(
         self, now: float, request_id: str, step: Step, end: Callable[[float, str], Effects[Completion | None]]
     ) -> Effects[Completion | None]:
-        request = self._ends(request_id)
+        request = self._requests.end(request_id)
         if request is None:
             return Effects(None)
         if request.at == self._name:
@@ -636,30 +553,19 @@ class SharedRouter:
         self._report(request, step)
         return Effects(request.completion(None))
 
-    def _heard(self, now: float, request_id: str) -> _InFlight | None:
-        request = self._in_flight.get(request_id)
-        if request is not None:
-            request.heard_s = now
-            self._in_flight.move_to_end(request_id)
-        return request
-
-    def _ends(self, request_id: str) -> _InFlight | None:
-        request = self._in_flight.pop(request_id, None)
-        if request is not None:
-            self._ended[request_id] = request.at
-            if len(self._ended) > ENDED_MAX:
-                self._ended.popitem(last=False)
-        return request
-
-    def _report(self, request: _InFlight, step: Step, *, endpoint: str = "", usage: Usage | None = None) -> None:
+    def _report(self, request: InFlight, step: Step, *, endpoint: str = "", usage: Usage | None = None) -> None:
         self._send(request.at, Progress(request_id=request.request.id, step=step, endpoint=endpoint, usage=usage))
 
-    def _answer_due_s(self, waiting: _Waiting) -> float:
-        return waiting.request.arrived_s + self.pool.routing.queue.max_wait_s + _QUEUE_MARGIN_S
+    def _wait_ends_s(self, waiting: Waiting) -> float:
+        return waiting.since_s + self.pool.routing.queue.max_wait_s
 
 
 Router = PoolRouter | SharedRouter
 """A pool's router, alone or among others."""
+
+
+def _answer_due_s(question: Waiting) -> float:
+    return question.asked_s + ANSWER_TIMEOUT_S
 
 
 def _endpoints(pool: Pool) -> dict[str, str]:

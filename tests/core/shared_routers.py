@@ -3,11 +3,12 @@
 from collections import defaultdict, deque
 from collections.abc import Collection
 
+from builders import request, text_of
 from dualmap.ownership.messages import Message
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Decision, Effects, Outcome, Queued, Rejection, Request, Usage
-from dualmap.shared_router import PATIENCE_S, RemoteDecision, SharedRouter
+from dualmap.shared_router import ANSWER_TIMEOUT_S, MISSES_MAX, RemoteDecision, SharedRouter
 
 
 class Routers:
@@ -93,8 +94,16 @@ class Routers:
             self.take(self[name].on_deadline(self.now))
         self.now = max(until_s, self.now)
 
-    def lose_patience(self) -> None:
-        self.wait(PATIENCE_S + 1e-3)
+    def wait_for_answer(self) -> None:
+        self.wait(ANSWER_TIMEOUT_S + 1e-3)
+
+    def miss(self, name: str, *ids: str) -> None:
+        """Ask as many requests in a row as pause the questions, and let each miss its answer."""
+        assert len(ids) == MISSES_MAX
+        for each in ids:
+            answer = self.ask(name, request(each, text_of(1000, each), now=self.now))
+            assert isinstance(answer, Asked)
+            self.wait_for_answer()
 
     def in_flight(self, name: str) -> int:
         return sum(each.in_flight for each in self[name].status().endpoints)

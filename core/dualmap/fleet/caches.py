@@ -73,14 +73,18 @@ class Caches:
         cache.reports = MemberReports()
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt: as many as its ids, or as the engines' counts let expect."""
-        chain, block_tokens = request.chain, self._usage.block_tokens
+        """Return a request with the tokens of its prompt: as many as its ids, or as the engines' counts let expect.
+
+        The prompt has at most the tokens of the pool's longest prompt, also if another router states more.
+        """
+        chain, block_tokens, longest = request.chain, self._usage.block_tokens, self._pool.engine.max_model_len
         if request.tokens is not None and not chain.exact:
-            counted = min(request.tokens.count, self._pool.engine.max_model_len)
-            return replace(request, chain=chain.counted(counted))
-        if chain.block_tokens == block_tokens or chain.exact:
-            return request
-        return replace(request, chain=chain.recounted(block_tokens))
+            return replace(request, chain=chain.counted(min(request.tokens.count, longest)))
+        if chain.block_tokens != block_tokens and not chain.exact:
+            chain = chain.recounted(block_tokens)
+        if chain.tokens > longest:
+            chain = chain.bounded(longest)
+        return request if chain is request.chain else replace(request, chain=chain)
 
     def add(self, member: str, chain: BlockChain, *, computed: bool = False) -> None:
         """Record that a member caches a prompt or will cache it; ignore a member that has left.

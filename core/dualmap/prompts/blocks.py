@@ -54,6 +54,10 @@ class BlockChain:
         """
         return replace(self, block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
 
+    def bounded(self, tokens: int) -> "BlockChain":
+        """Return the same blocks of a prompt that is counted as ``tokens`` tokens, fewer than before."""
+        return replace(self, tokens=tokens, full_blocks=len(self.cacheable))
+
     def counted(self, tokens: int) -> "BlockChain":
         """Return the same blocks with the known number of tokens of the prompt, which the blocks share equally."""
         block_tokens = max(1, tokens * self.block_tokens // max(self.tokens, 1))

@@ -40,7 +40,7 @@ from dualmap.requests import (
     Request,
     Usage,
 )
-from dualmap.shared_router import RemoteDecision
+from dualmap.shared_router import RemoteDecision, Router
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import (
     Refused,
@@ -76,7 +76,7 @@ from dualmap_extproc.request.observations import (
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
-from dualmap_extproc.request.served_pools import Mesh, Outcomes, Router, ServedPools
+from dualmap_extproc.request.served_pools import Mesh, Outcomes, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.settings import Limits

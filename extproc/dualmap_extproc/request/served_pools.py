@@ -8,12 +8,10 @@ from dualmap.ownership.messages import Message
 from dualmap.pools.pool import Pool, TokenSource
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
-from dualmap.shared_router import RemoteDecision, SharedRouter
+from dualmap.shared_router import RemoteDecision, Router, SharedRouter
 from dualmap_extproc.names import FAIRNESS_HEADER
 from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
-Router = PoolRouter | SharedRouter
-"""A pool's router: a ``SharedRouter`` if this process exchanges messages with other routers."""
 Outcomes = tuple[Router, tuple[Outcome, ...]]
 """A pool's router, and the outcomes of queued requests from one event of the router."""
 
