@@ -51,7 +51,7 @@ class Heard:
     def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
         self.orphans.append(entry)
 
-    def on_shared(self, peer: str, payload: bytes, age_s: float) -> None:
+    def on_shared(self, peer: str, payload: bytes) -> None:
         self.shared.append((peer, payload))
 
     @property

@@ -39,7 +39,7 @@ HANDSHAKE_S: Final = 1.0
 """The longest time from the first frame until a connection is used."""
 # The most connections that other programs opened and that are not yet used.
 _HANDSHAKES_MAX: Final = 2 * ROUTERS_MAX
-# A pause lets the event loop serve requests after so many messages of one frame.
+# A pause lets the event loop serve requests after so many messages of one frame, and after each shared payload.
 _MESSAGES_AT_ONCE: Final = 64
 _log = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class Peers:
 
     ``name`` is this router's name among the routers, and the prefix of its request ids. ``find`` returns the addresses
     of the routers, and ``security`` says how to connect to them (None: without TLS). ``on_shared`` receives each shared
-    payload with the router that sent it and the payload's age.
+    payload with the router that sent it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Peers:
         hash_key: bytes,
         find: Finder,
         security: Security | None = None,
-        on_shared: Callable[[str, bytes, float], None] = lambda peer, payload, age_s: None,
+        on_shared: Callable[[str, bytes], None] = lambda peer, payload: None,
     ) -> None:
         self._listener = listener
         self._name = name
@@ -297,6 +297,7 @@ class Peers:
 
     async def _receive(self, link: Link, frame: Frame) -> None:
         """Pass on a frame's content in slices; the connection ends if a part of it cannot be applied."""
+        at_once = 1 if frame.shared else _MESSAGES_AT_ONCE
         for number, apply in enumerate(self._parts(link.peer, frame), 1):
             # The connection may have been lost or replaced meanwhile.
             if self._links.get(link.peer) is not link:
@@ -304,7 +305,7 @@ class Peers:
             if not self._call(apply, router=link.peer):
                 link.end("its message could not be applied")
                 return
-            if number % _MESSAGES_AT_ONCE == 0:
+            if number % at_once == 0:
                 await asyncio.sleep(0)
 
     def _parts(self, peer: str, frame: Frame) -> Iterator[Callable[[], None]]:
@@ -319,8 +320,7 @@ class Peers:
             else:
                 yield partial(self._listener.on_orphan, self._clock(), entry)
         for payload in frame.shared:
-            # Like the messages' time on the way, the payload's counts as none.
-            yield partial(self._on_shared, peer, payload, 0.0)
+            yield partial(self._on_shared, peer, payload)
 
     def _take_state(self, peer: str, state: RouterState) -> None:
         self._states[peer] = state
