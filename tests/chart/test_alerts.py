@@ -139,8 +139,6 @@ def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     # A counter with a label has no series before its first increment. Another test compares the names with
     # docs/metrics.md.
     unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total"}
-    # The recording is older than the metrics of connected routers.
-    unseen |= {"dualmap_peers", "dualmap_remote_decisions_total"}
     assert asked - recorded - unseen == set()
 
 

@@ -26,6 +26,7 @@ class Heard:
         self.orphans: list[AccessLogEntry] = []
         self.shared: list[tuple[str, bytes]] = []
         self.on_connected: Callable[[], None] = lambda: None
+        self.fails = False
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
         if isinstance(message, Declined) and message.request_id == "cannot be applied":
@@ -33,11 +34,15 @@ class Heard:
         self.messages.append((pool, peer, message))
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:
+        if self.fails:
+            raise ValueError("on_routers")
         self.routers.append(set(routers))
         if len(routers) > 1:
             self.on_connected()
 
     def on_router_lost(self, now: float, peer: str) -> None:
+        if self.fails:
+            raise ValueError("on_router_lost")
         self.lost.append(peer)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
@@ -46,7 +51,7 @@ class Heard:
     def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
         self.orphans.append(entry)
 
-    def on_shared(self, peer: str, payload: bytes, age_s: float) -> None:
+    def on_shared(self, peer: str, payload: bytes) -> None:
         self.shared.append((peer, payload))
 
     @property

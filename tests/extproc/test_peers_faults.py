@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from dualmap.ownership.messages import Declined
+from dualmap_extproc.peers import link as link_module
 from dualmap_extproc.peers import peers as module
 from dualmap_extproc.peers.codec import ACCEPT, Frame, Hello, RouterState, encode_hello, encode_message, encode_state
 from dualmap_extproc.peers.dialer import Address
@@ -245,6 +246,67 @@ async def test_message_that_cannot_be_applied_only_ends_the_connection(dialing, 
         (failed,) = [each for each in caplog.records if each.message.startswith("Failed to apply")]
         assert failed.details["error"] == "ValueError"
         assert "peer_routers.py:" in failed.details["place"]
+
+
+async def test_connections_that_break_at_once_are_opened_at_growing_intervals():
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        b.start()
+        a.start(b.address)
+        a.heard.on_connected = lambda: a.peers.send(POOL, "b-1", Declined(request_id="cannot be applied"))
+        began_s = time.monotonic()
+        await until(lambda: len(b.heard.lost) == 6)
+        # The pauses are 0.05, 0.1, 0.2, 0.4 and 0.8 s.
+        assert time.monotonic() - began_s > 1.5
+
+
+async def test_listener_that_fails_ends_no_router(caplog):
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        b.start()
+        a.start(b.address)
+        await until(lambda: connected(a, b))
+        a.heard.fails = True
+        await b.stop()
+        await until(lambda: a.peers.names == ())
+        a.peers.warm()
+        a.heard.fails = False
+        await b.listen(port=b.address.port)
+        b.start()
+        await until(lambda: connected(a, b))
+        assert a.heard.routers[-1] == {"a-1"}
+        (failed,) = [each for each in caplog.records if each.message.startswith("Failed to apply")]
+        assert failed.details["error"] == "ValueError"
+
+
+async def test_frame_that_fails_to_decode_only_ends_the_connection(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+
+    def fail(_: bytes) -> Frame:
+        raise RecursionError("a secret")
+
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        b.start()
+        a.start(b.address)
+        await until(lambda: connected(a, b))
+        monkeypatch.setattr(link_module, "decode_frame", fail)
+        await until(lambda: a.heard.lost == ["b-1"] and b.heard.lost == ["a-1"])
+        monkeypatch.undo()
+        await until(lambda: connected(a, b))
+        assert "it sent an unreadable frame: RecursionError" in said(caplog, "Lost the connection to another router")
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_connection_lost_between_living_routers_is_opened_again():
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        b.start()
+        a.start(b.address)
+        await until(lambda: connected(a, b))
+        await until(lambda: a.heard.routers[-1] == b.heard.routers[-1] == {"a-1", "b-1"})
+        a.peers._links["b-1"].end("test")
+        await until(lambda: a.heard.lost == ["b-1"] and b.heard.lost == ["a-1"])
+        await until(lambda: connected(a, b))
+        await until(lambda: a.heard.routers[-3:] == [{"a-1", "b-1"}, {"a-1"}, {"a-1", "b-1"}])
+        a.peers.send(POOL, "b-1", Declined(request_id="later"))
+        await until(lambda: b.heard.ids == ["later"])
 
 
 async def test_second_connection_of_a_peer_is_closed():

@@ -295,7 +295,8 @@ def test_demand_of_a_router_that_does_not_decide_has_the_owners_speed():
     assert asker.picker.demands()[0].endpoints[0].solo_tokens_per_second == pytest.approx(mean)
 
 
-async def test_deadline_task_decides_unanswered_questions_within_milliseconds():
+async def test_deadline_task_wakes_for_an_unanswered_question():
+    """The task would otherwise sleep for 0.9 s."""
     mesh = RouterMesh()
     asker = mesh.others[0]
     mesh.loses = lambda sender, receiver: True

@@ -1,7 +1,11 @@
 """Tests of queued requests at the picker: the events that release requests, the order, and rejections."""
 
+from dataclasses import replace
+
 import pytest
 
+from dualmap.requests import Reason, Rejection
+from dualmap.router import PoolRouter
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Abandoned
@@ -271,3 +275,13 @@ def test_picker_replication_update_can_release_queued_requests():
 
     assert desk.ids_resumed() == [waiting]
     assert [status.peers for status in desk.picker.statuses()] == [1, 0]
+
+
+def test_picker_ignores_outcomes_of_unknown_requests(monkeypatch, caplog):
+    desk = Desk()
+    completion = desk.picker._served.only.on_finished(10.0, desk.pick().request_id, None)[0]
+    stray = (replace(completion, request_id="r1-8-0"),), (Rejection(request_id="r1-9-0", reason=Reason.QUEUE_FULL),)
+    monkeypatch.setattr(PoolRouter, "on_deadline", lambda *_: stray)
+    desk.picker.on_deadline(11.0)
+    assert desk.observer.names() == ["routed", "expired"]
+    assert "Ignoring the outcome of an unknown request" in caplog.messages

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dualmap.keys.sessions import MAX_SESSIONS
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import REMEMBERED_S, Report, Share
@@ -315,6 +316,25 @@ class TestHistory:
         await store.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
         entries, _ = await hear_all(store, "other")
         assert numbers_of(entries) == list(range(200, count))
+
+
+class TestBindingsInMemory:
+    """Redis removes expired bindings by itself, and has its own limit of memory."""
+
+    async def test_bindings_of_a_pool_are_bounded_and_the_oldest_end(self):
+        store = MemoryStore(lambda: 1000.0)
+        count = MAX_SESSIONS + 10
+        await resolve(store, *(bound("m-0", session=session) for session in range(count)))
+        found = (await read(store, "one", wanted=tuple(range(count)))).bindings
+        assert [each.session for each in found] == list(range(10, count))
+
+    async def test_expired_bindings_end_together(self):
+        now = 1000.0
+        store = MemoryStore(lambda: now)
+        await resolve(store, *(bound("m-0", session=session) for session in range(10)), ttl_s=60)
+        now += 60.0
+        await resolve(store, bound("m-0", session=10), ttl_s=60)
+        assert list(store._pool(POOL).bindings) == [10]
 
 
 class TestBindings:

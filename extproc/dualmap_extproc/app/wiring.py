@@ -279,6 +279,7 @@ class _RouterAddresses:
         from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
         target = target_of(self._settings.redis)
+        # The exchange has a client of its own, because a failed call closes all connections of its client.
         store = RedisStore(target)
         self._close = store.close
         host = self._settings.host

@@ -17,6 +17,8 @@ FIND_S: Final = 1.0
 """The interval in which the addresses of the routers are found again."""
 SHORTEST_BACKOFF_S: Final = 0.05
 LONGEST_BACKOFF_S: Final = 1.0
+LASTING_S: Final = 5.0
+"""The backoff begins again with the shortest after a connection that lasted for this time."""
 UNREACHABLE_S: Final = 5.0
 """The time after which an unreachable address is logged. A router that starts or ends is unreachable for a moment."""
 # The interval in which a dialer checks whether a router is still connected.
@@ -106,12 +108,17 @@ class Dialer:
         """Keep a connection to an address while the address is found."""
         task = asyncio.current_task()
         known: str | None = None
-        pause_s = SHORTEST_BACKOFF_S
-        reached_s = self._clock()
+        pause_s = 0.0
+        began_s = reached_s = self._clock()
         while self._dials.get(where) is task and known != self._name:
             if known is not None and self._is_connected(known):
                 await asyncio.sleep(_CHECK_S)
                 continue
+            if known is not None and self._clock() - began_s >= LASTING_S:
+                pause_s = SHORTEST_BACKOFF_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, SHORTEST_BACKOFF_S), LONGEST_BACKOFF_S)
+            began_s = self._clock()
             try:
                 known = await self._open(where)
                 reached_s = self._clock()
@@ -119,8 +126,6 @@ class Dialer:
                 known = None
                 if self._clock() - reached_s >= UNREACHABLE_S:
                     self._unreachable.warn(1, address=address(*where), reason=str(error))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_BACKOFF_S) if known is None else SHORTEST_BACKOFF_S
 
     async def _open(self, where: Address) -> str | None:
         """Open a connection and serve it until it ends. Raises Unreachable."""

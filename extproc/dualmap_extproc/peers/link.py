@@ -86,6 +86,10 @@ class Link:
             except UnreadableFrame as error:
                 self.end(f"it sent an unreadable frame: {error}")
                 return
+            # Another router must not be able to end this one. The error's text may quote a request.
+            except Exception as error:  # noqa: BLE001
+                self.end(f"it sent an unreadable frame: {type(error).__name__}")
+                return
             await on_frame(frame)
 
     async def _read_data(self) -> bytes | None:

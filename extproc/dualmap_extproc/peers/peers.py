@@ -39,7 +39,7 @@ HANDSHAKE_S: Final = 1.0
 """The longest time from the first frame until a connection is used."""
 # The most connections that other programs opened and that are not yet used.
 _HANDSHAKES_MAX: Final = 2 * ROUTERS_MAX
-# A pause lets the event loop serve requests after so many messages of one frame.
+# A pause lets the event loop serve requests after so many messages of one frame, and after each shared payload.
 _MESSAGES_AT_ONCE: Final = 64
 _log = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class Peers:
 
     ``name`` is this router's name among the routers, and the prefix of its request ids. ``find`` returns the addresses
     of the routers, and ``security`` says how to connect to them (None: without TLS). ``on_shared`` receives each shared
-    payload with the router that sent it and the payload's age.
+    payload with the router that sent it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Peers:
         hash_key: bytes,
         find: Finder,
         security: Security | None = None,
-        on_shared: Callable[[str, bytes, float], None] = lambda peer, payload, age_s: None,
+        on_shared: Callable[[str, bytes], None] = lambda peer, payload: None,
     ) -> None:
         self._listener = listener
         self._name = name
@@ -179,9 +179,19 @@ class Peers:
         states = {self._name: self._state, **self._states}
         staying = frozenset(name for name, state in states.items() if not state.leaving)
         owners = frozenset(name for name in staying if states[name].warm) or staying
-        if owners != self._owners:
+        if owners != self._owners and self._call(lambda: self._listener.on_routers(self._clock(), owners)):
             self._owners = owners
-            self._listener.on_routers(self._clock(), owners)
+
+    def _call(self, apply: Callable[[], None], **about: object) -> bool:
+        """Call the listener; return whether it did not fail. Another router must not be able to end this one."""
+        try:
+            apply()
+        except Exception as error:  # noqa: BLE001
+            # The log contains only the error's type and line, because its text may quote a request.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self._failed.warn(1, **about, error=type(error).__name__, place=f"{place.filename}:{place.lineno}")
+            return False
+        return True
 
     # Connections.
 
@@ -282,26 +292,21 @@ class Peers:
         link.end(reason)
         del self._links[link.peer], self._states[link.peer]
         _log.info("Lost the connection to another router", router=link.peer, reason=reason)
-        self._listener.on_router_lost(self._clock(), link.peer)
+        self._call(lambda: self._listener.on_router_lost(self._clock(), link.peer), router=link.peer)
         self._report_owners()
 
     async def _receive(self, link: Link, frame: Frame) -> None:
         """Pass on a frame's content in slices; the connection ends if a part of it cannot be applied."""
-        try:
-            for number, apply in enumerate(self._parts(link.peer, frame), 1):
-                # The connection may have been lost or replaced meanwhile.
-                if self._links.get(link.peer) is not link:
-                    return
-                apply()
-                if number % _MESSAGES_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-        # Another router must not be able to end this one.
-        except Exception as error:  # noqa: BLE001
-            # The log contains only the error's type and line, because its text may quote a request.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            self._failed.warn(1, router=link.peer, error=type(error).__name__, place=where)
-            link.end("its message could not be applied")
+        at_once = 1 if frame.shared else _MESSAGES_AT_ONCE
+        for number, apply in enumerate(self._parts(link.peer, frame), 1):
+            # The connection may have been lost or replaced meanwhile.
+            if self._links.get(link.peer) is not link:
+                return
+            if not self._call(apply, router=link.peer):
+                link.end("its message could not be applied")
+                return
+            if number % at_once == 0:
+                await asyncio.sleep(0)
 
     def _parts(self, peer: str, frame: Frame) -> Iterator[Callable[[], None]]:
         """Yield functions that apply the parts of a frame."""
@@ -315,8 +320,7 @@ class Peers:
             else:
                 yield partial(self._listener.on_orphan, self._clock(), entry)
         for payload in frame.shared:
-            # Like the messages' time on the way, the payload's counts as none.
-            yield partial(self._on_shared, peer, payload, 0.0)
+            yield partial(self._on_shared, peer, payload)
 
     def _take_state(self, peer: str, state: RouterState) -> None:
         self._states[peer] = state

@@ -10,21 +10,17 @@ member, a deadline or the owner's answer, decides the request. The event's outco
 picker resumes the request's stream.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
 from typing import Final
 
 from dualmap.engines.profile import EngineProfile
-from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
-from dualmap.engines.token_chain import pack_tokens, token_root
 from dualmap.ownership.messages import Ask, Declined, Message, Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
-from dualmap.prompts.blocks import MAX_BLOCKS, PUBLIC_KEY, chain_blocks, chain_root
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
@@ -37,7 +33,6 @@ from dualmap.requests import (
     PoolSnapshot,
     Queued,
     Rejection,
-    Request,
     Usage,
 )
 from dualmap.shared_router import RemoteDecision, Router
@@ -51,8 +46,8 @@ from dualmap_extproc.errors import (
     refused_by_router,
 )
 from dualmap_extproc.names import cluster_name
-from dualmap_extproc.request.body import quoted_of, read_body, session_of
-from dualmap_extproc.request.client import client_of
+from dualmap_extproc.request.body import quoted_of, read_body
+from dualmap_extproc.request.builder import RequestBuilder
 from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
@@ -79,37 +74,17 @@ from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Mesh, Outcomes, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
+from dualmap_extproc.request.waiting import WaitingRequest, WaitingRequests
 from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
 
-# At most this many roots of models and their adapters are kept, of about 200 bytes each.
-_COMMON_ROOTS_MAX: Final = 4096
 _ORPHANS_STEPS: Final = {
     Ending.FINISHED: Step.FINISHED,
     Ending.REJECTED: Step.ABORTED,
     Ending.ABORTED: Step.ABORTED,
     Ending.FAILED: Step.FAILED,
 }
-
-
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """A request without an outcome: its router, and the function that resumes its stream.
-
-    ``since_s`` is the time when the request was queued; None while only another router's answer is awaited. ``quoted``
-    is the text of the request that a debug line may quote.
-    """
-
-    router: Router
-    since_s: float | None
-    arrival: Arrival
-    quoted: Mapping[str, object]
-    resume: Callable[[Picked | Refused], None]
-
-    def queued_s(self, now: float) -> float | None:
-        """Return the time in the queue; None for a request that was not queued."""
-        return None if self.since_s is None else now - self.since_s
 
 
 class Picker:
@@ -145,23 +120,15 @@ class Picker:
         """The ids of this picker's requests, by which the access log accepts entries."""
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
-        self._hash_key = hash_key
-        # The roots of prompts without an adapter or a salt from the body. Clients cannot fill this cache, nor measure
-        # whether a salt is in use.
-        self._common_root = lru_cache(_COMMON_ROOTS_MAX)(partial(chain_root, key=hash_key))
-        self._client_key = client_key
+        self._builder = RequestBuilder(limits, self.ids, hash_key=hash_key, client_key=client_key)
         self._send = send
         mesh = None if send is None else Mesh(name=id_prefix, send=send, decided=self._decided_remotely)
         self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        # Released requests and their answers, before their streams are resumed.
-        self._released: deque[tuple[str, Picked | Refused]] = deque()
-        self._resuming = False
+        self._waiting = WaitingRequests()
         self._ended = EndedRequests(limits.ended_requests)
         self._counts = TokenCounts()
-        self._on_first_waiting: Callable[[], None] = lambda: None
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -209,11 +176,9 @@ class Picker:
         self._kept_headers = self._served.session_headers | self._served.client_headers | self._trace_headers
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
-        for request_id, waiting in tuple(self._waiting.items()):
-            pool_id = waiting.router.pool.id
-            if pool_id in removed:
-                refused = self._reject(now, no_endpoint(pool_id), waiting.arrival, waiting.queued_s(now))
-                self._released.append((request_id, refused))
+        for request_id, waiting in self._waiting.of_pools(removed):
+            refused = self._reject(now, no_endpoint(waiting.router.pool.id), waiting.arrival, waiting.queued_s(now))
+            self._waiting.answer(request_id, refused)
         self._release(now, *effects)
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
@@ -291,36 +256,8 @@ class Picker:
         pool = router.pool
         if size_bytes > pool.routing.max_body_bytes:
             return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
-        adapter = pool.model.adapter_of(prompt.model)
-        if prompt.lora or prompt.cache_salt:
-            lora, salt = adapter or prompt.lora, prompt.cache_salt
-            root = chain_root(model=pool.model.name, lora=lora, cache_salt=salt, key=self._hash_key)
-        else:
-            root = self._common_root(model=pool.model.name, lora=adapter)
-        client_header = pool.routing.fairness.header
-        # Without headers, only the salt may name the client.
-        named = client_of(headers, client_header, "", key=self._client_key) if headers else 0
-        request = Request(
-            id=self.ids.new(peer),
-            chain=chain_blocks(
-                prompt.text,
-                root=root,
-                block_tokens=pool.routing.prefix.block_tokens,
-                max_tokens=pool.engine.max_model_len,
-                max_blocks=MAX_BLOCKS,
-                exact=prompt.exact,
-            ),
-            arrived_s=arrived_s,
-            subset=subset,
-            streamed=prompt.streamed,
-            session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
-            client=named or client_of(headers, client_header, prompt.cache_salt, key=self._client_key),
-            client_is_salt=not named,
-            comparable=prompt.comparable,
-            tokens=self._tokens(pool, prompt, adapter, tokens),
-            sequences=prompt.sequences,
-            adapter=adapter or pool.model.adapter_of(prompt.lora_name),
-            model=prompt.model,
+        request = self._builder.build(
+            pool, prompt, subset, arrived_s, headers=headers, peer=peer, ids=self._counts.trusted_ids(pool.id, tokens)
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
@@ -329,28 +266,11 @@ class Picker:
         decision, outcomes = router.on_request(now, request)
         if isinstance(decision, Queued | Asked):
             since_s = now if isinstance(decision, Queued) else None
-            waiting = _Waiting(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
+            waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
             return self._await(now, request.id, waiting, outcomes)
         answer = self._answer(now, pool, decision, arrival, quoted)
         self._release(now, (router, outcomes))
         return answer
-
-    def _tokens(self, pool: Pool, prompt: Prompt, adapter: str, tokens: Tokens | None) -> PromptTokens | None:
-        """Return the token ids of a prompt, by which the engines' KV events find its blocks; None if not known.
-
-        Ids in the body precede those of the pool's tokenizer. Most engines with own fields for an adapter do not name
-        it in their events.
-        """
-        if prompt.lora or not pool.engine.kv_events.enabled:
-            return None
-        packed = prompt.token_ids
-        if packed is None:
-            ids = self._counts.trusted_ids(pool.id, tokens)
-            if ids is None:
-                return None
-            packed = pack_tokens(ids)
-        root = token_root(model=pool.model.name, adapter=adapter, cache_salt=prompt.cache_salt, key=self._hash_key)
-        return PromptTokens(packed, root=root)
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None, *, model: str = "") -> Picked | Refused:
         """Pick any member for a request without a prompt, from the pool of ``model``, or from the only pool.
@@ -422,7 +342,7 @@ class Picker:
 
     def aborted(self, now: float, request_id: str) -> None:
         """End a request that was cancelled or broke off; remove it from the queue if it is queued."""
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self._waiting.pop(request_id)
         self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, waiting)
 
     def failed(self, now: float, request_id: str) -> None:
@@ -511,14 +431,14 @@ class Picker:
 
     def on_first_waiting(self, wake: Callable[[], None]) -> None:
         """Set the function to call when a request begins to wait while no other request waits."""
-        self._on_first_waiting = wake
+        self._waiting.on_first = wake
 
     def on_deadline(self, now: float) -> None:
         """Run all due actions: release or reject queued requests, and expire requests without recent events."""
         for router in self._served:
             expired, outcomes = router.on_deadline(now)
             for completion in expired:
-                del self._owners[completion.request_id]
+                self._owners.pop(completion.request_id, None)
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
             self._release(now, (router, outcomes))
 
@@ -546,7 +466,7 @@ class Picker:
     ) -> Picked | Refused:
         """Report the outcome of a pool's router; return it as the stream's answer."""
         if isinstance(outcome, Rejection):
-            del self._owners[outcome.request_id]
+            self._owners.pop(outcome.request_id, None)
             if outcome.limited:
                 self._report(ClientLimited(now=now, pool=pool.id))
             return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
@@ -571,24 +491,23 @@ class Picker:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
 
     def _await(
-        self, now: float, request_id: str, waiting: _Waiting, outcomes: tuple[Outcome, ...]
+        self, now: float, request_id: str, waiting: WaitingRequest, outcomes: tuple[Outcome, ...]
     ) -> Picked | Refused | AnswerLater:
         """Keep a request until its router decides; resume the other requests that its arrival released.
 
         A resumed stream may end its request, which may also release the waiting request. The method then returns the
         answer to the waiting request.
         """
-        self._waiting[request_id] = waiting
+        self._waiting.add(request_id, waiting)
         answer = self._release(now, (waiting.router, outcomes), arriving=request_id)
         if answer is not None:
             return answer
-        if len(self._waiting) == 1:
-            self._on_first_waiting()
+        self._waiting.announce()
         if waiting.since_s is not None:
             self._report_queued(now, request_id, waiting)
         return AnswerLater(request_id=request_id)
 
-    def _report_queued(self, now: float, request_id: str, waiting: _Waiting) -> None:
+    def _report_queued(self, now: float, request_id: str, waiting: WaitingRequest) -> None:
         self._report(Enqueued(now=now, pool=waiting.router.pool.id))
         if _log.debugging:
             _log.debug("Queued", request_id=request_id, pool=waiting.router.pool.id)
@@ -596,39 +515,24 @@ class Picker:
     def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
         """Resume the waiting requests that routers released or rejected.
 
-        If the request ``arriving`` is among the released requests, return its answer, because its stream does not wait
-        yet. The method reports all outcomes of a call before it resumes the first stream. A resumed stream may release
-        further requests. The outermost call of ``_release`` resumes these further requests later.
+        If the request ``arriving`` is among them, return its answer, because its stream does not wait yet. The method
+        reports all outcomes of a call before it resumes the first stream.
         """
         for router, outcomes in effects:
             for each in outcomes:
-                waiting = self._waiting[each.request_id]
+                waiting = self._waiting.get(each.request_id)
+                if waiting is None:
+                    # The deadlines of all other requests must not fail with this one.
+                    _log.error("Ignoring the outcome of an unknown request", pool=router.pool.id)
+                    continue
                 if isinstance(each, Queued):
                     waiting.since_s = now
                     self._report_queued(now, each.request_id, waiting)
                     continue
                 queued_s = waiting.queued_s(now)
                 answer = self._answer(now, router.pool, each, waiting.arrival, waiting.quoted, queued_s)
-                self._released.append((each.request_id, answer))
-        return None if self._resuming else self._resume(arriving)
-
-    def _resume(self, arriving: str) -> Picked | Refused | None:
-        """Resume the streams of all released requests; return the answer of ``arriving`` if it is released."""
-        arrived: Picked | Refused | None = None
-        self._resuming = True
-        try:
-            while self._released:
-                request_id, answer = self._released.popleft()
-                waiting = self._waiting.pop(request_id, None)
-                if waiting is None:
-                    continue
-                if request_id == arriving:
-                    arrived = answer
-                else:
-                    waiting.resume(answer)
-        finally:
-            self._resuming = False
-        return arrived
+                self._waiting.answer(each.request_id, answer)
+        return self._waiting.resume(arriving)
 
     def _end(
         self,
@@ -636,7 +540,7 @@ class Picker:
         request_id: str,
         end: Callable[[Router], Effects[Completion | None]],
         ending: Ending,
-        waiting: _Waiting | None = None,
+        waiting: WaitingRequest | None = None,
     ) -> bool:
         """End a request at its router and report the end; return whether the request was in flight.
 
@@ -647,14 +551,14 @@ class Picker:
             return False
         pool, (completion, outcomes) = router.pool.id, end(router)
         if completion is not None:
-            del self._owners[request_id]
+            self._owners.pop(request_id, None)
             self._report(Ended(now=now, pool=pool, ending=ending, completion=completion))
             if completion.measured_cached_tokens is not None:
                 self._report(Measured(now=now, pool=pool, completion=completion))
             elif ending is Ending.FINISHED:
                 self._ended.add(pool, completion)
         elif waiting is not None:
-            del self._owners[request_id]
+            self._owners.pop(request_id, None)
             self._report(Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=waiting.queued_s(now)))
         self._release(now, (router, outcomes))
         return completion is not None

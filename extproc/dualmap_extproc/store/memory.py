@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from dualmap.keys.sessions import MAX_SESSIONS
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import REMEMBERED_S, Report
@@ -148,14 +149,20 @@ class MemoryStore:
                 return held.at(now)
             moved_at_s = held.moved_at_s
         kept = _StoredBinding(binding=binding, moved_at_s=moved_at_s, until_s=now + claim.ttl_s)
-        # The move to the end keeps the dictionary in the order of renewal. Each call removes at most one expired
-        # binding.
+        # The move to the end keeps the dictionary in the order of renewal.
         bindings.pop(binding.session, None)
         bindings[binding.session] = kept
-        oldest = next(iter(bindings))
-        if bindings[oldest].until_s <= now:
+        while len(bindings) > 1:
+            oldest = next(iter(bindings))
+            if len(bindings) <= MAX_SESSIONS and bindings[oldest].until_s > now:
+                break
             del bindings[oldest]
         return kept.at(now)
+
+    def keep_pools(self, serves: Callable[[str], bool]) -> None:
+        """Forget all pools for which ``serves`` returns False."""
+        for gone in [pool for pool in self._pools if not serves(pool)]:
+            del self._pools[gone]
 
     def _pool(self, pool: str) -> _PoolState:
         return self._pools.setdefault(pool, _PoolState())

@@ -18,6 +18,8 @@ KEPT_S: Final = 5.0
 RETRY_S: Final = 0.5
 # The most entries that wait for a connection. An entry has less than 1 KiB.
 KEPT_MAX: Final = 10_000
+# The most entries within a second that go to all routers. Any program that reaches the port can cause such entries.
+ORPHANS_PER_S: Final = 500
 _log = get_logger(__name__)
 
 
@@ -48,7 +50,8 @@ class Forwarding:
     """Sends entries to their routers; keeps the entries of a router without a connection for up to KEPT_S.
 
     The entries of a router that has ended go to all other routers and to ``on_orphan``, because the pool's owner still
-    accounts for the requests. Without ``connections``, the router knows no other routers.
+    accounts for the requests. Entries above KEPT_MAX or ORPHANS_PER_S are dropped. The owner's account of their
+    requests then expires. Without ``connections``, the router knows no other routers.
     """
 
     def __init__(
@@ -65,6 +68,9 @@ class Forwarding:
         self._clock = clock
         self._kept: list[_Kept] = []
         self._retry: asyncio.TimerHandle | None = None
+        # The beginning of the current second, and the number of entries that went to all routers since then.
+        self._second_s = clock()
+        self._orphans = 0
         self._undelivered = OncePerMinute(_log, "No connection to the router of an access log entry", clock)
 
     def forward(self, entries: Iterable[AccessLogEntry]) -> None:
@@ -72,13 +78,14 @@ class Forwarding:
         until_s = self._clock() + KEPT_S
         for entry in entries:
             if self._connections is None:
-                self._drop(entry)
+                self._on_orphan(entry)
+                self._drop()
             elif not self._connections.forward(entry):
                 self._keep(_Kept(entry=entry, until_s=until_s))
 
     def _keep(self, kept: _Kept) -> None:
         if len(self._kept) >= KEPT_MAX:
-            self._drop(kept.entry)
+            self._drop()
             return
         self._kept.append(kept)
         if self._retry is None:
@@ -93,13 +100,21 @@ class Forwarding:
             if self._connections.forward(each.entry):
                 continue
             if each.until_s <= now_s:
-                self._drop(each.entry)
+                self._orphan(self._connections, each.entry, now_s)
             else:
                 self._keep(each)
 
-    def _drop(self, entry: AccessLogEntry) -> None:
-        if self._connections is not None:
-            self._connections.orphan(entry)
-        self._on_orphan(entry)
+    def _orphan(self, connections: Connections, entry: AccessLogEntry, now_s: float) -> None:
+        """Send an entry of a router that has ended to all others, unless there were too many within a second."""
+        if now_s - self._second_s >= 1.0:
+            self._second_s, self._orphans = now_s, 0
+        if self._orphans < ORPHANS_PER_S:
+            self._orphans += 1
+            connections.orphan(entry)
+            self._on_orphan(entry)
+        self._drop()
+
+    def _drop(self) -> None:
+        # The log does not contain the entry, because any program that reaches the port may have written it.
         self._observer.access_log_undelivered(1)
-        self._undelivered.warn(1, request=entry.request_id)
+        self._undelivered.warn(1)
