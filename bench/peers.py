@@ -51,6 +51,9 @@ class Echo:
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         pass
 
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        pass
+
 
 class Asking(Echo):
     """Takes the time of each answer."""

@@ -4,9 +4,9 @@ Each router decides by itself, as without a connection to the pool's owner. ``be
 routers for which the owner decides.
 
 ``--differences`` prints what each difference between one router and four is worth, near the knee. Its last rows have
-an owner, which gives four routers the queue and the accounts of one. Otherwise, in the first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
-joins running routers. In the third section, requests have sessions. Session ids and bindings need less data than the
-full index.
+an owner, which gives four routers the queue and the accounts of one. Otherwise, in the first section, replicas share
+from nothing to all data, every 50 to 1000 ms. In the second section, a router joins running routers. In the third
+section, requests have sessions. Session ids and bindings need less data than the full index.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,8 +31,8 @@ class Autoscaled:
 
     ``pool`` has all settings except the members. ``start_s`` is the time that a pod needs to start. ``lasts_s`` is the
     minimum duration of the run. From the first to the second time of ``blind_s`` the HPA gets no metric. ``exchange``
-    is the replication between several ``routers``. The pool's owner decides for all of them, unless ``hop_delay_s``, the
-    delay of a message between two routers, is None.
+    is the replication between several ``routers``. ``hop_delay_s`` is the delay of a message between two routers, if
+    the pool's owner decides for all of them. With None, each router decides by itself.
     """
 
     pool: Pool
