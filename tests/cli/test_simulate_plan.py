@@ -30,6 +30,8 @@ OPTIONS: dict[str, Any] = {
     "slow": (),
     "slo_ttft_s": 5.0,
     "routers": 1,
+    "decide": "owner",
+    "hop_delay_s": 0.001,
     "view_delay_s": 0.1,
     "feedback_delay_s": 0.0,
     "believed_speed": None,
@@ -62,6 +64,12 @@ def numbers_of(config: EngineConfig) -> dict[str, float | None]:
         "chunk": config.chunk_tokens,
         "pull": config.pull_tokens_per_s,
     }
+
+
+@pytest.mark.parametrize(("decide", "owner_decides"), [("owner", True), ("local", False)])
+def test_decide_option_selects_owner_or_local_decisions(decide: str, owner_decides: bool) -> None:
+    base = plan(routers=4, decide=decide, hop_delay_s=0.003).base
+    assert (base.routers, base.owner_decides, base.hop_delay_s) == (4, owner_decides, 0.003)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
