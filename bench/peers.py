@@ -3,6 +3,9 @@
 One router asks questions as for a request, and the other one answers each of them with the same decision: the policy
 takes no part. Round trips include the event loops of both processes, gRPC and the codec. CPU times are per message, of
 the process that sends the question and receives the answer, so each question costs two of them there.
+
+A request that another router decides costs four messages: question, answer, first token and end. The last table puts
+them beside the updates by which four routers that decide by themselves replicate their state.
 """
 
 import asyncio
@@ -11,25 +14,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from statistics import quantiles
 
 import click
 import grpc.aio
+from bench.replicas import NOTHING_COUNTED
+from bench.virtual import pool_of
 
-from dualmap.ownership.messages import Answer, Ask, Message
+from dualmap.ownership.messages import Answer, Ask, Message, Progress, Step
+from dualmap.pools.pool import Routing
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import CandidateReceipt, Key, Receipt
-from dualmap.requests import Decision, Request
+from dualmap.replicas.update import ReplicaUpdate
+from dualmap.requests import Decision, Request, Usage
+from dualmap.router import PoolRouter
 from dualmap_extproc.peers.codec import decode_frame, encode_message
 from dualmap_extproc.peers.peers import Peers
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.store.codec import decode_update, encode_update
+from dualmap_extproc.store.exchange import INTERVAL_S
+from dualmap_extproc.store.unsent import Unsent
 
 POOL = "llm/chat"
 KEY = b"benchmark of messages"
 PROMPT_TOKENS = (1_000, 8_000, 55_000)
 BLOCK_TOKENS = 128
 RATES = (100, 1000)
+REQUEST_TOKENS = 8_000
+REQUEST_RATE = 100
+REPLICATED_ROUTERS = 4
+REPLICATED_RATES = (1, 10)
+"""Requests per second of each router, for the updates of routers that decide by themselves."""
+REPLICATED_S = 20
+ANSWER_S = 0.05
 ENDPOINT = "10.0.0.1:8000"
 
 
@@ -39,8 +58,8 @@ class Echo:
     peers: Peers
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
-        assert isinstance(message, Ask)
-        self.peers.send(pool, peer, answer(message.request.id))
+        if isinstance(message, Ask):
+            self.peers.send(pool, peer, answer(message.request.id))
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:
         pass
@@ -51,11 +70,15 @@ class Echo:
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         pass
 
+    def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        pass
+
 
 class Asking(Echo):
-    """Takes the time of each answer."""
+    """Takes the time of each answer. With ``reports``, it reports each request's first token and end, too."""
 
     def __init__(self) -> None:
+        self.reports = False
         self.asked_s: dict[str, float] = {}
         self.seconds: list[float] = []
         self.answered = asyncio.Event()
@@ -68,6 +91,10 @@ class Asking(Echo):
         assert isinstance(message, Answer)
         self.seconds.append(time.perf_counter() - self.asked_s.pop(message.outcome.request_id))
         self.answered.set()
+        if self.reports:
+            loop = asyncio.get_running_loop()
+            for number, report in enumerate(progress(message.outcome.request_id), start=1):
+                loop.call_later(number * ANSWER_S, self.peers.send, POOL, peer, report)
 
 
 def question(tokens: int, number: int) -> Request:
@@ -97,6 +124,15 @@ def answer(request_id: str) -> Answer:
         ),
     )
     return Answer(outcome=Decision(request_id=request_id, endpoints=(ENDPOINT, "10.0.0.2:8000"), receipt=receipt))
+
+
+def progress(request_id: str) -> tuple[Progress, Progress]:
+    """Return the reports of a request's first token and of its end."""
+    usage = Usage(prompt_tokens=REQUEST_TOKENS, completion_tokens=200, cached_tokens=4096)
+    return (
+        Progress(request_id=request_id, step=Step.FIRST_TOKEN),
+        Progress(request_id=request_id, step=Step.FINISHED, usage=usage),
+    )
 
 
 async def answering() -> None:
@@ -136,6 +172,13 @@ async def measure(port: int, seconds: float) -> None:
         for rate in RATES:
             await rounds(asking, tokens, f"{rate}/s", seconds, _at_rate(rate))
         await rounds(asking, tokens, "64 at once", seconds, _at_once)
+    asking.reports = True
+    began_s, until_s = time.process_time(), time.perf_counter() + 2 * seconds
+    asking.seconds.clear()
+    await _at_rate(REQUEST_RATE)(asking, REQUEST_TOKENS, until_s)
+    await asyncio.sleep(3 * ANSWER_S)
+    cpu_us = 1e6 * (time.process_time() - began_s) / len(asking.seconds)
+    print(f"\na request of {REQUEST_TOKENS} tokens at {REQUEST_RATE}/s, with all four messages: {cpu_us:.0f} us of CPU")
     running.cancel()
     await asking.peers.close()
 
@@ -200,15 +243,66 @@ def codec() -> None:
     print()
 
 
-def _us(work: Callable[[], object]) -> float:
+def requests() -> None:
+    """Print the bytes and codec time of a request that the owner decides, and of one in replication updates."""
+    print(f"| a request of {REQUEST_TOKENS} tokens | bytes written | bytes read | us to encode and decode |")
+    print("|---|---|---|---|")
+    asked = question(REQUEST_TOKENS, 7)
+    messages = (Ask(request=asked, age_s=0.0), answer(asked.id), *progress(asked.id))
+    frames = [encode_message(POOL, message) for message in messages]
+    owned_us = sum(
+        _us(lambda told=message: encode_message(POOL, told)) + _us(lambda of=frame: decode_frame(of))
+        for message, frame in zip(messages, frames, strict=True)
+    )
+    owned = sum(len(frame) for frame in frames)
+    print(f"| another router decides: four messages | {owned} | {owned} | {owned_us:.0f} |")
+    others = REPLICATED_ROUTERS - 1
+    for rate in REPLICATED_RATES:
+        updates = replicated(rate)
+        written = [encode_update(update) for update in updates]
+        per_request = 1 / (rate * REPLICATED_S)
+        encode_us = _us(lambda told=updates: [encode_update(each) for each in told], repeats=2)
+        decode_us = _us(lambda of=written: [decode_update(each) for each in of], repeats=2)
+        written_bytes = per_request * sum(len(each) for each in written)
+        cpu_us = per_request * (encode_us + others * decode_us)
+        name = f"{REPLICATED_ROUTERS} routers decide by themselves, {rate}/s each: replication updates"
+        print(f"| {name} | {written_bytes:.0f} | {others * written_bytes:.0f} | {cpu_us:.0f} |")
+    print()
+
+
+def replicated(rate: int) -> list[ReplicaUpdate]:
+    """Return the updates that a router writes during ``REPLICATED_S`` seconds with ``rate`` requests per second."""
+    router, unsent = PoolRouter(pool_of(Routing()), replicated=True), Unsent()
+    updates = []
+    sent = 0
+    for turn in range(round(REPLICATED_S / INTERVAL_S)):
+        now = turn * INTERVAL_S
+        while sent <= now * rate:
+            asked = replace(question(REQUEST_TOKENS, sent), arrived_s=now)
+            router.on_request(now, asked)
+            if sent:
+                router.on_first_token(now, question(REQUEST_TOKENS, sent - 1).id)
+                router.on_finished(now, question(REQUEST_TOKENS, sent - 1).id)
+            sent += 1
+        unsent.add(now, router.take_update(now))
+        update, loads = unsent.update(now), unsent.loads(now)
+        if update is not None or loads is not None:
+            updates.append(replace(update or ReplicaUpdate(hotness=NOTHING_COUNTED), loads=loads))
+            unsent.sent_update()
+        if loads is not None:
+            unsent.sent_loads(now, dict(loads))
+    return updates
+
+
+def _us(work: Callable[[], object], *, repeats: int = 200) -> float:
     """Return the time of ``work`` without disturbance, in microseconds."""
     taken = []
     for _ in range(20):
         began_s = time.thread_time()
-        for _ in range(200):
+        for _ in range(repeats):
             work()
         taken.append(time.thread_time() - began_s)
-    return 1e6 * min(taken) / 200
+    return 1e6 * min(taken) / repeats
 
 
 @click.command()
@@ -222,6 +316,7 @@ def main(seconds: float, answers: bool) -> None:
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"peers: {os.cpu_count()} cores, load average {load}\n")
     codec()
+    requests()
     with subprocess.Popen(
         [sys.executable, "-m", "bench", "peers", "--answer"],
         cwd=Path(__file__).parents[1],

@@ -1,9 +1,12 @@
 """Compares one, two and four routers, with different data shared between them and with a router that joins later.
 
-``--differences`` prints what each difference between one router and four is worth, near the knee. Otherwise, in the
-first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
-joins running routers. In the third section, requests have sessions. Session ids and bindings need less data than the
-full index.
+Each router decides by itself, as without a connection to the pool's owner. ``bench.routers`` measures the goodput of
+routers for which the owner decides.
+
+``--differences`` prints what each difference between one router and four is worth, near the knee. Its last rows have
+an owner, which gives four routers the queue and the accounts of one. Otherwise, in the first section, replicas share
+from nothing to all data, every 50 to 1000 ms. In the second section, a router joins running routers. In the third
+section, requests have sessions. Session ids and bindings need less data than the full index.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +14,25 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import click
-from bench.virtual import CONVERSATION, REQUESTS, SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
+from bench.virtual import (
+    CONVERSATION,
+    REQUESTS,
+    SLO_TTFT_S,
+    WARMUP,
+    Case,
+    percent,
+    pool_of,
+    run,
+    run_all,
+    seconds,
+    workloads,
+)
 
 from dualmap.pools.pool import Queue, Rebalance, Routing, Session, SessionMigration
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate
 from dualmap_extproc.store.codec import encode_update
 from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
+from dualmap_sim.messages import LATE_S, owner_number
 from dualmap_sim.summary import Summary, summarise
 
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
@@ -29,6 +45,11 @@ JOINS_S = 250.0
 KNEES = {"conversation": 3.3, "poisson_chats": 5.3}
 """Requests per second below the knee of one router, for the differences between one router and four."""
 DIFFERENCES_REQUESTS = 3990
+FAST_HOP_S = 0.001
+SLOW_HOP_S = 0.01
+LATE_HOPS = 0.01
+"""The share of messages between routers that take longer than a router waits for an answer."""
+LOST_SHARE = 0.5
 LONGEST_STALL_S = 1e6
 WIDE_WINDOW_S = 1.0
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
@@ -190,9 +211,31 @@ def _differences(workload: str, rate: float, samples: Sequence[int]) -> None:
         ("4 | everything, dispatch window 1 s", [replace(case, routing=wide) for case in usual]),
         ("4 | nothing", unshared),
         ("4 | nothing, engines report their load", [replace(each, discovery=True) for each in unshared]),
+        *_with_owner(usual),
     ]
     print(f"## {workload} at {rate}/s: differences between one router and four\n")
     _table("routers | shared", rows)
+
+
+def _with_owner(usual: Sequence[Case]) -> list[tuple[str, list[Case]]]:
+    """Return the rows in which the pool's owner decides for all routers."""
+    fast = [replace(case, hop_delay_s=FAST_HOP_S) for case in usual]
+    slow = [replace(case, hop_delay_s=SLOW_HOP_S) for case in usual]
+    late = [replace(case, late_hops=LATE_HOPS) for case in fast]
+    lost = [replace(case, replicas=_without_owner(case)) for case in fast]
+    return [
+        (f"4 | the owner decides, {1000 * FAST_HOP_S:g} ms away", fast),
+        (f"4 | the owner decides, {1000 * SLOW_HOP_S:g} ms away", slow),
+        (f"4 | the owner decides, {LATE_HOPS:.0%} of messages take {1000 * LATE_S:g} ms", late),
+        (f"4 | the owner decides, and is lost after {LOST_SHARE:.0%} of the run", lost),
+    ]
+
+
+def _without_owner(case: Case) -> tuple[Replica, ...]:
+    """Return the case's routers, of which the owner is lost after a part of the run."""
+    lost_s = LOST_SHARE * case.requests / case.rate
+    owner = owner_number(pool_of(case.routing), len(case.replicas))
+    return tuple(replace(each, lost_s=lost_s) if n == owner else each for n, each in enumerate(case.replicas))
 
 
 def _sharing(workload: str, rate: float, samples: Sequence[int], periods_s: Sequence[float]) -> None:

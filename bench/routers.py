@@ -1,6 +1,7 @@
 """Measures the goodput of one, two, four and eight routers that share the requests of a pool, in virtual time.
 
 The pool's owner decides for all routers, or each router decides by itself with the other routers' last updates.
+``bench.replicas`` instead compares hit rates and attainment at fixed rates, for routers that decide by themselves.
 """
 
 from collections.abc import Sequence

@@ -45,6 +45,9 @@ class Case:
     routing: Routing = field(default_factory=Routing)
     replicas: tuple[Replica, ...] = (Replica(),)
     exchange: ReplicationConfig | None = None
+    hop_delay_s: float | None = None
+    """Delay of a message between two routers, if the pool's owner decides. None: each router decides by itself."""
+    late_hops: float = 0.0
     feedback_delay_s: float = 0.0
     sessions: bool = False
     requests: int = REQUESTS
@@ -71,6 +74,8 @@ def run(case: Case) -> tuple[Record, ...]:
             engine=ENGINE,
             replicas=case.replicas,
             exchange=case.exchange,
+            hop_delay_s=case.hop_delay_s,
+            late_hops=case.late_hops,
             feedback_delay_s=case.feedback_delay_s,
             discovery=case.discovery,
         )

@@ -1,4 +1,8 @@
-"""Defines the cases, the kinds of knowledge, and the simulated cluster of each run."""
+"""Defines the cases, the kinds of knowledge, and the simulated cluster of each run.
+
+Several routers decide by themselves in these runs, as without a connection to the pool's owner. With an owner, one
+router has all records, so this case would measure the same as a single router.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +59,7 @@ class Case(StrEnum):
 
 SAYS: Final[Mapping[Case, str]] = MappingProxyType(
     {
-        Case.ROUTERS: f"{ROUTERS} routers that share loads and hotness, and no placements",
+        Case.ROUTERS: f"{ROUTERS} routers that decide by themselves, and share loads and hotness, and no placements",
         Case.RESTARTS: "each engine restarts once with an empty cache, and no router is told",
         Case.BYPASS: f"one request of {BYPASS_EVERY} reaches an engine without passing the router",
         Case.SMALL: "caches of "

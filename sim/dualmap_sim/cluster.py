@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import TOKEN_BYTES, token_root
+from dualmap.ownership.messages import Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
@@ -60,6 +61,8 @@ class ClusterConfig:
     exchange: ReplicationConfig | None = None
     hop_delay_s: float | None = None
     """Delay of a message between two routers, if the pool's owner decides. None: each router decides by itself."""
+    late_hops: float = 0.0
+    """Share (0 to 1) of the messages between routers that arrive later than a router waits for an answer."""
     feedback_delay_s: float = 0.0
     """Delay until a router receives a first token, a completion or a failed connection."""
     report_loss: float = 0.0
@@ -105,6 +108,7 @@ class Cluster:
                 config.pool,
                 replicas=config.replicas,
                 hop_delay_s=config.hop_delay_s,
+                late=config.late_hops,
                 replicated=replicated,
                 timeline=self._timeline,
                 after=self._after,
@@ -154,6 +158,9 @@ class Cluster:
             self._observer.begin(self._timeline, self.routers, self._publish)
         for event in self._config.events:
             self._timeline.at(event.at_s, self._happen, event)
+        for number, replica in enumerate(self._config.replicas):
+            if replica.lost_s < inf:
+                self._timeline.at(replica.lost_s, self._lose_router, number, ticks=True)
         if self._messages is not None:
             self._messages.begin()
         if self._config.exchange is not None:
@@ -213,7 +220,7 @@ class Cluster:
     def _router_of(self, now: float, request_id: str) -> int:
         if len(self.routers) == 1:
             return 0
-        present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= now]
+        present = [number for number, replica in enumerate(self._config.replicas) if replica.runs(now)]
         return present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
 
     def _decided(self, outcome: Outcome | Asked) -> None:
@@ -287,6 +294,8 @@ class Cluster:
 
     def _apply(self, router: int, outcomes: tuple[Outcome, ...]) -> None:
         """Apply a router's decisions on queued requests, and schedule the router's next deadline."""
+        if not self._runs(router):
+            return
         for outcome in outcomes:
             self._decided(outcome)
         due_s = self.routers[router].next_deadline()
@@ -377,6 +386,8 @@ class Cluster:
         self._ended(record)
 
     def _hear_first_token(self, record: Record) -> None:
+        if not self._runs(record.router):
+            return
         now = self._timeline.now_s
         first_token, outcomes = self.routers[record.router].on_first_token(now, record.arrival.work.request_id)
         if self._observer is not None and first_token is not None:
@@ -391,6 +402,9 @@ class Cluster:
             completion_tokens=work.output_tokens,
             cached_tokens=record.cached_tokens if self._config.reports_cached_tokens else None,
         )
+        if not self._runs(record.router):
+            self._report_orphan(record, Progress(request_id=work.request_id, step=Step.FINISHED, usage=usage))
+            return
         completion, outcomes = self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
         if completion is not None:
             record.predicted_tokens = completion.predicted_cached_tokens
@@ -403,8 +417,24 @@ class Cluster:
         self._open -= 1
         self._may_give_up(record)
         self._ended(record)
+        if not self._runs(record.router):
+            self._report_orphan(record, Progress(request_id=record.arrival.request_id, step=Step.FAILED))
+            return
         effects = self.routers[record.router].on_failed(self._timeline.now_s, record.arrival.request_id)
         self._after(record.router, effects.outcomes)
+
+    def _runs(self, router: int) -> bool:
+        return self._timeline.now_s < self._config.replicas[router].lost_s
+
+    def _lose_router(self, router: int) -> None:
+        """Fail the requests for which a lost router had not decided; the engines serve its other requests."""
+        for record in tuple(self._records.values()):
+            if record.router == router and record.dispatched_s is None and record.refused is None:
+                self._fail(record)
+
+    def _report_orphan(self, record: Record, progress: Progress) -> None:
+        if self._messages is not None:
+            self._messages.report_orphan(record.router, progress)
 
     def _publish(self, pool: Pool) -> None:
         self._instances.adopt(pool)
@@ -451,7 +481,9 @@ class Cluster:
         now = self._timeline.now_s
         self._timeline.at(now + every_s, self._sample, every_s, ticks=True)
         pending_tokens = self._instances.pending_tokens()
-        for router in self.routers:
+        for number, router in enumerate(self.routers):
+            if not self._runs(number):
+                continue
             for endpoint in router.status().endpoints:
                 pending_tokens[endpoint.id] += endpoint.held_prefill_tokens
         self.samples.append(LoadSample(at_s=now, pending_tokens=pending_tokens))

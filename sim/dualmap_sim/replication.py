@@ -19,13 +19,18 @@ from dualmap_sim.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One router, which starts at ``at_s`` with an empty state.
+    """One router, which starts at ``at_s`` with an empty state, and is lost without notice at ``lost_s``.
 
     A router that starts later receives the updates of the preceding ``replay_s`` seconds.
     """
 
     at_s: float = 0.0
     replay_s: float = 0.0
+    lost_s: float = inf
+
+    def runs(self, now: float) -> bool:
+        """Return whether the router has started and is not lost."""
+        return self.at_s <= now < self.lost_s
 
 
 def everything(update: ReplicaUpdate) -> ReplicaUpdate:
@@ -92,7 +97,7 @@ class Replication:
     def _tick(self, router: int) -> None:
         exchange, timeline = self._exchange, self._timeline
         now = timeline.now_s
-        if self._ticks_s[router] != now:
+        if self._ticks_s[router] != now or not self._replicas[router].runs(now):
             return
         self._tick_at(router, now + max(KEEP_ALIVE_S, exchange.period_s))
         update = exchange.carries(self._routers[router].take_update(now))
@@ -103,7 +108,7 @@ class Replication:
             while self._told[0][0] < now - self._remembered_s:
                 self._told.popleft()
         for peer, replica in enumerate(self._replicas):
-            if peer != router and replica.at_s <= now:
+            if peer != router and replica.runs(now):
                 timeline.at(now + exchange.delay_s, self._deliver, (peer, router, update), ticks=True)
         answers = self._store(now, update)
         if answers:
@@ -127,6 +132,8 @@ class Replication:
 
     def _deliver(self, heard: tuple[int, int, ReplicaUpdate]) -> None:
         router, peer, update = heard
+        if not self._replicas[router].runs(self._timeline.now_s):
+            return
         effects = self._routers[router].on_update(
             self._timeline.now_s, f"router-{peer}", update, self._exchange.delay_s
         )

@@ -66,6 +66,12 @@ def numbers_of(config: EngineConfig) -> dict[str, float | None]:
     }
 
 
+@pytest.mark.parametrize(("decide", "owner_decides"), [("owner", True), ("local", False)])
+def test_decide_option_selects_owner_or_local_decisions(decide: str, owner_decides: bool) -> None:
+    base = plan(routers=4, decide=decide, hop_delay_s=0.003).base
+    assert (base.routers, base.owner_decides, base.hop_delay_s) == (4, owner_decides, 0.003)
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_set_option_changes_only_its_parameter(name: str) -> None:
     assert numbers_of(changed(SEVEN_B, [(name, 77.0)])) == {**numbers_of(SEVEN_B), name: 77.0}

@@ -1,4 +1,4 @@
-"""Shares of a pool's members at light traffic: equal engines, an engine that is slow for a time, and a new engine."""
+"""Shares of a pool's members at light and heavy traffic: equal engines, slow engines, and a new engine."""
 
 import heapq
 import random
@@ -9,49 +9,75 @@ from itertools import count
 import pytest
 
 from builders import members, pool, request, text_of
-from dualmap.requests import Decision, Usage
+from core.shared_routers import Routers
+from dualmap.requests import Asked, Decision, Request, Usage
 from dualmap.router import PoolRouter
+from dualmap.shared_router import Router
 
 SPEED = 14_000.0
 """The engines' speed in tokens per second, twice the speed that the pool's specification expects."""
 OVERHEAD_S = 0.02
+HIGH_LOAD = 0.8
+
+
+def capacity(tokens: int, share: float) -> float:
+    """Return a share of the requests per second that four engines serve."""
+    return share * 4 / (OVERHEAD_S + tokens / SPEED)
 
 
 class Traffic:
-    """Different prompts through routers, to engines that serve one prefill after the other with 5 % noise.
+    """Prompts through routers, to engines that serve one prefill after the other with 5 % noise.
 
-    Each request goes to a random router, and no router has news from another.
+    Each request goes to a random router. No router has news from another, unless ``owner`` is true: then the pool's
+    owner decides, and messages arrive at once.
     """
 
-    def __init__(self, routers: int = 1) -> None:
-        self.routers = [PoolRouter(pool(4)) for _ in range(routers)]
+    def __init__(self, routers: int = 1, *, owner: bool = False) -> None:
+        self._shared = Routers(pool(4), routers) if owner else None
+        self.routers: list[Router] = [PoolRouter(pool(4)) for _ in range(routers)]
+        if self._shared is not None:
+            self.routers = list(self._shared.routers.values())
         self.slowness: dict[str, float] = {}
         self._random = random.Random(1)
         self._now = 0.0
         self._free_s = Counter[str]()
-        self._events: list[tuple[float, str, bool, PoolRouter]] = []
+        self._events: list[tuple[float, str, bool, Router]] = []
         self._ids = count()
         self._chosen = Counter[str]()
+        self._cached: set[tuple[str, str]] = set()
 
-    def send(self, tokens: int) -> float:
-        """Send a prompt now; return the time of its first token."""
+    def send(self, tokens: int, *, prompts: int | None = None) -> float:
+        """Send a prompt now, a new one or one of ``prompts``; return the time of its first token."""
         name, router = f"{next(self._ids)}", self._random.choice(self.routers)
-        decision = router.on_request(self._now, request(name, text_of(tokens, name), now=self._now)).answer
-        assert isinstance(decision, Decision)
+        prompt = name if prompts is None else f"prompt {self._random.randrange(prompts)}"
+        decision = self._decision(router, request(name, text_of(tokens, prompt), now=self._now))
         member = decision.receipt.chosen
         self._chosen[member] += 1
-        service_s = (OVERHEAD_S + tokens / SPEED) * self.slowness.get(member, 1.0) * self._random.uniform(0.95, 1.05)
+        new_tokens = 0 if (member, prompt) in self._cached else tokens
+        self._cached.add((member, prompt))
+        service_s = (
+            (OVERHEAD_S + new_tokens / SPEED) * self.slowness.get(member, 1.0) * self._random.uniform(0.95, 1.05)
+        )
         ends_s = self._free_s[member] = max(self._now, self._free_s[member]) + service_s
         heapq.heappush(self._events, (ends_s, name, True, router))
         heapq.heappush(self._events, (ends_s + 0.5, name, False, router))
         return ends_s
 
-    def poisson(self, rate: float, seconds: float, *, tokens: int) -> dict[str, float]:
+    def _decision(self, router: Router, asked: Request) -> Decision:
+        answer = router.on_request(self._now, asked).answer
+        if self._shared is not None and isinstance(answer, Asked):
+            self._shared.now = self._now
+            self._shared.deliver()
+            return self._shared.decision(asked.id)
+        assert isinstance(answer, Decision)
+        return answer
+
+    def poisson(self, rate: float, seconds: float, *, tokens: int, prompts: int | None = None) -> dict[str, float]:
         """Send prompts at random times; return each member's share as a multiple of the mean."""
         ends_s = self._now + seconds
         while (at_s := self._now + self._random.expovariate(rate)) < ends_s:
             self.advance(at_s)
-            self.send(tokens)
+            self.send(tokens, prompts=prompts)
         self.advance(ends_s)
         return self.shares()
 
@@ -73,6 +99,9 @@ class Traffic:
                 router.on_first_token(at_s, name)
             else:
                 router.on_finished(at_s, name, Usage(completion_tokens=100))
+            if self._shared is not None:
+                self._shared.now = at_s
+                self._shared.deliver()
         self._now = to_s
 
     def add_member(self) -> str:
@@ -94,9 +123,26 @@ def test_equal_members_share_cold_prompts_at_any_rate(tokens: int, rate: float) 
     assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
 
 
+@pytest.mark.parametrize("tokens", [200, 1000, 8000])
+def test_equal_members_share_cold_prompts_at_high_load(tokens: int) -> None:
+    rate = capacity(tokens, HIGH_LOAD)
+    shares = Traffic().poisson(rate, 600 / rate, tokens=tokens)
+    assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
+
+
+@pytest.mark.parametrize("tokens", [1000, 8000])
+@pytest.mark.parametrize("load", [0.2, HIGH_LOAD])
+def test_equal_members_share_warm_prompts(tokens: int, load: float) -> None:
+    """Each of 200 prompts comes 5 times. The rate is a part of the capacity for cold prompts."""
+    rate = capacity(tokens, load)
+    shares = Traffic().poisson(rate, 1000 / rate, tokens=tokens, prompts=200)
+    assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
+
+
+@pytest.mark.parametrize("owner", [False, True])
 @pytest.mark.parametrize("routers", [2, 4])
-def test_equal_members_share_cold_prompts_of_several_routers(routers: int) -> None:
-    shares = Traffic(routers).poisson(10.0, 60, tokens=1000)
+def test_equal_members_share_cold_prompts_of_several_routers(routers: int, owner: bool) -> None:
+    shares = Traffic(routers, owner=owner).poisson(10.0, 60, tokens=1000)
     assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
 
 

@@ -258,12 +258,14 @@ def test_doubled_queue_target_halves_desired_replicas() -> None:
     )
 
 
-def test_four_routers_desire_as_many_replicas_as_one_router() -> None:
+@pytest.mark.parametrize("hop_delay_s", [0.001, None])
+def test_four_routers_desire_as_many_replicas_as_one_router(hop_delay_s: float | None) -> None:
     asked = load(Phase(seconds=300, rate=1.5))
     fixed = replace(
         config(first=3, lasts_s=300),
         scaler=OnSlo(),
         hpa=HpaSpec(min_replicas=3, max_replicas=3),
+        hop_delay_s=hop_delay_s,
         exchange=ReplicationConfig(period_s=LOADS_INTERVAL_S, delay_s=INTERVAL_S / 2),
     )
     engine = replace(fixed.pool.engine, prefill_tokens_per_second=3 * ENGINE.prefill.tokens_per_s)

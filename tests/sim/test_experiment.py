@@ -145,6 +145,13 @@ def test_routers_receive_updates_of_other_routers_after_view_delay(configs: list
     assert one.exchange is None
 
 
+def test_only_several_routers_with_an_owner_exchange_messages(configs: list[ClusterConfig]) -> None:
+    four = replace(SMALL, routers=4, hop_delay_s=0.003)
+    for experiment in (four, replace(four, owner_decides=False), replace(four, routers=1)):
+        run_experiment(experiment)
+    assert [config.hop_delay_s for config in configs] == [0.003, None, None]
+
+
 def test_members_have_distinct_addresses(configs: list[ClusterConfig]) -> None:
     run_experiment(replace(SMALL, instances=300, policy="round_robin", sample_s=None))
     assert len({member.endpoint for member in configs[0].pool.members}) == 300

@@ -25,7 +25,9 @@ from dualmap_sim.presets import PRESETS, slowed
 _MODEL: Final = "7b"
 _SHOWN: Final = (*OURS, *RIVALS)
 _SPEED: Final = PRESETS[_MODEL].prefill.tokens_per_s
-_ROUTERS: Final = "4 routers"
+_ROUTERS: Final = "4 routers, the owner decides"
+_LOCAL: Final = "4 routers, each by itself"
+_VIEW_S: Final = 0.1
 _AS_IT_IS: Final = "as it is"
 
 _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
@@ -35,8 +37,10 @@ _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     "SLO 10 s": lambda e: replace(e, slo_ttft_s=10.0),
     "engines report nothing": lambda e: replace(e, discovery=False),
     "feedback 20 ms late, 1 % lost": lambda e: replace(e, feedback_delay_s=0.02, report_loss=0.01),
-    _ROUTERS: lambda e: replace(e, routers=4, view_delay_s=0.1),
+    _ROUTERS: lambda e: replace(e, routers=4, view_delay_s=_VIEW_S),
+    _LOCAL: lambda e: replace(e, routers=4, owner_decides=False, view_delay_s=_VIEW_S),
 }
+_SEVERAL: Final = (_ROUTERS, _LOCAL)
 _ROUTERS_POLICIES: Final = ("dualmap",)
 _BOUND: Final = "limit"
 _WITH_SESSIONS: Final = "with session ids"
@@ -59,7 +63,7 @@ def _cell(extent: Extent, condition: str, workload: str, window: int, policy: st
 
 
 def _policies(condition: str) -> tuple[str, ...]:
-    if condition == _ROUTERS:
+    if condition in _SEVERAL:
         return _ROUTERS_POLICIES
     if condition == _WITH_SESSIONS:
         return OURS
@@ -67,7 +71,7 @@ def _policies(condition: str) -> tuple[str, ...]:
 
 
 def _windows(condition: str, extent: Extent) -> tuple[int, ...]:
-    return extent.windows if condition == _ROUTERS else extent.windows[:1]
+    return extent.windows if condition in _SEVERAL else extent.windows[:1]
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
@@ -88,7 +92,7 @@ def _found(results: Results, extent: Extent, condition: str, workload: str, poli
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     parts = []
-    shown = [each for each in _CONDITIONS if each != _ROUTERS]
+    shown = [each for each in _CONDITIONS if each not in _SEVERAL]
     figure, axes = grid(len(extent.workloads), 1 + len(shown))
     for row, workload in zip(axes, extent.workloads, strict=True):
         rows = []
@@ -113,15 +117,14 @@ def _routers(results: Results, extent: Extent) -> str:
     for workload in extent.workloads:
         for policy in OURS:
             one = goodput.spread(results, extent, workload, _MODEL, policy)
-            four = _found(results, extent, _ROUTERS, workload, policy)
+            several = [_found(results, extent, each, workload, policy) for each in _SEVERAL]
             named = _found(results, extent, _WITH_SESSIONS, workload, policy)
             rows.append(
                 [
                     TITLES[workload],
                     policy,
                     one.show(),
-                    four.show(),
-                    change(four.mean, one.mean),
+                    *(shown for four in several for shown in (four.show(), change(four.mean, one.mean))),
                     named.show(),
                 ]
             )
@@ -129,7 +132,9 @@ def _routers(results: Results, extent: Extent) -> str:
         "workload",
         "policy",
         "one router",
-        "4 routers, views 100 ms old",
+        _ROUTERS,
+        "change",
+        f"{_LOCAL}, views {1000 * _VIEW_S:g} ms old",
         "change",
         "one router, session ids (first window)",
     )

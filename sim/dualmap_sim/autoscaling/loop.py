@@ -11,8 +11,8 @@ from math import inf
 
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
-from dualmap.requests import FirstToken
-from dualmap.shared_router import Router
+from dualmap.requests import FirstToken, PoolSnapshot
+from dualmap.shared_router import Router, SharedRouter
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.autoscaling.fleet import IDLE_CHECK_S, Fleet, Pod
 from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
@@ -31,7 +31,8 @@ class Autoscaled:
 
     ``pool`` has all settings except the members. ``start_s`` is the time that a pod needs to start. ``lasts_s`` is the
     minimum duration of the run. From the first to the second time of ``blind_s`` the HPA gets no metric. ``exchange``
-    is the replication between several ``routers``.
+    is the replication between several ``routers``. ``hop_delay_s`` is the delay of a message between two routers, if
+    the pool's owner decides for all of them. With None, each router decides by itself.
     """
 
     pool: Pool
@@ -42,6 +43,7 @@ class Autoscaled:
     start_s: float = 120.0
     routers: int = 1
     exchange: ReplicationConfig = field(default=ReplicationConfig())
+    hop_delay_s: float | None = 0.001
     lasts_s: float = 0.0
     blind_s: tuple[float, float] = (inf, inf)
     feedback_delay_s: float = 0.01
@@ -77,6 +79,7 @@ def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
             engine=config.engine,
             replicas=(Replica(),) * config.routers,
             exchange=config.exchange if config.routers > 1 else None,
+            hop_delay_s=config.hop_delay_s if config.routers > 1 else None,
             feedback_delay_s=config.feedback_delay_s,
             lasts_s=config.lasts_s,
         ),
@@ -137,7 +140,7 @@ class _Loop:
     def _sample(self, every_s: float) -> None:
         if self._meter is not None:
             self._timeline.at(self.now_s + every_s, self._sample, every_s, ticks=True)
-            self._meter.sample([router.status() for router in self._routers])
+            self._meter.sample(self._demands())
 
     def _sync(self, every_s: float) -> None:
         now, fleet = self.now_s, self.fleet
@@ -145,7 +148,7 @@ class _Loop:
         desired = None
         if self._meter is not None:
             began_s, ended_s = self._config.blind_s
-            seen = self._meter.desired_replicas(now, [router.status() for router in self._routers])
+            seen = self._meter.desired_replicas(now, self._demands())
             desired = None if began_s <= now < ended_s else seen
             requested = self._hpa.sync(now, desired, requested=fleet.requested, present=fleet.present)
             if requested != fleet.requested:
@@ -155,6 +158,10 @@ class _Loop:
         self.syncs.append(
             Sync(at_s=now, desired=desired, requested=fleet.requested, present=fleet.present, serving=fleet.serving)
         )
+
+    def _demands(self) -> list[PoolSnapshot]:
+        """Return each router's share of the pool's demand."""
+        return [router.demand() if isinstance(router, SharedRouter) else router.status() for router in self._routers]
 
     def _refresh(self) -> None:
         """Publish the ring if it has changed, and schedule the next change that depends on time."""

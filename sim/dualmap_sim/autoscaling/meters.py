@@ -15,7 +15,7 @@ from dualmap.scaling.scaling import OtherRouter, Scaling
 
 
 class Meter(Protocol):
-    """The metric of one pool. ``router`` is a router's number; ``statuses`` has the current status of each router."""
+    """The metric of one pool. ``router`` is a router's number; ``statuses`` has each router's share of the demand."""
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool."""
