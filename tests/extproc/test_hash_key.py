@@ -164,7 +164,8 @@ async def warnings_of(served: Router) -> list[str]:
     served.stop()
     assert await served.exited() == 0
     assert served.process.stderr is not None
-    return [line for line in (await served.process.stderr.read()).decode().splitlines() if "The hash key is public" in line]
+    lines = (await served.process.stderr.read()).decode().splitlines()
+    return [line for line in lines if "The hash key is public" in line]
 
 
 async def test_single_router_without_key_file_has_a_random_key(pool_file):
