@@ -25,8 +25,9 @@ class Guests:
     def __init__(self, router: PoolRouter, send: Callable[[str, Message], None]) -> None:
         self._router = router
         self._send = send
-        # The router of each request.
+        # The router of each request, and the number of its question.
         self._routers: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}
         # The routers of the last requests that ended, since the engine's token counts may come later.
         self._ended: OrderedDict[str, str] = OrderedDict()
         # The routers that have ended, or to which the connection is lost, while their requests are in flight.
@@ -44,12 +45,12 @@ class Guests:
         """Decide a request of another router. Its id must be unknown."""
         request = replace(ask.request, arrived_s=now - ask.age_s)
         answer, outcomes = self._router.on_request(now, request)
-        self._routers[request.id] = peer
+        self._routers[request.id], self._numbers[request.id] = peer, ask.number
         return (answer, *outcomes)
 
-    def decline(self, peer: str, request_id: str) -> None:
-        """Tell another router that this router does not decide its request."""
-        self._send(peer, Declined(request_id=request_id))
+    def decline(self, peer: str, request_id: str, number: int) -> None:
+        """Tell another router that this router does not decide its request, in answer to its question ``number``."""
+        self._send(peer, Declined(request_id=request_id, number=number))
 
     def take_over(self, now: float, peer: str, sent: Sent) -> None:
         """Account for a request in flight of another router; ignore an endpoint that the pool does not have."""
@@ -110,11 +111,12 @@ class Guests:
         """Return all queued requests to their routers, because this router no longer decides them."""
         queued = [each for each in self._routers if self._router.is_queued(each)]
         for request_id in queued:
-            self.decline(self._routers[request_id], request_id)
+            self.decline(self._routers[request_id], request_id, self._numbers.get(request_id, 0))
         return self._drop(now, queued)
 
     def forget(self, request_id: str) -> bool:
         """Forget a request that expired in the router's accounts; return whether it was another router's."""
+        self._numbers.pop(request_id, None)
         return self._routers.pop(request_id, None) is not None
 
     def answer(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
@@ -127,13 +129,15 @@ class Guests:
             if peer is None:
                 own.append(outcome)
                 continue
+            number = self._numbers.get(outcome.request_id, 0)
             if isinstance(outcome, Rejection):
-                del self._routers[outcome.request_id]
-            self._send(peer, Answer(outcome=outcome, tokens_per_second=self._speed(now)))
+                self.forget(outcome.request_id)
+            self._send(peer, Answer(outcome=outcome, tokens_per_second=self._speed(now), number=number))
         return tuple(own)
 
     def _end(self, request_id: str) -> None:
-        self._ended[request_id] = self._routers.pop(request_id)
+        self._ended[request_id] = self._routers[request_id]
+        self.forget(request_id)
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
@@ -150,6 +154,6 @@ class Guests:
             outcomes += self._router.hand_over(now, request_id).outcomes
         # A request that another one's end released is dropped, too, so its outcome is sent to no router.
         for request_id in requests:
-            del self._routers[request_id]
+            self.forget(request_id)
         dropped = frozenset(requests)
         return tuple(each for each in outcomes if each.request_id not in dropped)

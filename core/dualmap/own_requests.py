@@ -23,6 +23,8 @@ class Waiting:
     since_s: float
     asked_s: float
     queued: bool = False
+    number: int = 0
+    """The number of the last question about the request."""
 
 
 @dataclass(slots=True)

@@ -111,6 +111,7 @@ class SharedRouter:
         self._endpoints = _endpoints(pool)
         self._requests = OwnRequests()
         self._guests = Guests(self._router, send)
+        self._questions = 0
 
     @property
     def pool(self) -> Pool:
@@ -231,16 +232,16 @@ class SharedRouter:
         match message:
             case Ask():
                 if self._is_ending or self._knows(message.request.id):
-                    self._guests.decline(peer, message.request.id)
+                    self._guests.decline(peer, message.request.id, message.number)
                     return Effects(None)
                 return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
             case Answer():
                 self._declined_s.pop(peer, None)
                 if peer == self._owner and message.tokens_per_second:
                     self._owners_speed = message.tokens_per_second
-                return Effects(None, self._answered(now, peer, message.outcome))
+                return Effects(None, self._answered(now, peer, message))
             case Declined():
-                return Effects(None, self._declined(now, peer, message.request_id))
+                return Effects(None, self._declined(now, peer, message))
             case Sent():
                 if not self._knows(message.request.id):
                     self._guests.take_over(now, peer, message)
@@ -391,13 +392,13 @@ class SharedRouter:
             self._send(owner, Left())
         return self._move(now)
 
-    def _declined(self, now: float, peer: str, request_id: str) -> tuple[Outcome, ...]:
+    def _declined(self, now: float, peer: str, declined: Declined) -> tuple[Outcome, ...]:
         """Look for another owner, because a router does not decide the pool's requests; decide here if there is none.
 
         Routers that watch different namespaces know each other, but do not serve the same pools.
         """
-        waiting = self._requests.waiting.get(request_id)
-        if waiting is None or waiting.at != peer:
+        waiting = self._requests.waiting.get(declined.request_id)
+        if waiting is None or waiting.at != peer or waiting.number != declined.number:
             return ()
         if peer not in self._declined_until_s:
             last_s = self._declined_s.get(peer, DECLINED_S / 2)
@@ -417,13 +418,16 @@ class SharedRouter:
         """Ask the owner about a request."""
         request = waiting.request
         self._requests.ask(now, waiting, self._owner)
+        self._questions += 1
+        waiting.number = self._questions
         self._router.compute_chains(request)
-        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s))
+        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s, number=waiting.number))
 
-    def _answered(self, now: float, peer: str, outcome: Outcome) -> tuple[Outcome, ...]:
+    def _answered(self, now: float, peer: str, answer: Answer) -> tuple[Outcome, ...]:
+        outcome = answer.outcome
         waiting = self._requests.waiting.get(outcome.request_id)
-        if waiting is None or waiting.at != peer:
-            # The request was aborted, or decided by this router. The other router knows this from a report.
+        if waiting is None or waiting.at != peer or waiting.number != answer.number:
+            # The request was aborted, decided by this router, or asked again. The other router knows this from a report.
             return ()
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))

@@ -12,10 +12,15 @@ from dualmap.requests import Decision, Queued, Rejection, Request, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request for the owner to decide, which arrived ``age_s`` ago. ``request.arrived_s`` has no meaning."""
+    """A request for the owner to decide, which arrived ``age_s`` ago. ``request.arrived_s`` has no meaning.
+
+    A router may ask about a request again after it decided it by itself. The answers have the ``number`` of their
+    question, so that the router ignores late answers to earlier ones.
+    """
 
     request: Request
     age_s: float
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,7 @@ class Answer:
 
     outcome: Decision | Rejection | Queued
     tokens_per_second: float = 0.0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class Declined:
     """The answer of a router that does not decide for others, because it does not serve the pool or is about to end."""
 
     request_id: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

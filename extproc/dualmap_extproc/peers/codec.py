@@ -127,14 +127,15 @@ def encode_message(pool: str, message: Message) -> bytes:
     """Return the frame with a message about a pool."""
     match message:
         case Ask():
-            ask = wire.Ask(request=_request(message.request), age_s=_bounded(message.age_s))
+            ask = wire.Ask(request=_request(message.request), age_s=_bounded(message.age_s), number=message.number)
             told = wire.PoolMessage(pool=pool, ask=ask)
         case Answer():
             answer = _outcome(message.outcome)
-            answer.tokens_per_second = message.tokens_per_second
+            answer.tokens_per_second, answer.number = message.tokens_per_second, message.number
             told = wire.PoolMessage(pool=pool, answer=answer)
         case Declined():
-            told = wire.PoolMessage(pool=pool, declined=wire.Declined(request_id=message.request_id))
+            declined = wire.Declined(request_id=message.request_id, number=message.number)
+            told = wire.PoolMessage(pool=pool, declined=declined)
         case Sent():
             told = wire.PoolMessage(pool=pool, sent=_sent(message))
         case Progress():
@@ -297,16 +298,16 @@ def _read_message(told: wire.PoolMessage) -> Message | None:
     """Return a message; None if this release does not know its kind."""
     match told.WhichOneof("message"):
         case "ask":
-            return Ask(request=_read_request(told.ask.request), age_s=_seconds(told.ask.age_s))
+            return Ask(request=_read_request(told.ask.request), age_s=_seconds(told.ask.age_s), number=told.ask.number)
         case "answer":
             outcome = _read_outcome(told.answer)
             if outcome is None:
                 return None
             speed = told.answer.tokens_per_second
             _check(0.0 <= speed <= _FASTEST, "speed")
-            return Answer(outcome=outcome, tokens_per_second=speed)
+            return Answer(outcome=outcome, tokens_per_second=speed, number=told.answer.number)
         case "declined":
-            return Declined(request_id=_read_id(told.declined.request_id))
+            return Declined(request_id=_read_id(told.declined.request_id), number=told.declined.number)
         case "sent":
             return _read_sent(told.sent)
         case "progress":

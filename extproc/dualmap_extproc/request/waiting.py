@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from dualmap.shared_router import Router
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import Arrival
 from dualmap_extproc.request.picked import Picked
-from dualmap_extproc.request.served_pools import Router
 
 
 @dataclass(slots=True, kw_only=True)

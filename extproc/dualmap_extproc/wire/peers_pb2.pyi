@@ -145,24 +145,28 @@ class Subset(_message.Message):
     def __init__(self, endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("request", "age_s")
+    __slots__ = ("request", "age_s", "number")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request: Request
     age_s: float
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    number: int
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., age_s: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("decision", "rejection", "queued", "tokens_per_second")
+    __slots__ = ("decision", "rejection", "queued", "tokens_per_second", "number")
     DECISION_FIELD_NUMBER: _ClassVar[int]
     REJECTION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
     rejection: Rejection
     queued: Queued
     tokens_per_second: float
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+    number: int
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., tokens_per_second: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("request_id", "endpoints", "receipt")
@@ -245,10 +249,12 @@ class Queued(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Declined(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("request", "age_s", "endpoint", "sent_ago_s", "matched_tokens", "predicted_ttft_s", "prefilled")
