@@ -555,7 +555,10 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
         ({}, "helm test dualmap --namespace dualmap-system --logs"),
         ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
         ({}, "NOTE: the bundled Redis is for evaluation only."),
-        ({"redis": {"mode": "none"}}, "NOTE: the 2 routers share state through their connections, because redis.mode is none."),
+        (
+            {"redis": {"mode": "none"}},
+            "NOTE: the 2 routers share state through their connections, because redis.mode is none.",
+        ),
         ({"router": {"replicas": 1}}, "answers requests with 503 router_unreachable"),
         (
             {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
