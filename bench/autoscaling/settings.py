@@ -89,7 +89,7 @@ FIXED_PEAK: Final = "fixed, for the highest rate"
 FIXED_MEAN: Final = "fixed, for about the same cost"
 MEAN: Final = 10
 SLO_HASTY: Final = "SLO, down after 5 min"
-SLO_ROUTERS: Final = "SLO, 4 routers"
+SLO_ROUTERS: Final = "SLO, 4 routers with an owner"
 
 
 def queue(target: float) -> str:
