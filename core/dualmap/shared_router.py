@@ -427,7 +427,7 @@ class SharedRouter:
         outcome = answer.outcome
         waiting = self._requests.waiting.get(outcome.request_id)
         if waiting is None or waiting.at != peer or waiting.number != answer.number:
-            # The request was aborted, decided by this router, or asked again. The other router knows this from a report.
+            # The request was aborted, decided by this router, or asked again. Reports have told the other router so.
             return ()
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))

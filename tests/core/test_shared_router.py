@@ -174,13 +174,38 @@ def test_miss_of_a_question_asked_before_an_answer_moves_its_request() -> None:
     both.wait(0.011)
     both.ask(other, at("c", now=both.now))
     both.links[link].clear()
-    both[both.owner].on_message(both.now, other, Ask(request=at("c"), age_s=0.0))
+    both[both.owner].on_message(both.now, other, Ask(request=at("c"), age_s=0.0, number=3))
     both.deliver_one(back)
     both.wait(0.020)
     assert both.results == ["timeout", "answered", "timeout"]
     both.ask(other, at("d", now=both.now))
     both.deliver()
     assert (both.in_flight(both.owner), both.in_flight(other)) == (4, 0)
+
+
+def test_late_answer_to_an_earlier_question_has_no_effect() -> None:
+    both = Routers(slow_pool())
+    (other,) = both.others
+    link = (other, both.owner)
+    both.ask(other, at("x"))
+    both.ask(other, at("a"))
+    both.wait_for_answer()
+    assert both.outcomes["a"] == [Queued(request_id="a")]
+    both.links[link].clear()
+    # The owner answers another question, so it is asked about the queued request again.
+    both.ask(other, at("b", now=both.now))
+    both.deliver_one(link)
+    both.deliver_one((both.owner, other))
+    assert [each.number for each in both.links[link] if isinstance(each, Ask)] == [4]
+    late = Answer(outcome=Rejection(request_id="a", reason=Reason.QUEUE_FULL), number=2)
+    both.take(both[other].on_message(both.now, both.owner, late))
+    both.deliver()
+    assert both.outcomes["a"] == [Queued(request_id="a")]
+    for each in ("b", "x", "a"):
+        both.first_token(each)
+        assert both.finish(each)
+        both.deliver()
+    assert (both.in_flight(both.owner), both.in_flight(other)) == (0, 0)
 
 
 def test_owner_that_answers_again_gets_the_requests_decided_meanwhile() -> None:
@@ -380,13 +405,13 @@ def test_router_that_serves_a_new_pool_later_is_asked_soon() -> None:
     (other,) = both.others
     both.ask(other, at("a"))
     both.links.clear()
-    both.take(both[other].on_message(0.0, both.owner, Declined(request_id="a")))
+    both.take(both[other].on_message(0.0, both.owner, Declined(request_id="a", number=1)))
     both.now = DECLINED_S
     assert isinstance(both.ask(other, at("b", now=both.now)), Asked)
     both.deliver()
     assert both.in_flight(both.owner) == 2
     both.ask(other, at("c", now=both.now))
-    both.take(both[other].on_message(both.now, both.owner, Declined(request_id="c")))
+    both.take(both[other].on_message(both.now, both.owner, Declined(request_id="c", number=3)))
     both.now += DECLINED_S
     assert isinstance(both.ask(other, at("d", now=both.now)), Asked)
 
@@ -412,7 +437,7 @@ def test_unknown_second_endpoint_of_a_decision_is_dropped() -> None:
     assert isinstance(decision, Decision)
     first, second = decision.endpoints
     forged = replace(decision, endpoints=(first, "6.6.6.6:80", second))
-    both.take(both[other].on_message(0.0, both.owner, Answer(outcome=forged)))
+    both.take(both[other].on_message(0.0, both.owner, Answer(outcome=forged, number=1)))
     assert both.decision("a").destination == f"{first},{second}"
 
 

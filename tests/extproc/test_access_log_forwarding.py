@@ -47,6 +47,9 @@ class Routers:
             self.received[name].append(sent)
         return bool(to)
 
+    def reaches(self, request_id: str) -> bool:
+        return any(request_id.startswith(f"{name}-") for name in self.connected)
+
     def orphan(self, sent: AccessLogEntry) -> None:
         for name in self.connected:
             self.orphans[name].append(sent)
@@ -103,6 +106,21 @@ async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | No
     routers = Routers("a-1", "b-2")
     await report(routers.sinks["a-1"], batch([routers.ids["b-2"].new("127.0.0.1")], log))
     assert routers.received_ids("b-2") == []
+    assert routers.counts["a-1"].undelivered == 0
+
+
+async def test_entry_of_an_ended_router_in_a_log_for_every_router_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+    routers = Routers("a-1", "b-2")
+    theirs = routers.ids["b-2"].new("127.0.0.1")
+    routers.connected.remove("b-2")
+    await report(routers.sinks["a-1"], batch([theirs], ACCESS_LOG))
+    assert {each.request_id for each in routers.orphans["a-1"]} == {theirs}
+    # The owner may notice the loss later than the entry arrives.
+    before = len(routers.orphans["a-1"])
+    await until(lambda: len(routers.orphans["a-1"]) > before)
+    routers.now_s += KEPT_S
+    await until(lambda: not routers.sinks["a-1"]._forwarding._kept)
     assert routers.counts["a-1"].undelivered == 0
 
 

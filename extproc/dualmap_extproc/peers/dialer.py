@@ -112,6 +112,7 @@ class Dialer:
         began_s = reached_s = self._clock()
         while self._dials.get(where) is task and known != self._name:
             if known is not None and self._is_connected(known):
+                reached_s = self._clock()
                 await asyncio.sleep(_CHECK_S)
                 continue
             if known is not None and self._clock() - began_s >= LASTING_S:

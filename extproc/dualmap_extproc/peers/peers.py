@@ -130,11 +130,15 @@ class Peers:
 
     def forward(self, entry: AccessLogEntry) -> bool:
         """Send an access log entry to the router that assigned its request id; return whether it is connected."""
-        # An id is the router's name, a number and a keyed hash (``request.ids``).
-        link = self._links.get(entry.request_id.rsplit("-", 2)[0])
+        link = self._links.get(_router_of(entry.request_id))
         if link is not None:
             self._send([link], encode_entry(entry))
         return link is not None
+
+    def reaches(self, request_id: str) -> bool:
+        """Return whether the router that assigned a request id is connected and not about to end."""
+        state = self._states.get(_router_of(request_id))
+        return state is not None and not state.leaving
 
     def orphan(self, entry: AccessLogEntry) -> None:
         """Send an access log entry to all routers, because the router that assigned its request id has ended."""
@@ -325,6 +329,11 @@ class Peers:
     def _take_state(self, peer: str, state: RouterState) -> None:
         self._states[peer] = state
         self._report_owners()
+
+
+def _router_of(request_id: str) -> str:
+    """Return the name of the router that assigned an id: its name, a number and a keyed hash (``request.ids``)."""
+    return request_id.rsplit("-", 2)[0]
 
 
 async def _read(stream: Stream) -> bytes:

@@ -414,7 +414,7 @@ class Picker:
         if router is not None:
             self._release(now, (router, router.on_message(now, peer, message).outcomes))
         elif isinstance(message, Ask) and self._send is not None:
-            self._send(pool, peer, Declined(request_id=message.request.id))
+            self._send(pool, peer, Declined(request_id=message.request.id, number=message.number))
 
     def on_router_lost(self, now: float, peer: str) -> None:
         """Forget a router that has ended, or to which the connection is lost."""

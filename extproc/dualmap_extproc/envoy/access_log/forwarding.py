@@ -29,6 +29,9 @@ class Connections(Protocol):
     def forward(self, entry: AccessLogEntry) -> bool:
         """Send an entry to the router that picked the request's member; return whether it is connected."""
 
+    def reaches(self, request_id: str) -> bool:
+        """Return whether the router that picked a request's member is connected and not about to end."""
+
     def orphan(self, entry: AccessLogEntry) -> None:
         """Send an entry to all routers, because the router that picked has ended."""
 
@@ -44,6 +47,7 @@ class ForwardingObserver(Protocol):
 class _Kept:
     entry: AccessLogEntry
     until_s: float
+    forwards: bool = True
 
 
 class Forwarding:
@@ -83,6 +87,16 @@ class Forwarding:
             elif not self._connections.forward(entry):
                 self._keep(_Kept(entry=entry, until_s=until_s))
 
+    def watch(self, entries: Iterable[AccessLogEntry]) -> None:
+        """Take entries of which every router gets its own copy: those of routers that have ended or are about to end.
+
+        The pool's owner still accounts for the requests of such a router, until it notices the loss of the router.
+        """
+        until_s = self._clock() + KEPT_S
+        for entry in entries:
+            self._on_orphan(entry)
+            self._keep(_Kept(entry=entry, until_s=until_s, forwards=False))
+
     def _keep(self, kept: _Kept) -> None:
         if len(self._kept) >= KEPT_MAX:
             self._drop()
@@ -97,6 +111,11 @@ class Forwarding:
         now_s = self._clock()
         waiting, self._kept = self._kept, []
         for each in waiting:
+            if not each.forwards:
+                self._on_orphan(each.entry)
+                if each.until_s > now_s:
+                    self._keep(each)
+                continue
             if self._connections.forward(each.entry):
                 continue
             if each.until_s <= now_s:

@@ -51,9 +51,10 @@ class AccessLogSink:
 
     Entries of this router have an id that begins with the prefix of ``ids``. The check of an entry's prefix costs 1 us;
     reading the entry would cost 10 us. Of the entries of this router, the service passes on those that ``ids`` made for
-    requests of the same client (``wire.peer``). Of the other routers' entries, the service sends those of the shared
-    log to their routers by ``connections``, and skips the rest. ``connections`` is None if the router knows no other
-    routers. ``on_orphan`` receives the entries of routers that have ended.
+    requests of the same client (``wire.peer``). The service sends the other routers' entries of the shared log to their
+    routers by ``connections``. Every router gets the entries of another log, so the service skips the other routers'
+    entries. ``on_orphan`` receives the entries of routers that have ended. ``connections`` is None if the router knows
+    no other routers.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AccessLogSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
+        self._connections = connections
         self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
         self._ending = False
         self._observer = observer
@@ -127,6 +129,9 @@ class AccessLogSink:
             self._observer.access_log_foreign(len(ours) - len(believed))
             self._foreign.warn(len(ours) - len(believed), peer=client)
         self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in believed))
+        theirs = (each for each in known if not each[1].startswith(prefix))
         if shared:
-            theirs = (each for each in known if not each[1].startswith(prefix))
             self._forwarding.forward(replace(read_entry(*each), sender=client) for each in theirs)
+        elif self._connections is not None:
+            reaches = self._connections.reaches
+            self._forwarding.watch(read_entry(*each) for each in theirs if not reaches(each[1]))

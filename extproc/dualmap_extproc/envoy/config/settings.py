@@ -185,8 +185,11 @@ class EnvoySettings:
 
     @property
     def shares_access_log(self) -> bool:
-        """Whether one of several routers may get each access log entry: the only sink has a DNS name."""
-        return len(self.access_logs) == 1 and not self.access_logs[0].is_ip
+        """Whether one of several routers may get each access log entry: there is one sink, and several routers.
+
+        A DNS name may stand for several routers.
+        """
+        return len(self.access_logs) == 1 and (len(self.routers) > 1 or not self.access_logs[0].is_ip)
 
     @property
     def body_bytes(self) -> int:
