@@ -66,6 +66,10 @@ class Gateway:
     conformance_hooks: bool = False
 
 
+OWN_GATEWAY: Final = Gateway()
+"""The project's own Envoy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
     """The settings of the Redis that stores the state shared between replicas.
@@ -123,5 +127,5 @@ class Settings:
     otlp_endpoint: str | None = None
     dashboard: bool = True
     drain_timeout_s: float = 25.0
-    gateway: Gateway = Gateway()
+    gateway: Gateway = OWN_GATEWAY
     limits: Limits = field(default_factory=Limits)

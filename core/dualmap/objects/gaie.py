@@ -22,10 +22,9 @@ PORTS_MAX: Final = 8
 ACTIVE_PORTS: Final = "inference.networking.k8s.io/active-ports"
 """The annotation with those target ports, separated by commas, on which a pod serves; without it, all."""
 _PRIORITY_MAX: Final = 2**31
-_LABEL_KEY: Final = re.compile(
-    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII
-)
-_LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
+_LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY: Final = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL}", re.ASCII)
+_LABEL_VALUE: Final = re.compile(rf"({_LABEL})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +62,8 @@ def read_gaie_pool(body: Mapping[str, Any]) -> GaiePool:
         ]
     if not ports or len(ports) > PORTS_MAX:
         raise PoolError("spec.targetPorts", len(ports), f"1 to {PORTS_MAX} ports")
-    return GaiePool(
-        selector=_read_selector(labels, path),
-        ports=tuple(dict.fromkeys(_read_port(each, path) for path, each in ports)),
-    )
+    numbers = tuple(dict.fromkeys(_read_port(each, field) for field, each in ports))
+    return GaiePool(selector=selector_of(labels, path), ports=numbers)
 
 
 def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
@@ -81,7 +78,7 @@ def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Membe
     """Return the members of a pool, sorted by id.
 
     A pod that is ready is a member at each port. A pod that was one ``before``, and is not ready or terminates, stays a
-    Draining member: it gets no new requests, and the router keeps what it knows of its cache and its requests in flight.
+    Draining member: it gets no new requests, and the router keeps the member's cache index and requests in flight.
     """
     was = {member.id: member for member in before}
     members: dict[str, Member] = {}
@@ -121,8 +118,8 @@ def _is_priority(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_PRIORITY_MAX <= value < _PRIORITY_MAX
 
 
-def _read_selector(labels: Mapping[str, Any], path: str) -> str:
-    """Return the labels as a selector of the Kubernetes API."""
+def selector_of(labels: Mapping[str, Any], path: str) -> str:
+    """Return labels as a selector of the Kubernetes API. Raises PoolError for the field at ``path``."""
     if not labels:
         raise PoolError(path, None, "one or more labels")
     for key, value in labels.items():

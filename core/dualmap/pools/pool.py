@@ -55,8 +55,8 @@ class Member:
 class Model:
     """The model that a pool serves: requests have ``name`` or one of ``aliases`` in their field "model".
 
-    An empty ``name`` stands for any name: the pool serves whatever models its engines serve, and requests with different
-    names share no cache keys.
+    An empty ``name`` stands for any name: the pool serves whatever models its engines serve, and requests with
+    different names share no cache keys.
     ``adapters`` are the LoRA adapters that the engines serve. Requests select an adapter in the field "model". Each
     adapter has its own cache keys, because its KV cache differs from the base model's.
     """

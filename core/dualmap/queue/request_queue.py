@@ -3,10 +3,11 @@
 A queued request can move to another member without cost, which rebalancing uses (paper section 3.3).
 
 Requests of higher priority leave the queue first. Among requests of equal priority, clients take turns by their fair
-shares (``fair_shares``). The requests of one client with equal priority have one of two orders: by arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO (Moore 1968, "An
-n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a request would be late,
-the algorithm defers the longest request so far. The number of requests that overtake the oldest request is bounded, so
-that no request starves.
+shares (``fair_shares``). The requests of one client with equal priority have one of two orders: by arrival, or with
+deferral of late requests. Deferral maximises the number of requests that meet the SLO (Moore 1968, "An n job, one
+machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a request would be late, the
+algorithm defers the longest request so far. The number of requests that overtake the oldest request is bounded, so that
+no request starves.
 """
 
 from collections import OrderedDict
@@ -119,9 +120,9 @@ class MemberQueue:
     A request that is added now overtakes the deferred requests that will miss the SLO, so these do not delay it
     (``ahead_s``). The few dispatches of the oldest request are neglected.
 
-    Each client has a line for each priority. A line of the highest priority is next, among these that of the client with
-    the smallest counter, and among equal ones that with the oldest request. ``counter`` returns a client's counter
-    (``FairShares``).
+    Each client has a line for each priority. A line of the highest priority is next, among these that of the client
+    with the smallest counter, and among equal ones that with the oldest request. ``counter`` returns a client's
+    counter (``FairShares``).
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:

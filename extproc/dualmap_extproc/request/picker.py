@@ -76,7 +76,7 @@ from dualmap_extproc.request.served_pools import Mesh, Outcomes, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.request.waiting import WaitingRequest, WaitingRequests
-from dualmap_extproc.settings import Gateway, Limits
+from dualmap_extproc.settings import OWN_GATEWAY, Gateway, Limits
 
 _log = get_logger(__name__)
 
@@ -114,7 +114,7 @@ class Picker:
         log_prompts: bool = False,
         client_key: bytes = b"",
         send: Callable[[str, str, Message], None] | None = None,
-        gateway: Gateway = Gateway(),
+        gateway: Gateway = OWN_GATEWAY,
     ) -> None:
         self.gateway = gateway
         self._limits = limits

@@ -20,7 +20,8 @@ Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
 
 LIVENESS_SERVICE: Final = "liveness"
 # Envoy and Kubernetes request the health of the empty name by default, which means the whole server.
-READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
+# The charts of the Gateway API Inference Extension and of llm-d request that of "inference-extension".
+READINESS_SERVICES: Final = ("", "readiness", "inference-extension", EXT_PROC_SERVICE)
 
 # A drain closes the port when no stream has begun for this time. Envoy checks the health every 0.5 s, or later if the
 # machine is busy. In a test with a fixed delay of 0.5 s, one of 50 restarts under load rejected a stream.
