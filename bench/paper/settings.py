@@ -38,8 +38,8 @@ CHATS_REQUESTS: Final = 4000
 _FIXED_KEYS: Final[Mapping[str, int]] = MappingProxyType({"cache_affinity": TRACE_BLOCK_TOKENS})
 """The length of blocks of policies whose keys do not grow, in tokens: the one setting that differs from the defaults.
 
-The prompts of both traces begin with the same 512 tokens or more. So with two default blocks, all prompts have one key,
-and one member gets all requests.
+Prompts begin with the same system prompts. With two blocks of the default length, nearly all prompts of Conversation
+have one key, and one member gets nearly all requests.
 """
 
 

@@ -20,7 +20,7 @@ MADE: Final = Comparison(section="chats", workloads=lambda _extent: CHATS, model
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     return (
         "All prompts of Poisson chats begin with the same 1024 tokens, the length of a key of `cache_affinity`. So "
-        "`cache_affinity` sends all requests to one member there.\n\n" + MADE.page(results, extent, plots)
+        "`cache_affinity` sends nearly all requests to one member there.\n\n" + MADE.page(results, extent, plots)
     )
 
 
