@@ -83,7 +83,7 @@ class _PickerCommand(click.Command):
     "routing_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="YAML with spec.routing, spec.slo and spec.engine, as in a DualMap InferencePool. A DualMap InferencePool with "
+    help="YAML with spec.routing, spec.slo and spec.engine, as in a DualMap InferencePool. A DualMap InferencePool of "
     "the pool's name and namespace has precedence.",
 )
 @click.option("--config-file", type=click.Path(path_type=Path), help="EndpointPickerConfig of another picker.")
