@@ -69,7 +69,7 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         fleet, chain = self._fleet, request.chain
-        view = fleet.view(now, chain, client=request.client, tokens=request.tokens)
+        view = fleet.view(now, chain, client=request.client, priority=request.priority, tokens=request.tokens)
         members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
@@ -130,7 +130,9 @@ class Chooser:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         request = queued.request
         ring, _ = self._fleet.rings(request)
-        view = self._fleet.view(now, request.chain, client=request.client, tokens=request.tokens)
+        view = self._fleet.view(
+            now, request.chain, client=request.client, priority=request.priority, tokens=request.tokens
+        )
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)

@@ -143,9 +143,18 @@ class Fleet:
 
     # The members' state for decisions.
 
-    def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
+    def view(
+        self,
+        now: float,
+        chain: BlockChain,
+        *,
+        client: int = 0,
+        priority: int = 0,
+        tokens: PromptTokens | None = None,
+    ) -> View:
         """Return a view of the members for one prompt of a client."""
-        behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
+        overtakes = self.shares.has_rivals(client) or self._pool.objectives.priorities
+        behind_s = partial(self._behind_s, client, priority) if overtakes else None
         reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
         return View(
             now,
@@ -402,7 +411,8 @@ class Fleet:
         if prediction is None:
             return
         self._caches.learn(now, prediction, usage)
-        if prediction.is_held and usage.cached_tokens is not None:
+        is_member = prediction.member in self._membership.members
+        if is_member and prediction.is_held and usage.cached_tokens is not None:
             self._reported.judge(
                 now,
                 prediction.member,
@@ -641,8 +651,8 @@ class Fleet:
         window_s = self._pool.routing.queue.dispatch_window_s
         return window_s * _CONTESTED_WINDOW if self.shares.is_contested(now) else window_s
 
-    def _behind_s(self, client: int, queue: MemberQueue) -> float:
-        return queue.behind_s(client, self.shares.counter)
+    def _behind_s(self, client: int, priority: int, queue: MemberQueue) -> float:
+        return queue.behind_s(client, priority, self.shares.counter)
 
     def _roster(self, now: float, ring: DualRing) -> Roster:
         """Return a ring's instances with current summaries."""
