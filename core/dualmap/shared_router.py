@@ -80,7 +80,8 @@ class SharedRouter:
     """Routes this router's requests of one pool, and those of the other routers while this router owns the pool.
 
     ``name`` is this router's name among the routers. ``send`` sends a message to a router, and ignores a router to
-    which there is no connection. ``decided`` receives how each decision of another owner's pool was made.
+    which there is no connection. ``decided`` receives how each decision of another owner's pool was made, and
+    ``owner_changed`` the last and the new owner.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SharedRouter:
         name: str,
         send: Callable[[str, Message], None],
         decided: Callable[[RemoteDecision], None] = lambda _: None,
+        owner_changed: Callable[[str, str], None] = lambda before, owner: None,
         hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
     ) -> None:
@@ -97,6 +99,7 @@ class SharedRouter:
         self._name = name
         self._send = send
         self._decided = decided
+        self._owner_changed = owner_changed
         self._owner = name
         self._routers: frozenset[str] = frozenset()
         # Until when the routers that declined a request are no possible owners, and how long the last such time was.
@@ -383,6 +386,7 @@ class SharedRouter:
         owner = self._possible_owner()
         if owner == self._owner:
             return ()
+        self._owner_changed(self._owner, owner)
         if self._is_ending:
             self._owner = owner
             return ()

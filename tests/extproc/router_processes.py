@@ -93,9 +93,12 @@ async def running(
     process = await launch("--host", "127.0.0.1", *ports, *files, *options, program=program)
     try:
         assert process.stderr is not None
-        line = (await asyncio.wait_for(process.stderr.readline(), WAIT_S)).decode().strip()
-        match = READY.match(line)
-        assert match, line
+        said: list[str] = []
+        # A router may log what it does before it is ready, such as its connections to other routers.
+        while not said or (match := READY.match(said[-1])) is None:
+            line = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
+            assert line, said
+            said.append(line.decode().strip())
         yield Router(process, *match.groups())
     finally:
         if process.returncode is None:

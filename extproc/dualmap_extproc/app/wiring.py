@@ -148,7 +148,7 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
             *others.runs(picker, grpc_port),
         )
         tasks += [asyncio.create_task(each) for each in runs]
-        done = await _first_ended(tasks, before=source.known())
+        done = await _first_ended(tasks, before=_all(source.known(), others.tried()))
         if not done:
             await listening.ready()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -168,6 +168,10 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         await tokenizers.close()
         kv_events.close()
         await asyncio.to_thread(observers.close_tracing)
+
+
+async def _all(*awaited: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(*awaited)
 
 
 async def _first_ended(
