@@ -49,7 +49,7 @@ class PoolRouter:
     def __init__(self, pool: Pool, *, replicated: bool = False, hash_key: bytes = PUBLIC_KEY) -> None:
         self._pool = pool
         self._fleet = Fleet(pool, hash_key)
-        self._chooser = Chooser(pool, self._fleet, replicated=replicated)
+        self._chooser = Chooser(pool, self._fleet.candidates, replicated=replicated)
         self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
         self._told = ToldLoads()
         self._bodiless_sequence = 0
@@ -66,7 +66,7 @@ class PoolRouter:
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
-        ring, preferred = self._fleet.rings_of_model(subset, self._pool.model.name)
+        ring, preferred = self._fleet.candidates.rings_of_model(subset, self._pool.model.name)
         members = (ring if preferred is None else preferred).members
         turn = self._bodiless_sequence
         self._bodiless_sequence += 1
@@ -203,7 +203,7 @@ class PoolRouter:
             completion, released = self._completed(now, request)
             completions.append(completion)
             outcomes += released
-        self._fleet.expire_peers(now)
+        self._fleet.expire_others(now)
         self._fleet.resume(now)
         outcomes += self._dispatcher.release_all(now) + self._dispatcher.expire(now)
         return Effects(tuple(completions), outcomes)
@@ -254,7 +254,7 @@ class PoolRouter:
             held=self._dispatcher.queued,
             unplaced_prefill_tokens=self._dispatcher.unplaced_tokens,
             sessions=len(self._chooser.sessions),
-            peers=self._fleet.peers,
+            peers=self._fleet.replicas,
             endpoints=self._fleet.statuses(),
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,
