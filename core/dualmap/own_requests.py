@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dualmap.fleet.ledger import ENDED_MAX
-from dualmap.requests import Completion, Decision, Outcome, PoolSnapshot, Queued, Request, Usage
+from dualmap.requests import Completion, Decision, Outcome, PoolSnapshot, Queued, Request, SentRequest, Usage
 
 # The weight of a request in the mean share of new prompt tokens.
 _NEW_SHARE_WEIGHT: Final = 0.02
@@ -41,6 +41,17 @@ class InFlight:
     heard_s: float
     reported_s: float
     prefilled: bool = False
+
+    def sent(self) -> SentRequest:
+        """Return what another router needs to account for the request."""
+        return SentRequest(
+            request=self.request,
+            endpoint=self.endpoint,
+            sent_s=self.sent_s,
+            matched_tokens=self.matched_tokens,
+            predicted_ttft_s=self.predicted_ttft_s,
+            prefilled=self.prefilled,
+        )
 
     def completion(self, usage: Usage | None) -> Completion:
         """Return the request's end, with the engine's token counts if known."""

@@ -16,7 +16,6 @@ longer than the pool's longest wait.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from math import inf
 from typing import Final, NamedTuple, TypeVar
 
 from dualmap.engines.profile import EngineProfile
@@ -25,8 +24,9 @@ from dualmap.engines.source import SourceStatus
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.guests import Guests
 from dualmap.own_requests import InFlight, OwnRequests, Waiting
+from dualmap.ownership.election import Election
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
-from dualmap.ownership.owner import owner_of
+from dualmap.ownership.missed_answers import ANSWER_TIMEOUT_S, MissedAnswers
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
@@ -41,26 +41,11 @@ from dualmap.requests import (
     Queued,
     Rejection,
     Request,
-    SentRequest,
     Usage,
 )
 from dualmap.router import PoolRouter
 
 AnswerT = TypeVar("AnswerT")
-ANSWER_TIMEOUT_S: Final = 0.02
-"""The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
-MISSES_MAX: Final = 3
-"""The missed answers in a row after which a router does not ask the owner for PAUSE_S.
-
-Questions that waited at the same time miss one answer together, because one delay of the owner delays all answers."""
-PAUSE_S: Final = 0.5
-"""The time for which a router does not ask an owner that has missed MISSES_MAX answers."""
-DECLINED_S: Final = 2.0
-"""The time for which a router that declined a request of a pool does not count as a possible owner of the pool.
-
-Each further time without an answer between is twice as long, up to DECLINED_MAX_S. The first is short, because a new
-pool reaches the routers at different times."""
-DECLINED_MAX_S: Final = 30.0
 # A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
 _HEARD_EVERY_S: Final = 10.0
 
@@ -97,14 +82,8 @@ class SharedRouter:
         self._name = name
         self._send = send
         self._decided = decided
-        self._owner = name
-        self._routers: frozenset[str] = frozenset()
-        # Until when the routers that declined a request are no possible owners, and how long the last such time was.
-        self._declined_until_s: dict[str, float] = {}
-        self._declined_s: dict[str, float] = {}
-        # The owner's missed answers in a row, the time of the last one, and the end of the pause after the last.
-        self._misses = 0
-        self._missed_s = self._asks_again_s = -inf
+        self._election = Election(pool.id, name)
+        self._missed_answers = MissedAnswers()
         self._is_ending = False
         # The members' speed, which only the owner knows.
         self._owners_speed = 0.0
@@ -121,14 +100,14 @@ class SharedRouter:
     @property
     def owner(self) -> str:
         """The router that owns the pool, as far as this router knows."""
-        return self._owner
+        return self._election.owner
 
     # Requests of this router.
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         """Ask the owner about a new request, or decide it if this router is the owner or the owner did not answer."""
         moved: tuple[Outcome, ...] = ()
-        if self._declined_until_s and now >= min(self._declined_until_s.values()):
+        if self._election.is_due(now):
             moved = self._elect(now)
         answer, outcomes = self._place(now, request)
         return Effects(answer, moved + outcomes)
@@ -223,8 +202,7 @@ class SharedRouter:
 
         This router may own pools if its name is among them. Without any name, it decides by itself.
         """
-        self._routers = frozenset(routers)
-        self._declined_s = {each: s for each, s in self._declined_s.items() if each in self._routers}
+        self._election.set_routers(routers)
         return Effects(None, self._elect(now))
 
     def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:
@@ -236,8 +214,8 @@ class SharedRouter:
                     return Effects(None)
                 return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
             case Answer():
-                self._declined_s.pop(peer, None)
-                if peer == self._owner and message.tokens_per_second:
+                self._election.on_answer(peer)
+                if peer == self.owner and message.tokens_per_second:
                     self._owners_speed = message.tokens_per_second
                 return Effects(None, self._answered(now, peer, message))
             case Declined():
@@ -315,7 +293,7 @@ class SharedRouter:
 
     def status(self) -> PoolSnapshot:
         """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
-        return replace(self._router.status(), owner=self._owner)
+        return replace(self._router.status(), owner=self.owner)
 
     def demand(self) -> PoolSnapshot:
         """Return a snapshot of this router's own requests: its share of the pool's demand.
@@ -325,7 +303,7 @@ class SharedRouter:
         has learnt, because a router that does not decide learns none.
         """
         status = self.status()
-        decides = self._owner == self._name
+        decides = self.owner == self._name
         if decides and not self._guests:
             return status
         return self._requests.demand(status, 0.0 if decides else self._owners_speed)
@@ -338,7 +316,7 @@ class SharedRouter:
             self._requests.end(each.request_id)
         released = self._sort(now, outcomes)
         for waiting in tuple(takewhile(lambda each: _answer_due_s(each) <= now, self._requests.asked.values())):
-            self._missed(now, waiting)
+            self._missed_answers.on_missed(now, asked_s=waiting.asked_s)
             released += self._give_up(now, waiting, "timeout")
         for waiting in tuple(takewhile(lambda each: self._wait_ends_s(each) <= now, self._requests.waiting.values())):
             if waiting.queued and waiting.request.id in self._requests.waiting:
@@ -369,27 +347,22 @@ class SharedRouter:
         return min((each for each in times_s if each is not None), default=None)
 
     def _place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
-        if self._owner == self._name or self._is_ending:
+        if self.owner == self._name or self._is_ending:
             return self._decide(now, request)
-        if now < self._asks_again_s:
+        if self._missed_answers.is_paused(now):
             self._decided(RemoteDecision("local", 0.0))
             return self._decide(now, request)
-        self._ask(now, Waiting(request=request, at=self._owner, since_s=now, asked_s=now))
+        self._ask(now, Waiting(request=request, at=self.owner, since_s=now, asked_s=now))
         return Effects(Asked(request_id=request.id))
 
     def _elect(self, now: float) -> tuple[Outcome, ...]:
         """Find the pool's owner; if it is another one than before, move this router's requests to its accounts."""
-        self._declined_until_s = {each: until_s for each, until_s in self._declined_until_s.items() if until_s > now}
-        owner = self._possible_owner()
-        if owner == self._owner:
+        if not self._election.update(now) or self._is_ending:
             return ()
-        if self._is_ending:
-            self._owner = owner
-            return ()
-        self._owner, self._misses, self._asks_again_s = owner, 0, -inf
-        if owner != self._name:
+        self._missed_answers.reset()
+        if self.owner != self._name:
             # A router that was lost and returns still accounts for requests that have ended meanwhile.
-            self._send(owner, Left())
+            self._send(self.owner, Left())
         return self._move(now)
 
     def _declined(self, now: float, peer: str, declined: Declined) -> tuple[Outcome, ...]:
@@ -400,28 +373,22 @@ class SharedRouter:
         waiting = self._requests.waiting.get(declined.request_id)
         if waiting is None or waiting.at != peer or waiting.number != declined.number:
             return ()
-        if peer not in self._declined_until_s:
-            last_s = self._declined_s.get(peer, DECLINED_S / 2)
-            self._declined_s[peer] = min(2 * last_s, DECLINED_MAX_S)
-            self._declined_until_s[peer] = now + self._declined_s[peer]
+        self._election.on_declined(now, peer)
         outcomes: tuple[Outcome, ...] = ()
-        if peer != self._owner or self._possible_owner() == self._name:
+        if peer != self.owner or self._election.possible_owner() == self._name:
             outcomes = self._give_up(now, waiting, "refused")
         return outcomes + self._elect(now)
-
-    def _possible_owner(self) -> str:
-        return owner_of(self.pool.id, self._routers - self._declined_until_s.keys()) or self._name
 
     # Questions to the owner.
 
     def _ask(self, now: float, waiting: Waiting) -> None:
         """Ask the owner about a request."""
         request = waiting.request
-        self._requests.ask(now, waiting, self._owner)
+        self._requests.ask(now, waiting, self.owner)
         self._questions += 1
         waiting.number = self._questions
         self._router.compute_chains(request)
-        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s, number=waiting.number))
+        self._send(self.owner, Ask(request=request, age_s=now - request.arrived_s, number=waiting.number))
 
     def _answered(self, now: float, peer: str, answer: Answer) -> tuple[Outcome, ...]:
         outcome = answer.outcome
@@ -432,9 +399,8 @@ class SharedRouter:
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))
         moved: tuple[Outcome, ...] = ()
-        if peer == self._owner and self._misses:
+        if peer == self.owner and self._missed_answers.reset():
             # The owner answers again, so it gets the requests that were decided here meanwhile.
-            self._misses, self._asks_again_s = 0, -inf
             moved = self._move(now)
         if isinstance(outcome, Decision):
             # The routers may have different versions of the pool, and Envoy may have this router's.
@@ -443,17 +409,6 @@ class SharedRouter:
                 return moved + self._give_up(now, waiting, "refused")
             outcome = replace(outcome, endpoints=known)
         return moved + self._requests.settle(now, waiting, outcome)
-
-    def _missed(self, now: float, waiting: Waiting) -> None:
-        """Count an answer that did not come in time; after several in a row, do not ask the owner for a while."""
-        if waiting.asked_s < self._missed_s:
-            # This question waited at the same time as the one that missed the last answer.
-            self._misses = max(self._misses, 1)
-            return
-        self._misses += 1
-        self._missed_s = now
-        if self._misses >= MISSES_MAX:
-            self._asks_again_s = now + PAUSE_S
 
     def _give_up(self, now: float, waiting: Waiting, result: str) -> tuple[Outcome, ...]:
         """Decide a request here that another router was asked about."""
@@ -491,19 +446,19 @@ class SharedRouter:
     def _move(self, now: float) -> tuple[Outcome, ...]:
         """Move all requests of this router to the owner's accounts."""
         outcomes: tuple[Outcome, ...] = ()
-        if self._owner != self._name:
+        if self.owner != self._name:
             for request_id in self._requests.at(self._name):
                 outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        for router in sorted(self._requests.routers() - {self._name, self._owner}):
+        for router in sorted(self._requests.routers() - {self._name, self.owner}):
             self._send(router, Left())
         for request in self._requests.in_flight.values():
-            if request.at != self._owner:
-                request.at = self._owner
+            if request.at != self.owner:
+                request.at = self.owner
                 self._hand_over(now, request)
         for waiting in tuple(self._requests.waiting.values()):
-            if waiting.at == self._owner:
+            if waiting.at == self.owner:
                 continue
-            if self._owner == self._name:
+            if self.owner == self._name:
                 outcomes += self._decide_again(now, waiting)
             else:
                 self._ask(now, waiting)
@@ -511,27 +466,10 @@ class SharedRouter:
 
     def _hand_over(self, now: float, request: InFlight) -> None:
         if request.at == self._name:
-            sent = SentRequest(
-                request=request.request,
-                endpoint=request.endpoint,
-                sent_s=request.sent_s,
-                matched_tokens=request.matched_tokens,
-                predicted_ttft_s=request.predicted_ttft_s,
-                prefilled=request.prefilled,
-            )
-            self._router.take_over(now, sent)
-            return
-        self._router.compute_chains(request.request)
-        message = Sent(
-            request=request.request,
-            age_s=now - request.request.arrived_s,
-            endpoint=request.endpoint,
-            sent_ago_s=now - request.sent_s,
-            matched_tokens=request.matched_tokens,
-            predicted_ttft_s=request.predicted_ttft_s,
-            prefilled=request.prefilled,
-        )
-        self._send(request.at, message)
+            self._router.take_over(now, request.sent())
+        else:
+            self._router.compute_chains(request.request)
+            self._send(request.at, Sent.of(now, request.sent()))
 
     def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
         return Effects(effects.answer, self._sort(now, effects.outcomes))

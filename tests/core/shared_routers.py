@@ -5,10 +5,11 @@ from collections.abc import Collection
 
 from builders import request, text_of
 from dualmap.ownership.messages import Message
+from dualmap.ownership.missed_answers import ANSWER_TIMEOUT_S, MISSES_MAX
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Decision, Effects, Outcome, Queued, Rejection, Request, Usage
-from dualmap.shared_router import ANSWER_TIMEOUT_S, MISSES_MAX, RemoteDecision, SharedRouter
+from dualmap.shared_router import RemoteDecision, SharedRouter
 
 
 class Routers:
