@@ -114,9 +114,7 @@ class Dispatcher:
         outcomes: list[Outcome] = []
         queued = self._queue.placed(request_id)
         if queued is not None:
-            self._withdraw(queued)
-            # Later requests in the queue may fit into the member's memory even if this request did not.
-            self._release(now, queued.member, outcomes)
+            self._remove(now, queued, outcomes)
         return Effects(self._queue.forget(request_id), tuple(outcomes))
 
     def expire(self, now: float) -> tuple[Outcome, ...]:
@@ -131,9 +129,7 @@ class Dispatcher:
                 rejection = self._rejection(now, request_id, Reason.NO_ENDPOINT)
             else:
                 rejection = self._rejection(now, request_id, Reason.WAITED_TOO_LONG, queued.member)
-                self._withdraw(queued)
-                # Later requests in the queue may fit into the member's memory even if this request did not.
-                self._release(now, queued.member, outcomes)
+                self._remove(now, queued, outcomes)
             self._queue.forget(request_id)
             outcomes.append(rejection)
         return tuple(outcomes)
@@ -191,7 +187,7 @@ class Dispatcher:
         elif self._has_place(now, request, outcomes):
             self._queue.enqueue_unplaced(now, request)
         else:
-            outcomes.append(self._refusal(now, request, Reason.NO_ENDPOINT))
+            outcomes.append(self._reject_new(now, request, Reason.NO_ENDPOINT))
 
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
         """Dispatch a placed request, queue the request, or reject the request if the queue is full."""
@@ -203,7 +199,7 @@ class Dispatcher:
             self._fleet.will_cache(now, placed)
             outcomes.append(self._dispatch(now, placed))
         elif not self._has_place(now, request, outcomes):
-            outcomes.append(self._refusal(now, request, Reason.QUEUE_FULL, member))
+            outcomes.append(self._reject_new(now, request, Reason.QUEUE_FULL, member))
         else:
             self._fleet.will_cache(now, placed)
             self._queue.enqueue(now, placed)
@@ -226,11 +222,11 @@ class Dispatcher:
         self._queue.forget(excess)
         outcomes.append(rejection)
         if queued is not None:
-            # The requests behind it may fit where it did not.
+            # Later requests in the queue may fit into the member's memory even if this request did not.
             self._release(now, queued.member, outcomes)
         return True
 
-    def _refusal(self, now: float, request: Request, reason: Reason, member: str | None = None) -> Rejection:
+    def _reject_new(self, now: float, request: Request, reason: Reason, member: str | None = None) -> Rejection:
         """Return the rejection of an arriving request for which a full queue has no place."""
         return self._rejection(now, request.id, reason, member, limited=self._fleet.shares.has_rivals(request.client))
 
@@ -268,7 +264,7 @@ class Dispatcher:
         endpoint = self._candidates.endpoint(queued.member)
         assert endpoint is not None, "requests are placed at members"
         if self._replicated and chain.cacheable:
-            # A prompt that adds no blocks is also told. Otherwise, each replica's index would evict other blocks.
+            # A prompt that adds no blocks is also a placement. Otherwise, each router's index would evict other blocks.
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other member of the pair if the chosen member refuses the connection.
         others = [self._candidates.endpoint(each) for each in pair if each != queued.member]
@@ -294,6 +290,12 @@ class Dispatcher:
         if member is not None:
             return min(self._capacity.ends_s(now, member), max_wait_s)
         return None if self._candidates.size else max_wait_s
+
+    def _remove(self, now: float, queued: QueuedRequest, outcomes: list[Outcome]) -> None:
+        """Remove a request without a decision from its member's queue; dispatch later requests that may go now."""
+        self._withdraw(queued)
+        # Later requests in the queue may fit into the member's memory even if this request did not.
+        self._release(now, queued.member, outcomes)
 
     def _withdraw(self, queued: QueuedRequest) -> None:
         """Remove a request from its member's queue, and its blocks from the member's index."""

@@ -76,7 +76,7 @@ class OwnRequests:
         """The requests in flight; the one without a report for the longest time is first."""
         # The engine's token counts may come after a request's end.
         self._ended: OrderedDict[str, str] = OrderedDict()
-        # The owner alone knows the mean share of prompt tokens that members compute, so it is learnt from its answers.
+        # The mean share of prompt tokens that members compute. Only the owner knows it; its answers show it.
         self._new_share = 1.0
 
     def __contains__(self, request_id: str) -> bool:
@@ -94,8 +94,8 @@ class OwnRequests:
         self.asked.pop(request_id, None)
         return self.waiting.pop(request_id, None)
 
-    def settle(self, now: float, waiting: Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
-        """Record the outcome of a request; return the outcome unless it says nothing new."""
+    def on_outcome(self, now: float, waiting: Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
+        """Record the outcome of a request; return the outcome for the driver, unless the driver knows it."""
         request = waiting.request
         if isinstance(outcome, Queued):
             self.asked.pop(request.id, None)

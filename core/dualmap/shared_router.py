@@ -125,7 +125,7 @@ class SharedRouter:
         if elsewhere:
             request.endpoint, request.member = endpoint, self._endpoints[endpoint]
         if request.at == self._name:
-            return self._own(now, self._router.on_served(now, request_id, endpoint))
+            return self._delivered(now, self._router.on_served(now, request_id, endpoint))
         if elsewhere:
             self._report(request, Step.SERVED, endpoint=endpoint)
         return Effects(elsewhere)
@@ -149,7 +149,7 @@ class SharedRouter:
         request.prefilled = True
         outcomes: tuple[Outcome, ...] = ()
         if request.at == self._name:
-            outcomes = self._sort(now, self._router.on_first_token(now, request_id).outcomes)
+            outcomes = self._deliver(now, self._router.on_first_token(now, request_id).outcomes)
         else:
             request.reported_s = now
             self._report(request, Step.FIRST_TOKEN)
@@ -168,7 +168,7 @@ class SharedRouter:
         if request is None:
             return Effects(None)
         if request.at == self._name:
-            completion, outcomes = self._own(now, self._router.on_finished(now, request_id, usage))
+            completion, outcomes = self._delivered(now, self._router.on_finished(now, request_id, usage))
             return Effects(completion or request.completion(usage), outcomes)
         self._report(request, Step.FINISHED, usage=usage)
         return Effects(request.completion(usage))
@@ -186,14 +186,14 @@ class SharedRouter:
         waiting = self._requests.drop(request_id)
         if waiting is not None:
             if waiting.at == self._name:
-                return self._own(now, self._router.on_aborted(now, request_id))
+                return self._delivered(now, self._router.on_aborted(now, request_id))
             self._send(waiting.at, Progress(request_id=request_id, step=Step.ABORTED))
             return Effects(None)
-        return self._broke_off(now, request_id, Step.ABORTED, self._router.on_aborted)
+        return self._interrupted(now, request_id, Step.ABORTED, self._router.on_aborted)
 
     def on_failed(self, now: float, request_id: str) -> Effects[Completion | None]:
         """End a request that its member failed; the answer is None for an unknown request."""
-        return self._broke_off(now, request_id, Step.FAILED, self._router.on_failed)
+        return self._interrupted(now, request_id, Step.FAILED, self._router.on_failed)
 
     # The other routers.
 
@@ -212,7 +212,7 @@ class SharedRouter:
                 if self._is_ending or self._knows(message.request.id):
                     self._guests.decline(peer, message.request.id, message.number)
                     return Effects(None)
-                return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
+                return Effects(None, self._deliver(now, self._guests.ask(now, peer, message)))
             case Answer():
                 self._election.on_answer(peer)
                 if peer == self.owner and message.tokens_per_second:
@@ -225,9 +225,9 @@ class SharedRouter:
                     self._guests.take_over(now, peer, message)
                 return Effects(None)
             case Progress():
-                return Effects(None, self._sort(now, self._guests.progress(now, peer, message)))
+                return Effects(None, self._deliver(now, self._guests.progress(now, peer, message)))
             case Left():
-                return Effects(None, self._sort(now, self._guests.left(now, peer)))
+                return Effects(None, self._deliver(now, self._guests.left(now, peer)))
 
     def on_router_lost(self, now: float, peer: str) -> Effects[None]:
         """Forget a router that has ended, or to which the connection is lost.
@@ -235,11 +235,11 @@ class SharedRouter:
         Its requests in flight stay in the accounts, because the members still serve them.
         """
         outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
-        return Effects(None, self._sort(now, outcomes))
+        return Effects(None, self._deliver(now, outcomes))
 
     def on_orphan(self, now: float, progress: Progress) -> Effects[None]:
         """Apply a report of a request whose router has ended, such as its end; ignore all other requests."""
-        return Effects(None, self._sort(now, self._guests.orphan(now, progress)))
+        return Effects(None, self._deliver(now, self._guests.orphan(now, progress)))
 
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
@@ -248,7 +248,7 @@ class SharedRouter:
         routers.
         """
         self._is_ending = True
-        outcomes = self._sort(now, self._guests.decline_queued(now))
+        outcomes = self._deliver(now, self._guests.decline_queued(now))
         for waiting in tuple(self._requests.waiting.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
@@ -267,13 +267,13 @@ class SharedRouter:
 
     def on_pool(self, now: float, pool: Pool) -> Effects[None]:
         """Apply a new version of the pool, as ``PoolRouter.on_pool``."""
-        effects = self._own(now, self._router.on_pool(now, pool))
+        effects = self._delivered(now, self._router.on_pool(now, pool))
         self._endpoints = _endpoints(self.pool)
         return effects
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> Effects[bool]:
         """Apply what a member's engine says, as ``PoolRouter.on_profile``."""
-        return self._own(now, self._router.on_profile(now, member, profile))
+        return self._delivered(now, self._router.on_profile(now, member, profile))
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
         """Apply what a member's engine reports about its cache, as ``PoolRouter.on_kv_events``."""
@@ -281,7 +281,7 @@ class SharedRouter:
 
     def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
         """Apply a replication update, as ``PoolRouter.on_update``."""
-        return self._own(now, self._router.on_update(now, peer, update, age_s))
+        return self._delivered(now, self._router.on_update(now, peer, update, age_s))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
         """Apply session bindings, as ``PoolRouter.on_bindings``."""
@@ -314,7 +314,7 @@ class SharedRouter:
         ended = [each for each in expired if not self._guests.forget(each.request_id)]
         for each in ended:
             self._requests.end(each.request_id)
-        released = self._sort(now, outcomes)
+        released = self._deliver(now, outcomes)
         for waiting in tuple(takewhile(lambda each: _answer_due_s(each) <= now, self._requests.asked.values())):
             self._missed_answers.on_missed(now, asked_s=waiting.asked_s)
             released += self._give_up(now, waiting, "timeout")
@@ -326,7 +326,7 @@ class SharedRouter:
         ):
             self._requests.end(request.request.id)
             if request.at == self._name:
-                released += self._sort(now, self._router.hand_over(now, request.request.id).outcomes)
+                released += self._deliver(now, self._router.hand_over(now, request.request.id).outcomes)
             else:
                 self._report(request, Step.ABORTED)
             ended.append(request.completion(None))
@@ -394,7 +394,7 @@ class SharedRouter:
         outcome = answer.outcome
         waiting = self._requests.waiting.get(outcome.request_id)
         if waiting is None or waiting.at != peer or waiting.number != answer.number:
-            # The request was aborted, decided by this router, or asked again. Reports have told the other router so.
+            # The request was aborted, decided by this router, or asked again. Messages have told the peer.
             return ()
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))
@@ -408,7 +408,7 @@ class SharedRouter:
             if known[:1] != outcome.endpoints[:1]:
                 return moved + self._give_up(now, waiting, "refused")
             outcome = replace(outcome, endpoints=known)
-        return moved + self._requests.settle(now, waiting, outcome)
+        return moved + self._requests.on_outcome(now, waiting, outcome)
 
     def _give_up(self, now: float, waiting: Waiting, result: str) -> tuple[Outcome, ...]:
         """Decide a request here that another router was asked about."""
@@ -422,21 +422,21 @@ class SharedRouter:
         self._requests.drop(waiting.request.id)
         if waiting.at != self._name:
             self._send(waiting.at, Progress(request_id=waiting.request.id, step=Step.ABORTED))
-        rejection, outcomes = self._own(now, self._router.on_overdue(now, waiting.request))
+        rejection, outcomes = self._delivered(now, self._router.on_overdue(now, waiting.request))
         return (rejection, *outcomes)
 
     def _decide(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         """Decide a new request of this router here."""
         answer, outcomes = self._router.on_request(now, request)
         waiting = Waiting(request=request, at=self._name, since_s=now, asked_s=now)
-        self._requests.settle(now, waiting, answer)
-        return Effects(answer, self._sort(now, outcomes))
+        self._requests.on_outcome(now, waiting, answer)
+        return Effects(answer, self._deliver(now, outcomes))
 
     def _decide_again(self, now: float, waiting: Waiting) -> tuple[Outcome, ...]:
         """Decide a request here that another router did not decide."""
         waiting.at = self._name
         answer, outcomes = self._router.on_request(now, waiting.request)
-        return self._requests.settle(now, waiting, answer) + self._sort(now, outcomes)
+        return self._requests.on_outcome(now, waiting, answer) + self._deliver(now, outcomes)
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._guests or request_id in self._requests
@@ -448,7 +448,7 @@ class SharedRouter:
         outcomes: tuple[Outcome, ...] = ()
         if self.owner != self._name:
             for request_id in self._requests.at(self._name):
-                outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
+                outcomes += self._delivered(now, self._router.hand_over(now, request_id)).outcomes
         for router in sorted(self._requests.routers() - {self._name, self.owner}):
             self._send(router, Left())
         for request in self._requests.in_flight.values():
@@ -471,26 +471,26 @@ class SharedRouter:
             self._router.compute_chains(request.request)
             self._send(request.at, Sent.of(now, request.sent()))
 
-    def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
-        return Effects(effects.answer, self._sort(now, effects.outcomes))
+    def _delivered(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
+        return Effects(effects.answer, self._deliver(now, effects.outcomes))
 
-    def _sort(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    def _deliver(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Send the outcomes of other routers' requests to their routers; return those of this router's."""
         own: tuple[Outcome, ...] = ()
         for outcome in self._guests.answer(now, outcomes):
             waiting = self._requests.waiting.get(outcome.request_id)
             if waiting is not None:
-                own += self._requests.settle(now, waiting, outcome)
+                own += self._requests.on_outcome(now, waiting, outcome)
         return own
 
-    def _broke_off(
+    def _interrupted(
         self, now: float, request_id: str, step: Step, end: Callable[[float, str], Effects[Completion | None]]
     ) -> Effects[Completion | None]:
         request = self._requests.end(request_id)
         if request is None:
             return Effects(None)
         if request.at == self._name:
-            completion, outcomes = self._own(now, end(now, request_id))
+            completion, outcomes = self._delivered(now, end(now, request_id))
             return Effects(completion or request.completion(None), outcomes)
         self._report(request, step)
         return Effects(request.completion(None))

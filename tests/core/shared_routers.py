@@ -11,6 +11,12 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Decision, Effects, Outcome, Queued, Rejection, Request, Usage
 from dualmap.shared_router import RemoteDecision, SharedRouter
 
+LONG = text_of(4000, "a long prompt")
+
+
+def at(id: str, text: str = LONG, *, now: float = 0.0):  # type: ignore[no-untyped-def]
+    return request(id, text, now=now)
+
 
 class Routers:
     """The routers ``names`` of a pool. The one that owns the pool is ``owner``; ``others`` are the rest."""

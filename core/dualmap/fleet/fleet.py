@@ -83,7 +83,7 @@ class Fleet:
     # The progress of requests.
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        """Return a request with the tokens of its prompt, as ``Caches.recounted``."""
         return self._caches.recounted(request)
 
     def will_cache(self, now: float, placed: QueuedRequest) -> None:
@@ -159,7 +159,7 @@ class Fleet:
     def take_over(self, now: float, sent: SentRequest) -> bool:
         """Record a request in flight that another router decided; False for an unknown endpoint or a known request.
 
-        The request teaches no speed, because this router does not know what was before it at its member.
+        The request teaches no speed, because this router does not know which requests its member received before.
         """
         member = self._membership.at(sent.endpoint)
         request = self.recounted(sent.request)
@@ -251,7 +251,7 @@ class Fleet:
         return request
 
     def measured(self, now: float, request_id: str, usage: Usage) -> None:
-        """Compare an ended request's tokens as the engine counted them with those that were estimated."""
+        """Compare the tokens of an ended request that the engine counted with the estimated tokens."""
         if usage.prompt_tokens is None:
             return
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
@@ -269,7 +269,7 @@ class Fleet:
                 step=self._caches.reuse_step(prediction.member),
             )
 
-    def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
+    def interrupted(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
         request = self._ledger.leave(now, request_id)
         if request is not None:
@@ -312,7 +312,7 @@ class Fleet:
         self._profiles.adopt(pool)
 
     def completed(self) -> Pool:
-        """Return the specified pool with what the members' engines say about values that it leaves open."""
+        """Return the specified pool; the members' engines fill the values that the specification leaves open."""
         return self._profiles.complete()
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> ProfileChange:
@@ -389,7 +389,7 @@ class Fleet:
         self._others.on_loads(said_s, peer, loads, age_s=age_s)
 
     def on_placement(self, now: float, placed_s: float, placement: Placement) -> None:
-        """Record that another replica sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
+        """Record that another router sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
 
         The claim of the prompt assumes that the prompt waits for the member's present backlog.
         """
@@ -402,7 +402,7 @@ class Fleet:
         self._reported.claim_placed(now, member.id, hashes, placed_s=min(placed_s, now), expected_s=expected_s)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
-        """Return this replica's load per member for the other replicas, without idle members."""
+        """Return this router's load per member for the other routers, without idle members."""
         loads = {}
         for member, load in self._ledger.loads.items():
             load.end_overdue(now)
