@@ -21,6 +21,11 @@ Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
 LIVENESS_SERVICE: Final = "liveness"
 # Envoy and Kubernetes request the health of the empty name by default, which means the whole server.
 READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
+# The charts of other endpoint pickers use this name for readiness and for liveness. So it means readiness at first, but
+# a router that still waits for its pools soon reports that it is alive: the kubelet would restart it 25 s after its
+# start (initialDelaySeconds 5, and three failures with a period of 10 s).
+SHARED_PROBE_SERVICE: Final = "inference-extension"
+SHARED_PROBE_WAIT_S = 15.0
 
 # A drain closes the port when no stream has begun for this time. Envoy checks the health every 0.5 s, or later if the
 # machine is busy. In a test with a fixed delay of 0.5 s, one of 50 restarts under load rejected a stream.
@@ -72,6 +77,7 @@ class GrpcServers:
     ) -> None:
         self._processor = processor
         self._health = health_aio.HealthServicer()
+        self._until_alive: asyncio.Task[None] | None = None
         # The gRPC limit is above the body limit, so that the router can answer 413 to a larger body before gRPC fails
         # the stream. The number of streams has no limit on the main port, because queued requests are open streams.
         main = (("grpc.max_receive_message_length", limits.body_bytes * 5 // 2),)
@@ -126,6 +132,7 @@ class GrpcServers:
         )
         for server in (self._plain_health, self._als, self._main):
             await server.start()
+        self._until_alive = asyncio.create_task(self._report_alive())
         return ports
 
     async def ready(self) -> None:
@@ -163,6 +170,8 @@ class GrpcServers:
 
     async def close(self) -> None:
         """Stop immediately, and cut open streams."""
+        if self._until_alive is not None:
+            self._until_alive.cancel()
         await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
 
     async def _noticed(self, *, until_s: float) -> None:
@@ -176,8 +185,15 @@ class GrpcServers:
             await asyncio.sleep(min(NOTICE_S - quiet_s, until_s - now))
 
     async def _set_ready(self, status: "HealthCheckResponse.ServingStatus") -> None:
-        for service in READINESS_SERVICES:
+        if self._until_alive is not None:
+            self._until_alive.cancel()
+        for service in (*READINESS_SERVICES, SHARED_PROBE_SERVICE):
             await self._health.set(service, status)
+
+    async def _report_alive(self) -> None:
+        """Report that the router is alive to probes of ``SHARED_PROBE_SERVICE``, although it is not ready."""
+        await asyncio.sleep(SHARED_PROBE_WAIT_S)
+        await self._health.set(SHARED_PROBE_SERVICE, HealthCheckResponse.SERVING)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, option: str, credentials: Credentials | None) -> int:
