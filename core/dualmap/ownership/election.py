@@ -53,5 +53,5 @@ class Election:
         return self.owner != before
 
     def possible_owner(self) -> str:
-        """Return the router that the next ``update`` makes the owner, unless a declined request's time ends before."""
+        """Return the owner among the routers that have not declined a request lately; this router if there is none."""
         return owner_of(self._pool, self._routers - self._declined_until_s.keys()) or self._name
