@@ -38,6 +38,7 @@ COMMANDS: Final = {
         "hostile",
     ),
     "tracing": Benchmark("bench.tracing", "the cost of OpenTelemetry's spans in a router (seconds)"),
+    "transport": Benchmark("bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)"),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),
