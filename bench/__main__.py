@@ -38,7 +38,9 @@ COMMANDS: Final = {
         "hostile",
     ),
     "tracing": Benchmark("bench.tracing", "the cost of OpenTelemetry's spans in a router (seconds)"),
-    "transport": Benchmark("bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)"),
+    "transport": Benchmark(
+        "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
+    ),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),
