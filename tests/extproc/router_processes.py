@@ -42,13 +42,14 @@ def write_pool(path: Path, *args, **kwargs) -> Path:
 
 @dataclass
 class Router:
-    """A running ``dualmap router`` and its ports."""
+    """A running ``dualmap router``, its ports, and what it logged before it was ready."""
 
     process: asyncio.subprocess.Process
     grpc: str
     health: str
     metrics: str
     als: str
+    before: bytes = b""
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -93,13 +94,14 @@ async def running(
     process = await launch("--host", "127.0.0.1", *ports, *files, *options, program=program)
     try:
         assert process.stderr is not None
-        said: list[str] = []
         # A router may log what it does before it is ready, such as its connections to other routers.
-        while not said or (match := READY.match(said[-1])) is None:
+        before = b""
+        line = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
+        while (match := READY.match(line.decode().strip())) is None:
+            assert line, before
+            before += line
             line = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
-            assert line, said
-            said.append(line.decode().strip())
-        yield Router(process, *match.groups())
+        yield Router(process, *match.groups(), before)
     finally:
         if process.returncode is None:
             process.kill()

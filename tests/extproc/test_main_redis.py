@@ -49,7 +49,7 @@ async def test_router_starts_before_redis_and_hides_its_password(tmp_path):
             finally:
                 redis.kill()
         assert served.process.stderr is not None
-        written = await served.process.stderr.read()
+        written = served.before + await served.process.stderr.read()
     assert b'dualmap_store_errors_total{kind="connection"}' in page
     assert b"hidden" not in page + written
     lines = [line for line in map(json.loads, written.splitlines()) if line["logger"].endswith("store.exchange")]
