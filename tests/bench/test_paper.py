@@ -107,18 +107,31 @@ def test_paper_run_measures_missing_cells_and_selected_policies(
     assert page.endswith("{'x': 1.0}")
 
 
-def test_claims_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
+def test_evaluation_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
     claims = bench("claims")
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- claims: made by python -m bench paper -->\nold\n<!-- end of claims -->\nafter\n")
     for measured_ in ("1", ""):
-        claims.write_claims(page, [claims.Claim("4.2", "much", measured_)])
+        claims.write_parts(
+            page, {"claims": claims.claims_table([claims.Claim("4.2", "much", measured_)]), "gap": "no place"}
+        )
     text = page.read_text()
     assert text.startswith("before\n<!-- claims")
     assert text.endswith("<!-- end of claims -->\nafter\n")
     assert "| 4.2 | much | not measured |" in text
     assert "old" not in text
+    assert "no place" not in text
     assert "| 4.2 | much | 1 |" not in text
+
+
+def test_evaluation_page_has_a_place_for_every_part(bench: Bench, tmp_path: Path) -> None:
+    results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    excerpts = {name: part for each in bench("sections").SECTIONS.values() for name, part in each.excerpts.items()}
+    for name in ("measured", "claims", *excerpts):
+        assert page.count(f"<!-- {name}: made by python -m bench paper -->\n") == 1
+        assert page.count(f"<!-- end of {name} -->\n") == 1
+    assert all(part(results, extent).startswith("| ") for part in excerpts.values())
 
 
 def test_sections_without_results_still_state_claims(bench: Bench, tmp_path: Path) -> None:
