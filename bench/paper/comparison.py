@@ -161,7 +161,10 @@ class Comparison:
         if not measured:
             return ""
         if not lines:
-            return f"`{DEFAULT_POLICY}` is ahead of every other policy in all {measured} measured windows or seeds.\n"
+            return (
+                f"`{DEFAULT_POLICY}` is ahead of every other policy that was measured in the same window or seed, in "
+                f"all {measured} of them.\n"
+            )
         return (
             f"In {len(lines)} of {measured} measured windows or seeds, `{DEFAULT_POLICY}` is not ahead of every other "
             f"policy. The others with at least its goodput, in requests/s:\n\n{''.join(lines)}"

@@ -291,7 +291,7 @@ def test_table_row_without_a_value_for_each_head_is_an_error(bench: Bench) -> No
         bench("tables").table(("a", "b"), [["1", "2", "3"]])
 
 
-@pytest.mark.parametrize(("others", "told"), [((2.0, 1.9), "in all 1 measured"), ((3.0, 2.5), "`dualmap_paper` 3.00")])
+@pytest.mark.parametrize(("others", "told"), [((2.0, 1.9), "in all 1 of them"), ((3.0, 2.5), "`dualmap_paper` 3.00")])
 def test_page_names_windows_where_dualmap_is_not_ahead(
     bench: Bench, tmp_path: Path, others: tuple[float, float], told: str
 ) -> None:
