@@ -14,7 +14,8 @@ from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address
 from dualmap_extproc.names import EXT_PROC_SERVICE
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.transport.processor import ExternalProcessor, Handler
+from dualmap_extproc.transport.grpc_processor import Handler, grpc_handler
+from dualmap_extproc.transport.processor import ExternalProcessor
 
 Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
 
@@ -98,7 +99,7 @@ class GrpcServers:
         self._main = grpc.aio.server(options=(*options, *main))
         self._plain_health = grpc.aio.server(options=(*options, *health))
         self._als = grpc.aio.server(options=(*options, *als))
-        self._main.add_generic_rpc_handlers((processor.handler(), *services, *access_log))
+        self._main.add_generic_rpc_handlers((grpc_handler(processor), *services, *access_log))
         self._plain_health.add_generic_rpc_handlers(tuple(plain))
         self._als.add_generic_rpc_handlers(tuple(access_log))
         for server in (self._main, self._plain_health):
