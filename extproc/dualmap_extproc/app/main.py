@@ -16,6 +16,7 @@ from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
+from dualmap_extproc.app.options import transport_option
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettingsError
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
@@ -165,6 +166,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     metavar="FILE",
     help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
 )
+@transport_option
 @redis_options
 @click.option(
     "--peer",

@@ -60,7 +60,7 @@ from dualmap_extproc.tokens.sources import PoolTokenizers
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
-from dualmap_extproc.transport.tls import TlsError, peer_security, server_credentials
+from dualmap_extproc.transport.tls import TlsError, peer_security, server_certificates
 
 # The interval in which a router checks whether it knows enough of the past to own pools.
 _WARM_CHECK_S: Final = 0.2
@@ -173,6 +173,7 @@ async def serve(settings: Settings) -> None:
         plain=(scaler.handler(),),
         access_log=(access_log.handler(),),
         limits=settings.limits,
+        transport=settings.transport,
     )
     status = StatusServer(
         router=settings.replica_id,
@@ -447,7 +448,7 @@ async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer
         grpc_port=settings.grpc_port,
         health_port=settings.health_port,
         als_port=settings.als_port,
-        credentials=server_credentials(settings.tls, settings.tls_client_ca),
+        certificates=server_certificates(settings.tls, settings.tls_client_ca),
     )
     try:
         metrics_port = await status.start(settings.host, settings.metrics_port)

@@ -8,12 +8,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.processor import Answers, ExternalProcessor
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from dualmap_extproc.wire.peer import peer_of
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
-Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # grpc-stubs declares only the type
 
