@@ -72,19 +72,13 @@ class Http2Server:
     async def bind(self, host: str, port: int, certificates: Certificates | None) -> int:
         """Bind the port (0: any), and return it. Raises OSError."""
         self._certificates = certificates
-        for family, address in await _addresses(host, port):
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            self._listeners.append(listener)
-            listener.setblocking(False)
-            # Connections of a stopped router do not block the port, but a listener does.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":
-                # Connections inherit this option.
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALLED_S * 1000))
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address != "::")
-            listener.bind((address, port))
-            port = listener.getsockname()[1]
+        try:
+            for family, address in await _addresses(host, port):
+                self._listeners.append(listener := socket.socket(family, socket.SOCK_STREAM))
+                port = _bind(listener, address, port)
+        except BaseException:
+            self._stop_accepting()
+            raise
         return port
 
     async def start(self) -> None:
@@ -310,6 +304,21 @@ class _Connection(asyncio.BufferedProtocol):
         if self._http2 is not None:
             self._http2.on_deadline(self._loop.time())
             self._flush()
+
+
+def _bind(listener: socket.socket, address: str, port: int) -> int:
+    """Bind a socket; return its port. Raises OSError."""
+    listener.setblocking(False)
+    # Connections of a stopped router do not block the port, but a listener does.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":
+        # Connections inherit this option.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALLED_S * 1000))
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address != "::")
+    listener.bind((address, port))
+    bound: int = listener.getsockname()[1]
+    return bound
 
 
 async def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
