@@ -442,3 +442,15 @@ def test_claims_contradict_no_events():
         # The engine computes equal prompts at the same time.
         of.on_finished(1.0, f"first-{number}", Usage(prompt_tokens=1025, cached_tokens=16))
     assert of.status().endpoints[0].events.state is SourceState.LIVE
+
+
+def test_counts_of_a_member_that_left_are_ignored():
+    of = router(members=2)
+    for number in range(2):
+        of.on_kv_events(f"m-{number}", 0, [Batch(events=(stored(64),))], LIVE)
+    left = decide(of, "r", known=tokens()).receipt.chosen
+    kept = tuple(each for each in of.pool.members if each.id != left)
+    of.on_pool(1.0, replace(of.pool, members=kept, ring_version=2))
+    completion = of.on_finished(2.0, "r", Usage(prompt_tokens=1025, cached_tokens=0)).answer
+    assert completion is not None
+    assert completion.member == left

@@ -402,7 +402,8 @@ class Fleet:
         if prediction is None:
             return
         self._caches.learn(now, prediction, usage)
-        if prediction.is_held and usage.cached_tokens is not None:
+        is_member = prediction.member in self._membership.members
+        if is_member and prediction.is_held and usage.cached_tokens is not None:
             self._reported.judge(
                 now,
                 prediction.member,
