@@ -7,7 +7,7 @@ from dualmap.pools.pool import MemberState
 from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
-from dualmap_extproc.transport.metrics import TransportMetrics
+from dualmap_extproc.telemetry.transport import TransportMetrics
 from extproc.metrics_pages import everything, families, metrics, status
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"

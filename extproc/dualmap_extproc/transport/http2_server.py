@@ -69,6 +69,16 @@ class Http2Server:
         """The number of open connections, without those in their handshake."""
         return len(self._connections)
 
+    @property
+    def goaways(self) -> Mapping[str, int]:
+        """The number of connections that the server ended, by the reason (``Http2Counters.goaways``)."""
+        return self.counters.goaways
+
+    @property
+    def refused_streams(self) -> int:
+        """The number of calls that were refused because their connection had too many."""
+        return self.counters.refused_streams
+
     async def bind(self, host: str, port: int, certificates: Certificates | None) -> int:
         """Bind the port (0: any), and return it. Raises OSError."""
         self._certificates = certificates
