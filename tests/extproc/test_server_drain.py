@@ -46,6 +46,33 @@ async def test_health_service_reports_liveness_and_readiness():
         assert on_grpc_port.status == SERVING
 
 
+async def test_health_of_shared_probe_name_is_readiness_then_liveness(monkeypatch):
+    """The charts of other pickers use one name for both probes."""
+    monkeypatch.setattr(server, "SHARED_PROBE_WAIT_S", 0.1)
+    async with running(ready=False) as router:
+        assert await router.health("inference-extension") == NOT_SERVING
+
+        async def alive():
+            return await router.health("inference-extension") == SERVING
+
+        await until(alive)
+        assert await router.health("readiness") == NOT_SERVING
+        await router.servers.ready()
+        assert await router.health("inference-extension") == SERVING
+
+
+async def test_health_of_shared_probe_name_is_serving_when_ready():
+    async with running(ready=False) as router:
+        await router.servers.ready()
+        assert await router.health("inference-extension") == SERVING
+        shared = health_pb2.HealthCheckRequest(service="inference-extension")
+        watch = health_pb2_grpc.HealthStub(router.channel).Watch(shared)
+        assert (await watch.read()).status == SERVING
+        drain = asyncio.create_task(router.servers.drain(20.0))
+        assert (await watch.read()).status == NOT_SERVING
+        await drain
+
+
 async def test_health_port_serves_only_the_health_service(router):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as channel:
         call = router.stream(channel)

@@ -27,6 +27,11 @@ EXT_PROC_PATH: Final = f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}".encode()
 LIVENESS_SERVICE: Final = "liveness"
 # Envoy and Kubernetes request the health of the empty name by default, which means the whole server.
 READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
+# The charts of other endpoint pickers use this name for readiness and for liveness. So it means readiness at first, but
+# a router that still waits for its pools soon reports that it is alive: the kubelet would restart it 25 s after its
+# start (initialDelaySeconds 5, and three failures with a period of 10 s).
+SHARED_PROBE_SERVICE: Final = "inference-extension"
+SHARED_PROBE_WAIT_S = 15.0
 
 # A drain closes the port when no stream has begun for this time. Envoy checks the health every 0.5 s, or later if the
 # machine is busy. In a test with a fixed delay of 0.5 s, one of 50 restarts under load rejected a stream.
@@ -98,6 +103,7 @@ class GrpcServers:
         self._processor = processor
         self.http2: Http2Server | None = None
         self._health = health_aio.HealthServicer()
+        self._until_alive: asyncio.Task[None] | None = None
         health = (health_handler(self._health),)
         handlers = (*services, *access_log, *health)
         self._main: Server
@@ -136,6 +142,7 @@ class GrpcServers:
         )
         for server in (self._plain_health, self._als, self._main):
             await server.start()
+        self._until_alive = asyncio.create_task(self._report_alive())
         return ports
 
     async def ready(self) -> None:
@@ -172,6 +179,8 @@ class GrpcServers:
 
     async def close(self) -> None:
         """Stop immediately, and cut open streams."""
+        if self._until_alive is not None:
+            self._until_alive.cancel()
         await asyncio.gather(*(server.close() for server in (self._main, self._als, self._plain_health)))
 
     async def _noticed(self, *, until_s: float) -> None:
@@ -185,8 +194,15 @@ class GrpcServers:
             await asyncio.sleep(min(NOTICE_S - quiet_s, until_s - now))
 
     async def _set_ready(self, status: "HealthCheckResponse.ServingStatus") -> None:
-        for service in READINESS_SERVICES:
+        if self._until_alive is not None:
+            self._until_alive.cancel()
+        for service in (*READINESS_SERVICES, SHARED_PROBE_SERVICE):
             await self._health.set(service, status)
+
+    async def _report_alive(self) -> None:
+        """Report that the router is alive to probes of ``SHARED_PROBE_SERVICE``, although it is not ready."""
+        await asyncio.sleep(SHARED_PROBE_WAIT_S)
+        await self._health.set(SHARED_PROBE_SERVICE, HealthCheckResponse.SERVING)
 
 
 def health_handler(servicer: health_aio.HealthServicer) -> Handler:
