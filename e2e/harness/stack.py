@@ -28,6 +28,7 @@ class PoolMember:
     state: str = "Active"
     weight: int = 100
 
+
 # The transport of the routers' gRPC port; by default the router's own default.
 TRANSPORT = os.environ.get("DUALMAP_E2E_TRANSPORT")
 TRANSPORT_OPTION = [] if TRANSPORT is None else ["--transport", TRANSPORT]
