@@ -10,6 +10,8 @@
 
   tracing                    the cost of OpenTelemetry's spans in a router (seconds)
 
+  transport                  the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)
+
   tokens                     tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)
 
   profile                    the cost of asking engines for their profile and load (a minute)
@@ -77,6 +79,11 @@ def main(names: list[str]) -> None:
         from bench.peers import main as peers
 
         peers(names[1:], prog_name="python -m bench peers")
+    if names[:1] == ["transport"]:
+        # Imported here because core's benchmarks do not need h2.
+        from bench.transport import transport
+
+        transport(names[1:], prog_name="python -m bench transport")
     if names[:1] == ["tokens"]:
         # Imported here for the same reason.
         from bench.tokens import main as tokens
@@ -114,6 +121,7 @@ def main(names: list[str]) -> None:
             "tokens",
             "kv_events",
             "peers",
+            "transport",
             "truth",
             "autoscaling",
             "paper",
