@@ -18,6 +18,8 @@ from dualmap_extproc.peers.link import SILENT_BEATS, Link
 from extproc.peer_routers import KEY, POOL, Router, connected, routers
 from waiting import WAIT_S, until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 REFUSED = "Not connecting to another router"
 SAME_ID = "Another router has the same replica id"
 UNREADABLE = "Closed a connection with an unreadable frame"
