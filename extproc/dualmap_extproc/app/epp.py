@@ -112,9 +112,7 @@ class _PickerCommand(click.Command):
 @listen_options(health_port="--grpc-health-port")
 @replica_options(hash_key_default="a public key")
 @process_options
-@click.pass_context
 def epp(
-    ctx: click.Context,
     pool_name: str | None,
     pool_namespace: str | None,
     pool_group: str,
@@ -147,6 +145,7 @@ def epp(
     Not ready before the pool exists. Needs permission to get, list and watch pods and InferencePools in the namespace;
     InferenceObjectives and DualMap InferencePools are optional.
     """
+    ctx = click.get_current_context()
     namespace = pool_namespace or os.environ.get("NAMESPACE") or "default"  # noqa: TID251
     wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
     pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)
