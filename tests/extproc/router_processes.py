@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, destination, request_body, request_headers
+from extproc.transports import selected
 
 WAIT_S = 60.0
 READY = re.compile(r"dualmap router ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
@@ -77,7 +78,7 @@ class Router:
 async def launch(
     *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), command: str = "router", **environment: str
 ) -> asyncio.subprocess.Process:
-    argv = [sys.executable, *program, command, *arguments]
+    argv = [sys.executable, *program, command, "--transport", selected(), *arguments]
     environment = {**os.environ, "GRPC_VERBOSITY": "NONE", **environment}
     return await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment

@@ -18,6 +18,8 @@ from dualmap_extproc.peers.link import SILENT_BEATS, Link
 from extproc.peer_routers import KEY, POOL, Router, connected, routers
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 REFUSED = "Not connecting to another router"
 UNREADABLE = "Closed a connection with an unreadable frame"
 

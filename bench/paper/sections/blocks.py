@@ -181,6 +181,20 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return "".join(parts) + "![goodput over the block length](blocks.png)\n"
 
 
+def _excerpt(results: Results, extent: Extent) -> str:
+    """Return the goodput by block length."""
+    lengths = _lengths(extent)
+    rows = [
+        [
+            f"{TITLES[workload]}, `{policy}`",
+            *(number(_goodput(results, extent, workload, length, policy)) for length in lengths),
+        ]
+        for workload in extent.workloads
+        for policy in OURS
+    ]
+    return table(("goodput/s with `blockTokens`", *(f"{length}" for length in lengths)), rows)
+
+
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     parts = []
     for workload in extent.workloads:
@@ -199,5 +213,10 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
 
 
 SECTION: Final = Section(
-    name="blocks", title="Block lengths of 16 to 512 tokens", cells=_cells, page=_page, claims=_claims
+    name="blocks",
+    title="Block lengths of 16 to 512 tokens",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"blocks": _excerpt},
 )

@@ -16,7 +16,7 @@ from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.peers_store import PeersStore, Unobserved
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.transport.processor import Handler
+from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.tls import peer_security
 
 # The interval in which a router checks whether it knows enough of the past to own pools.
