@@ -56,6 +56,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What the gateway in front of the router supports, if it is not the project's own Envoy.
+
+    With ``single_destination``, a pick names one endpoint, because the gateway cannot read a list. With
+    ``conformance_hooks``, requests and responses carry the headers of the conformance tests of the Gateway API
+    Inference Extension: a client chooses the endpoints, and learns which one served the request.
+    """
+
+    single_destination: bool = False
+    conformance_hooks: bool = False
+
+
+OWN_GATEWAY: Final = Gateway()
+"""The project's own Envoy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
     """The settings of the Redis that stores the state shared between replicas.
 
@@ -114,4 +131,5 @@ class Settings:
     otlp_endpoint: str | None = None
     dashboard: bool = True
     drain_timeout_s: float = 25.0
+    gateway: Gateway = OWN_GATEWAY
     limits: Limits = field(default_factory=Limits)

@@ -77,12 +77,12 @@ class Router:
 
 
 async def launch(
-    *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), **environment: str
+    *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), command: str = "router", **environment: str
 ) -> asyncio.subprocess.Process:
-    command = [sys.executable, *program, "router", "--transport", selected(), *arguments]
+    argv = [sys.executable, *program, command, "--transport", selected(), *arguments]
     environment = {**os.environ, "GRPC_VERBOSITY": "NONE", **environment}
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
     )
 
 

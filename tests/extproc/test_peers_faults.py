@@ -227,14 +227,11 @@ async def test_stranger_that_sends_nothing_is_closed(monkeypatch):
 
 async def test_further_strangers_are_refused_before_their_handshake(monkeypatch):
     monkeypatch.setattr(module, "_HANDSHAKES_MAX", 1)
-    async with (
-        routers("a-1", all_know_all=False) as (a,),
-        Stranger(a.address, "b-1") as first,
-        Stranger(a.address, "c-1") as second,
-    ):
+    async with routers("a-1", all_know_all=False) as (a,), Stranger(a.address, "b-1") as first:
         await first.call.read()
-        with pytest.raises(grpc.RpcError):
-            await second.call.read()
+        async with Stranger(a.address, "c-1") as second:
+            with pytest.raises(grpc.RpcError):
+                await second.call.read()
 
 
 @pytest.mark.parametrize("name", ["0-1", "b-1"], ids=["sorts before", "sorts after"])

@@ -82,6 +82,7 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         log_prompts=settings.log_prompts,
         client_key=client_key(settings.hash_key),
         send=others.send if others.exist else None,
+        gateway=settings.gateway,
     )
     pool_demand = PoolDemand(demand, picker.demands, picker.pool, replicated=others.exist)
     scaler = Scaler(pool_demand)

@@ -142,6 +142,13 @@ class ServedElsewhere(NamedTuple):
     pool: str
 
 
+class PickNotFollowed(NamedTuple):
+    """The gateway reported that it sent a request to none of the endpoints that the pick named."""
+
+    now: float
+    pool: str
+
+
 class Tokenized(NamedTuple):
     """The router computed a request's token ids, or gave up, in ``seconds``."""
 
@@ -172,6 +179,7 @@ Observation: TypeAlias = (
     | Expired
     | Measured
     | ServedElsewhere
+    | PickNotFollowed
     | Tokenized
     | TokensMismatched
 )
