@@ -8,7 +8,7 @@ from dualmap_extproc.transport.http2 import frames
 from dualmap_extproc.transport.http2.calls import CallHandler
 from dualmap_extproc.transport.http2.flow import Bucket, Output
 from dualmap_extproc.transport.http2.frames import FRAME_BYTES
-from dualmap_extproc.transport.http2.hpack import Header, encode
+from dualmap_extproc.transport.http2.hpack import encode
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from dualmap_extproc.transport.http2.opening import GRPC_HEADERS, Opening
 from dualmap_extproc.transport.http2.status import Status, encoded
@@ -141,11 +141,6 @@ class Stream:
     def path(self) -> str:
         """See ``Call``."""
         return self._opening.path
-
-    @property
-    def headers(self) -> tuple[Header, ...]:
-        """See ``Call``."""
-        return self._opening.headers
 
     @property
     def peer(self) -> str:
