@@ -17,7 +17,14 @@ from dualmap.objects.gaie import GROUP_VERSIONS, PORTS_MAX, GaiePool, selector_o
 from dualmap.objects.pool_reader import PoolSettings, read_settings
 from dualmap_edge.kube.client import KubeClient
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.app.options import configure_process, listen_options, process_options, replica_options, settings_of
+from dualmap_extproc.app.options import (
+    configure_process,
+    listen_options,
+    process_options,
+    replica_options,
+    settings_of,
+    transport_option,
+)
 from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
 from dualmap_extproc.epp import other_flags, plugins
 from dualmap_extproc.epp.pools import GaiePools, PoolRef
@@ -110,11 +117,10 @@ class _PickerCommand(click.Command):
 @click.option("--zap-log-level", help="Same as --log-level: debug, info, error, panic, or a number for debug.")
 @click.option("--v", "verbosity", type=int, help=f"{_DEBUG_VERBOSITY} or more: same as --log-level debug.")
 @listen_options(health_port="--grpc-health-port")
+@transport_option
 @replica_options(hash_key_default="a public key")
 @process_options
-@click.pass_context
 def epp(
-    ctx: click.Context,
     pool_name: str | None,
     pool_namespace: str | None,
     pool_group: str,
@@ -147,6 +153,7 @@ def epp(
     Not ready before the pool exists. Needs permission to get, list and watch pods and InferencePools in the namespace;
     InferenceObjectives and DualMap InferencePools are optional.
     """
+    ctx = click.get_current_context()
     namespace = pool_namespace or os.environ.get("NAMESPACE") or "default"  # noqa: TID251
     wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
     pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)

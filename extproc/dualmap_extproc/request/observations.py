@@ -94,6 +94,14 @@ class RemotelyDecided(NamedTuple):
     seconds: float
 
 
+class OwnerChanged(NamedTuple):
+    """Another router than ``before`` owns a pool, as far as this router knows (``dualmap.shared_router``)."""
+
+    pool: str
+    before: str
+    owner: str
+
+
 class FirstTokenSeen(NamedTuple):
     """The first chunk of a response's event stream arrived."""
 
@@ -165,6 +173,7 @@ Observation: TypeAlias = (
     | Abandoned
     | Decided
     | RemotelyDecided
+    | OwnerChanged
     | FirstTokenSeen
     | Ended
     | Expired

@@ -61,6 +61,7 @@ from dualmap_extproc.request.observations import (
     Expired,
     FirstTokenSeen,
     Measured,
+    OwnerChanged,
     PickNotFollowed,
     Rejected,
     RemotelyDecided,
@@ -125,7 +126,10 @@ class Picker:
         self._log_prompts = log_prompts
         self._builder = RequestBuilder(limits, self.ids, hash_key=hash_key, client_key=client_key)
         self._send = send
-        mesh = None if send is None else Mesh(name=id_prefix, send=send, decided=self._decided_remotely)
+        mesh = None
+        if send is not None:
+            changed = self._owner_changed
+            mesh = Mesh(name=id_prefix, send=send, decided=self._decided_remotely, owner_changed=changed)
         self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
@@ -505,6 +509,9 @@ class Picker:
 
     def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
+
+    def _owner_changed(self, pool: str, before: str, owner: str) -> None:
+        self._report(OwnerChanged(pool=pool, before=before, owner=owner))
 
     def _await(
         self, now: float, request_id: str, waiting: WaitingRequest, outcomes: tuple[Outcome, ...]

@@ -22,12 +22,14 @@ class Mesh:
     """This process among the other routers: its name, and the functions that its pools' routers use.
 
     ``send`` takes a pool, the name of a router and the message to this router. ``decided`` takes a pool and how one of
-    its decisions was made of which another router is the owner.
+    its decisions was made of which another router is the owner. ``owner_changed`` takes a pool, its last owner and its
+    new one.
     """
 
     name: str
     send: Callable[[str, str, Message], None]
     decided: Callable[[str, RemoteDecision], None]
+    owner_changed: Callable[[str, str, str], None]
 
 
 class ServedPools:
@@ -168,6 +170,7 @@ class ServedPools:
             name=mesh.name,
             send=partial(mesh.send, pool.id),
             decided=partial(mesh.decided, pool.id),
+            owner_changed=partial(mesh.owner_changed, pool.id),
             hash_key=self._hash_key,
             replicated=self._replicated,
         )
