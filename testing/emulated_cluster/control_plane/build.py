@@ -169,7 +169,7 @@ class Catalogue:
     @property
     def folder(self) -> Path:
         """The folder of all programs and definitions; `build` fills it."""
-        together = "".join(part.digest for part in (*self.modules, *self.definitions))
+        together = "".join(part.digest for part in self._parts)
         return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
 
     def missing(self) -> list[str]:
@@ -178,6 +178,10 @@ class Catalogue:
         return [
             file for part in (*self.modules, *self.definitions) for file in part.files if not (here / file).exists()
         ]
+
+    @property
+    def _parts(self) -> tuple[Module | Definitions, ...]:
+        return (*self.modules, *self.definitions)
 
     def build(self) -> Path:
         """Build and download all missing files; return the folder.
