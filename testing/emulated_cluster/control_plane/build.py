@@ -175,9 +175,7 @@ class Catalogue:
     def missing(self) -> list[str]:
         """Return the names of the files that `build` has not created yet."""
         here = self.folder
-        return [
-            file for part in (*self.modules, *self.definitions) for file in part.files if not (here / file).exists()
-        ]
+        return [file for part in self._parts for file in part.files if not (here / file).exists()]
 
     @property
     def _parts(self) -> tuple[Module | Definitions, ...]:
