@@ -50,7 +50,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(UV) pip install --quiet --python .dynamo/bin/python --require-hashes --compile-bytecode --requirement $<
 	@touch $@
 
-.PHONY: help demo test lint unit e2e vllm controlplane wheel-test fuzz bench constraints proto manifests image clean
+.PHONY: help demo test lint unit e2e gateways vllm controlplane wheel-test fuzz bench constraints proto manifests image clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,7 +60,7 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
 	@e2e/debian.sh
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane tests/chart tests/cli tests/contract tests/packaging tests/bench e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane --ignore e2e/gateways tests/chart tests/cli tests/contract tests/packaging tests/bench e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
@@ -68,6 +68,11 @@ unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k h
 
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
 	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
+
+gateways: $(VENV)/.dev ## tests behind Istio, Envoy Gateway and llm-d's Envoy configuration, built on the first run (ARGS="-k llm_d")
+	@e2e/debian.sh
+	@PYTHONPATH=testing:e2e $(BIN)/python -m gateways.build >/dev/null
+	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest e2e/gateways $(ARGS)
 
 vllm: $(VENV)/.dev .vllm/.installed ## tests against three real vLLM engines on the CPU, 5 GB (ARGS=e2e/test_real_vllm.py)
 	@DUALMAP_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(BIN)/pytest -s $(or $(ARGS),e2e/test_vllm_truth.py)

@@ -61,9 +61,38 @@ def test_environment_has_pod_fields_and_earlier_variables() -> None:
 
 
 @pytest.mark.parametrize(
+    ("resource", "divisor", "value"),
+    [
+        ("limits.cpu", "1", "2"),
+        ("limits.cpu", "1m", "1500"),
+        ("limits.memory", "1", str(1 << 30)),
+        ("requests.memory", "1Mi", "128"),
+        ("requests.memory", "0", str(128 << 20)),
+    ],
+)
+def test_resource_reference_is_rounded_up_in_units_of_divisor(resource: str, divisor: str, value: str) -> None:
+    reference = {"resourceFieldRef": {"resource": resource, "divisor": divisor}}
+    container = {
+        "name": "proxy",
+        "resources": {"limits": {"cpu": "1500m", "memory": "1Gi"}, "requests": {"memory": "128Mi"}},
+        "env": [{"name": "GIVEN", "valueFrom": reference}],
+    }
+
+    assert environment(container, fields(), base={}, objects=nothing) == {"GIVEN": value}
+
+
+def test_resource_reference_without_a_limit_is_rejected() -> None:
+    reference = {"resourceFieldRef": {"resource": "limits.cpu"}}
+    container = {"name": "proxy", "env": [{"name": "GIVEN", "valueFrom": reference}]}
+
+    with pytest.raises(ContainerConfigError, match=r"limits\.cpu: the container does not set it"):
+        environment(container, fields(), base={}, objects=nothing)
+
+
+@pytest.mark.parametrize(
     ("container", "said"),
     [
-        ({"env": [{"name": "A", "valueFrom": {"resourceFieldRef": {}}}]}, "env A: valueFrom.resourceFieldRef"),
+        ({"env": [{"name": "A", "valueFrom": {"fileKeyRef": {}}}]}, "env A: valueFrom.fileKeyRef"),
         ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]}, 'env A: secret "s"'),
         ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.x"}}}]}, "fieldPath spec.x"),
         ({"envFrom": [{"configMapRef": {"name": "c"}}]}, 'envFrom: configMap "c" not found'),

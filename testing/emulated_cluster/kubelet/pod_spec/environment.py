@@ -4,9 +4,11 @@
 Container.command).
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final
 
 Object = Mapping[str, Any]
@@ -16,6 +18,13 @@ Values = Mapping[str, bytes] | None
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([^)]*)\)")
 _KEYED_FIELD: Final = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 _KEY_SOURCES: Final = {"configMapKeyRef": "configMap", "secretKeyRef": "secret"}
+_QUANTITY: Final = re.compile(r"([0-9.]+)([a-zA-Z]*)")
+_SUFFIXES: Final = {
+    "m": Fraction(1, 1000),
+    "": Fraction(1),
+    **{letter: Fraction(1000**power) for power, letter in enumerate("kMGT", 1)},
+    **{f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGT", 1)},
+}
 _WHOLE_SOURCES: Final = {"configMapRef": "configMap", "secretRef": "secret"}
 
 
@@ -79,7 +88,11 @@ def environment(
             own[name] = expand(variable.get("value", ""), own)
             continue
         where = f"container {container['name']}: env {name}"
-        value = _value_from(variable["valueFrom"], fields, objects, where)
+        source = variable["valueFrom"]
+        if "resourceFieldRef" in source:
+            value: str | None = _resource(source["resourceFieldRef"], container, where)
+        else:
+            value = _value_from(source, fields, objects, where)
         if value is not None:
             own[name] = value
     return {**base, **own}
@@ -166,6 +179,24 @@ def _from_whole_objects(container: Object, objects: Callable[[str, str], Values]
         prefix = each.get("prefix", "")
         variables |= {prefix + key: value.decode() for key, value in (values or {}).items()}
     return variables
+
+
+def _resource(source: Object, container: Object, where: str) -> str:
+    """Return a limit or request of the same container in units of the divisor, rounded up."""
+    kind, _, name = source["resource"].partition(".")
+    quantity = ((container.get("resources") or {}).get(kind) or {}).get(name)
+    if quantity is None:
+        raise ContainerConfigError(f"{where}: resourceFieldRef {source['resource']}: the container does not set it")
+    divisor = source.get("divisor") or "1"
+    return str(math.ceil(_quantity(quantity) / (_quantity(divisor) or 1)))
+
+
+def _quantity(text: str) -> Fraction:
+    """Return the value of a Kubernetes quantity with a decimal or binary suffix."""
+    found = _QUANTITY.fullmatch(str(text))
+    if found is None or found[2] not in _SUFFIXES:
+        raise ContainerConfigError(f"quantity {text} is not supported")
+    return Fraction(found[1]) * _SUFFIXES[found[2]]
 
 
 def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Values], where: str) -> str | None:
