@@ -83,7 +83,7 @@ def test_picker_arguments_name_the_pool_and_the_other_pickers() -> None:
 def test_picker_settings_are_a_file_and_their_change_replaces_pods() -> None:
     objects = render(PICKER_CASES["gaie"], apis=APIS)
     made = only(objects, "ConfigMap", "dualmap-epp-other")
-    assert yaml.safe_load(made["data"]["settings.yaml"]) == SETTINGS
+    assert yaml.safe_load(made["data"]["settings.yaml"]) == {"spec": SETTINGS}
     container = picker(objects, "dualmap-epp-other")
     (mount,) = container["volumeMounts"]
     assert f"--routing={mount['mountPath']}/settings.yaml" in container["args"]
