@@ -8,17 +8,20 @@ from typing import Final
 
 from dualmap.pools.pool import Engine, Prefix
 from dualmap_sim.experiment import Experiment
-from dualmap_sim.presets import PRESETS
+from dualmap_sim.presets import PRESETS, TRACE_BLOCK_TOKENS
 from dualmap_sim.workloads.catalog import Workload
 
 CONVERSATION: Final = "conversation"
 TOOL_AGENT: Final = "tool_agent"
 WORKLOADS: Final = (CONVERSATION, TOOL_AGENT)
 MODELS: Final = ("7b", "14b", "pd")
+CHATS: Final = ("default", "poisson_chats")
+"""Workloads that no paper uses: chats and agents whose requests arrive one by one (``dualmap_sim.workloads``)."""
 TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 """The Conversation trace of the DualMap paper. Without the file, the sections leave out the trace's measurements."""
 
-OURS: Final = ("dualmap", "dualmap_paper")
+DEFAULT_POLICY: Final = "dualmap"
+OURS: Final = (DEFAULT_POLICY, "dualmap_paper")
 BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")
 """The baselines of the DualMap paper (section 4.1)."""
 OTHERS: Final = ("llmd_default", "llumnix", "dynamo", "lmetric", "linear_score")
@@ -30,6 +33,14 @@ BOUNDS: Final = ("limit", "limit_pooled", "limit_deadline")
 WARMUP: Final = 500
 CONVERSATION_REQUESTS: Final = 4000
 TOOL_AGENT_REQUESTS: Final = 8000
+CHATS_REQUESTS: Final = 4000
+
+_FIXED_KEYS: Final[Mapping[str, int]] = MappingProxyType({"cache_affinity": TRACE_BLOCK_TOKENS})
+"""The length of blocks of policies whose keys do not grow, in tokens: the one setting that differs from the defaults.
+
+Prompts begin with the same system prompts. With two blocks of the default length, nearly all prompts of Conversation
+have one key, and one member gets nearly all requests.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +57,16 @@ class Extent:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The windows of the Conversation trace. Tool&Agent uses these numbers as seeds."""
+        """The windows of the Conversation trace. The generated workloads use these numbers as seeds."""
         return (0,) if self.quick else (0, 1, 2)
 
     def workload(self, name: str, window: int) -> Workload:
-        """Return one window of a workload with the paper's length, or a shorter window if ``quick``."""
+        """Return one window or seed of a workload at full length, or a shorter one if ``quick``."""
         if name == CONVERSATION:
             requests = 1500 if self.quick else CONVERSATION_REQUESTS
             return Workload(trace=self.trace, requests=requests, start=window * CONVERSATION_REQUESTS)
+        if name in CHATS:
+            return Workload(name=name, requests=1500 if self.quick else CHATS_REQUESTS, seed=window)
         return Workload(name=name, requests=4000 if self.quick else TOOL_AGENT_REQUESTS, seed=window)
 
     def experiment(self, name: str, model: str, window: int, policy: str, rate: float = 1.0) -> Experiment:
@@ -74,18 +87,25 @@ def as_shipped(experiment: Experiment) -> Experiment:
     """Return an experiment with a pool that states nothing about its engines or its keys.
 
     The routers know what the engines report, and begin with the default of the prefill speed. The length of blocks is
-    the default, too.
+    the default, too, except for policies with keys of a fixed length (``block_tokens``).
     """
     return replace(
         experiment,
         discovery=True,
         kv_tokens_known=False,
         believed_tokens_per_s=Engine().prefill_tokens_per_second,
-        block_tokens=Prefix().block_tokens,
+        block_tokens=block_tokens(experiment.policy),
     )
 
 
-TITLES: Final[Mapping[str, str]] = MappingProxyType({CONVERSATION: "Conversation", TOOL_AGENT: "Tool&Agent"})
+def block_tokens(policy: str) -> int:
+    """Return the length of the router's blocks under a policy, in tokens."""
+    return _FIXED_KEYS.get(policy, Prefix().block_tokens)
+
+
+TITLES: Final[Mapping[str, str]] = MappingProxyType(
+    {CONVERSATION: "Conversation", TOOL_AGENT: "Tool&Agent", "default": "Default", "poisson_chats": "Poisson chats"}
+)
 RATES: Final[Mapping[tuple[str, str], tuple[float, ...]]] = MappingProxyType(
     {
         (CONVERSATION, "7b"): (2.0, 2.5, 3.0, 3.5, 4.0),

@@ -47,7 +47,10 @@ def change(now: float | None, before: float | None, digits: int = 1) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table. Raises ValueError for a row with more or fewer values than heads."""
     lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    for row in rows:
+        if len(row) != len(heads):
+            raise ValueError(f"{len(row)} values under {len(heads)} heads: {list(row)} under {list(heads)}")
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"

@@ -131,7 +131,7 @@ def test_sections_without_results_still_state_claims(bench: Bench, tmp_path: Pat
 def test_unknown_section_is_rejected_with_accepted_names(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["--section", "goodputs"])
     assert done.exit_code == 2
-    assert "'goodputs' is not accepted; give some of goodput, ttft" in done.output
+    assert "'goodputs' is not accepted; give some of goodput, chats, ttft" in done.output
 
 
 def test_unknown_policy_is_rejected_with_accepted_names(bench: Bench) -> None:
@@ -208,7 +208,16 @@ def test_paper_experiments_state_nothing_in_the_pool(bench: Bench, monkeypatch: 
     assert config.pool.routing == Routing(policy="lmetric")
 
 
-@pytest.mark.parametrize("section", ["goodput", "ttft", "scale", "elasticity", "robust", "sessions", "llumnix"])
+def test_cache_affinity_has_blocks_that_tell_prompts_apart(bench: Bench) -> None:
+    extent = bench("settings").Extent(quick=True)
+    lengths = {each: extent.experiment("tool_agent", "7b", 0, each).block_tokens for each in bench("settings").RIVALS}
+    assert lengths.pop("cache_affinity") == 512
+    assert set(lengths.values()) == {128}
+
+
+@pytest.mark.parametrize(
+    "section", ["goodput", "chats", "ttft", "scale", "elasticity", "robust", "sessions", "llumnix"]
+)
 def test_paper_comparisons_contain_every_other_policy(bench: Bench, section: str) -> None:
     extent = bench("settings").Extent(trace=ROOT / "pyproject.toml")
     measured_: dict[str, set[str]] = {}
@@ -262,6 +271,22 @@ def test_tool_agent_key_lengths_match_hot_prefix_lengths(bench: Bench) -> None:
     found = bench("sections.keys").key_lengths(bench("settings").Extent(quick=True), "tool_agent", "dualmap_paper")
     shares = {length: of / found["requests"] for length, of in found["lengths"].items()}
     assert shares["13"] == pytest.approx(0.378, abs=0.02)
+
+
+def test_table_row_without_a_value_for_each_head_is_an_error(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="3 values under 2 heads"):
+        bench("tables").table(("a", "b"), [["1", "2", "3"]])
+
+
+@pytest.mark.parametrize(("others", "told"), [((2.0, 1.9), "in all 1 measured"), ((3.0, 2.5), "`dualmap_paper` 3.00")])
+def test_page_names_windows_where_dualmap_is_not_ahead(
+    bench: Bench, tmp_path: Path, others: tuple[float, float], told: str
+) -> None:
+    extent, chats = bench("settings").Extent(quick=True), bench("sections.chats").MADE
+    results = bench("results").Results(tmp_path)
+    for policy, rate in zip(("dualmap", "dualmap_paper", "lmetric"), (2.5, *others), strict=True):
+        results.put(chats.cell(extent, "default", "7b", 0, policy), measured(bench, goodput_qps=rate))
+    assert told in chats.not_ahead(results, extent)
 
 
 def test_table_values_show_spread_or_a_dash_if_missing(bench: Bench) -> None:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import aiohttp
 
-from dualmap_extproc.app.wiring import _reach
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore
-from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from extproc.exchanges import Clock, Joined
 from extproc.router_processes import WAIT_S, running, write_pool
 from redis_server import redis_server
@@ -48,17 +46,15 @@ async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str 
     raise AssertionError("the stream ended")
 
 
-async def test_dashboard_shows_the_ages_of_store_and_watches() -> None:
+async def test_exchange_counts_the_time_since_the_store_was_lost() -> None:
     class Away(MemoryStore):
         async def read(self, peer, questions):
             raise StoreError(Failure.TIMEOUT, "away")
 
     clock = Clock()
     exchange = Joined("one", Away(clock), clock).exchange
-    reach = _reach(exchange, lambda: {"pods": 80.0})
-    assert reach() == Reach(watch_ages_s={"pods": 80.0})
+    assert exchange.lost_for_s is None
     await exchange.exchange()
     clock.now += 5.0
     await exchange.exchange()
-    assert reach() == Reach(store_lost_s=5.0, watch_ages_s={"pods": 80.0})
-    assert _reach(None, dict)() == Reach()
+    assert exchange.lost_for_s == 5.0

@@ -7,7 +7,7 @@ import pytest
 from dualmap.ownership.messages import Declined
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.shared_router import ANSWER_TIMEOUT_S, MISSES_MAX
-from dualmap_extproc.app.wiring import _client_key
+from dualmap_extproc.app.hash_key import client_key
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Abandoned, Enqueued, RemotelyDecided, Routed
@@ -316,9 +316,9 @@ async def test_deadline_task_wakes_for_an_unanswered_question():
 
 
 def test_client_key_is_shared_only_with_a_secret_hash_key():
-    assert _client_key(b"secret") == _client_key(b"secret") != _client_key(b"other")
-    assert _client_key(PUBLIC_KEY) != _client_key(PUBLIC_KEY)
-    assert len(_client_key(b"secret")) == len(_client_key(PUBLIC_KEY)) == 32
+    assert client_key(b"secret") == client_key(b"secret") != client_key(b"other")
+    assert client_key(PUBLIC_KEY) != client_key(PUBLIC_KEY)
+    assert len(client_key(b"secret")) == len(client_key(PUBLIC_KEY)) == 32
 
 
 def test_owner_that_returns_forgets_requests_that_ended_meanwhile():

@@ -11,6 +11,7 @@ from bench.paper.section import Section
 from bench.paper.sections import (
     ablation,
     blocks,
+    chats,
     choices,
     decode,
     ear,
@@ -33,6 +34,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
         section.name: section
         for section in (
             goodput.SECTION,
+            chats.SECTION,
             ttft.SECTION,
             load.SECTION,
             decode.SECTION,

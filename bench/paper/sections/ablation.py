@@ -45,7 +45,7 @@ def _run(extent: Extent, rate: float, window: int, policy: str) -> Cell:
 
 def _goodput(extent: Extent, window: int, policy: str) -> Cell:
     if policy in ("dualmap", "dualmap_paper"):
-        return goodput.cell(extent, CONVERSATION, _MODEL, window, policy)
+        return goodput.TRACES.cell(extent, CONVERSATION, _MODEL, window, policy)
     return Cell(
         section="ablation",
         name=f"goodput window {window} {policy}",

@@ -158,6 +158,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         heads = (
             "policy",
             "blockTokens",
+            "variant",
             "longest key, tokens",
             "goodput, requests/s",
             *(title for _, title, *_ in _COLUMNS),

@@ -17,7 +17,7 @@ from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import OURS, RIVALS, TOOL_AGENT, Extent
+from bench.paper.settings import OURS, RIVALS, TOOL_AGENT, Extent, block_tokens
 from bench.paper.tables import number, table
 from xxhash import xxh3_64_intdigest
 
@@ -52,7 +52,7 @@ def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
     trace = load_workload(extent.workload(TOOL_AGENT, 0)).capped(_ENGINE.input_tokens_max)
     trace = replace(trace, requests=trace.requests[: int(seconds * rate)]).without_sessions()
     replayed = arrivals(
-        trace.at_rate(rate), router_block_tokens=Prefix().block_tokens, engine_block_tokens=_ENGINE.block_tokens
+        trace.at_rate(rate), router_block_tokens=block_tokens(policy), engine_block_tokens=_ENGINE.block_tokens
     )
     full = _pool(policy, 8)
     first = _pool(policy, 4) if up else full
@@ -89,12 +89,12 @@ def _members(size: int) -> tuple[Member, ...]:
 
 
 def _pool(policy: str, size: int) -> Pool:
-    """Return a pool at shipped defaults."""
+    """Return a pool with the settings of ``as_shipped``."""
     return Pool(
         namespace="bench",
         name="qwen",
         model=Model(name="qwen"),
-        routing=Routing(policy=policy),
+        routing=Routing(policy=policy, prefix=Prefix(block_tokens=block_tokens(policy))),
         members=_members(size),
     )
 

@@ -232,7 +232,7 @@ def _nearest(results: Results, extent: Extent) -> str:
             (window, policy): figures["goodput_qps"]
             for window in extent.windows
             for policy in (_BOUND, *_BELOW)
-            if (figures := results.figures(goodput.cell(extent, workload, model, window, policy))) is not None
+            if (figures := results.figures(goodput.TRACES.cell(extent, workload, model, window, policy))) is not None
         }
         within = {
             (rate, policy): figures["slo_attainment"]

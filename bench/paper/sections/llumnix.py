@@ -5,7 +5,6 @@ The stateful router (Stateful Cache-Aware Routing for Distributed LLM Inference,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,8 +16,6 @@ from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import CONVERSATION, OURS, RIVALS, TITLES, TOOL_AGENT, Extent, few_rates
 from bench.paper.tables import change, number, table
-
-from dualmap_sim.workloads.catalog import Workload
 
 _POLICIES: Final = ("round_robin", "cache_affinity_global", *RIVALS, *OURS)
 _CLAIMED: Final = ("cache_affinity_global", "llumnix", "min_ttft", *OURS)
@@ -33,15 +30,11 @@ _FIGURES: Final = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s")
 
 
 def _cell(extent: Extent, workload: str, rate: float, policy: str) -> Cell:
-    known = workload if workload != _CHATS else TOOL_AGENT
-    experiment = extent.experiment(known, "7b", 0, policy, rate)
-    if workload == _CHATS:
-        experiment = replace(experiment, workload=Workload(requests=1500 if extent.quick else 4000))
     return Cell(
         section="llumnix",
         name=f"{workload} {rate:g}/s {policy}",
         policy=policy,
-        measure=partial(run_figures, experiment),
+        measure=partial(run_figures, extent.experiment(workload, "7b", 0, policy, rate)),
     )
 
 
@@ -69,7 +62,7 @@ def _page(results: Results, extent: Extent, _plots: Path) -> str:
                     continue
                 rows.append(
                     [
-                        TITLES.get(workload, "chats (demo's workload)"),
+                        TITLES[workload],
                         f"{rate:g}",
                         policy,
                         *(f"{number(figures[each])} ({change(figures[each], base[each], 0)})" for each in _FIGURES),
@@ -94,12 +87,11 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
             if changes:
                 parts.append(f"`{policy}` {', '.join(changes)}")
         rates = ", ".join(f"{rate:g}" for rate in few_rates(_RATES[workload], extent))
-        title = TITLES.get(workload, "Chats (the demo's workload)")
         claims.append(
             Claim(
                 "Stateful router (Purdue 2025)",
                 "TTFT 30 to 50 % below round robin's on conversations",
-                (parts and f"{title}, mean at {rates}/s: {'; '.join(parts)}") or "",
+                (parts and f"{TITLES[workload]}, mean at {rates}/s: {'; '.join(parts)}") or "",
             )
         )
     return claims

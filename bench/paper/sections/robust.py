@@ -48,7 +48,7 @@ _WITH_SESSIONS: Final = "with session ids"
 
 def _cell(extent: Extent, condition: str, workload: str, window: int, policy: str) -> Cell:
     if condition == _AS_IT_IS:
-        return goodput.cell(extent, workload, _MODEL, window, policy)
+        return goodput.TRACES.cell(extent, workload, _MODEL, window, policy)
     experiment = extent.experiment(workload, _MODEL, window, policy)
     if condition == _WITH_SESSIONS:
         experiment = replace(experiment, sessions=True)
@@ -116,7 +116,7 @@ def _routers(results: Results, extent: Extent) -> str:
     rows = []
     for workload in extent.workloads:
         for policy in OURS:
-            one = goodput.spread(results, extent, workload, _MODEL, policy)
+            one = goodput.TRACES.spread(results, extent, workload, _MODEL, policy)
             several = [_found(results, extent, each, workload, policy) for each in _SEVERAL]
             named = _found(results, extent, _WITH_SESSIONS, workload, policy)
             rows.append(

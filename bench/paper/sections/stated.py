@@ -39,7 +39,7 @@ _STATED: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
 
 def _cell(extent: Extent, stated: str, workload: str, model: str, policy: str) -> Cell:
     if stated == _NOTHING:
-        return goodput.cell(extent, workload, model, 0, policy)
+        return goodput.TRACES.cell(extent, workload, model, 0, policy)
     return Cell(
         section="stated",
         name=f"{stated} {workload} {model} {policy}",

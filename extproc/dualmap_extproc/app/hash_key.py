@@ -1,11 +1,14 @@
-"""The option ``--hash-key-file`` of ``dualmap router`` and ``dualmap explain``."""
+"""The option ``--hash-key-file`` of the commands that hash prompts, and the key of clients' names made from it."""
 
+import secrets
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+
+from dualmap.prompts.blocks import PUBLIC_KEY
 
 _SHORTEST_BYTES: Final = 16
 _ADVICE: Final = f"give a file with at least {_SHORTEST_BYTES} random bytes, such as from: openssl rand -hex 32"
@@ -27,6 +30,13 @@ def hash_key_option(default: str) -> Callable[[_Function], _Function]:
         show_default=default,
         help=f"Secret key of the prompts' hashes, at least {_SHORTEST_BYTES} bytes; the same for all routers.",
     )
+
+
+def client_key(hash_key: bytes) -> bytes:
+    """Return the key of the hashes of clients' names: the same for all routers with the same secret hash key."""
+    if hash_key == PUBLIC_KEY:
+        return secrets.token_bytes(32)
+    return blake2b(key=hash_key, person=b"dualmap clients", digest_size=32).digest()
 
 
 def _read(context: click.Context, parameter: click.Parameter, file: Path | None) -> bytes | None:

@@ -1,6 +1,6 @@
 """OpenTelemetry tracing: one span for each decision, with the fields of its receipt, in the trace of the request.
 
-Only this module imports OpenTelemetry. ``app.wiring`` imports this module only if spans are exported
+Only this module imports OpenTelemetry. ``app.observers`` imports this module only if spans are exported
 (``--otlp-endpoint``). Spans contain the fields of receipts, and never a prompt. docs/tracing.md lists the attributes of
 spans.
 """
