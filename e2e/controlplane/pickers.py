@@ -20,7 +20,7 @@ from typing import Any, Self
 from controlplane import crds
 from controlplane.helm import references
 from controlplane.site import MODEL, until_so
-from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.build import GAIE_CHARTS, OBJECTIVES_CRD, binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.clients import Reply, http1
 from harness.documents import document
@@ -31,17 +31,17 @@ from harness.stack import PoolMember
 
 POOL = "qwen"
 PAGE = Path(__file__).parents[2] / "docs" / "change-the-picker.md"
+OBJECTIVES = "inferenceobjectives.inference.networking.x-k8s.io"
 _SECTION = r"^## {}\n(.*?)(?=^## |\Z)"
-_COMMANDS = re.compile(r"^( *)```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-"""The blocks that a test can run. Blocks without a language need a registry or a browser."""
+_BLOCK = r"^```{}\n(.*?)^```"
 
 
-def commands(section: str) -> str:
-    """Return the commands in a section of the page, as one script."""
+def code(section: str, language: str = "sh") -> str:
+    """Return the code of a language in a section of the page. Commands without a language need what tests lack."""
     found = re.search(_SECTION.format(re.escape(section)), PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{PAGE.name} has no section {section}"
-    blocks = [block for _, block in _COMMANDS.findall(found[1])]
-    assert blocks, f"the section {section} has no commands"
+    blocks = re.findall(_BLOCK.format(language), found[1], re.MULTILINE | re.DOTALL)
+    assert blocks, f"the section {section} has no code"
     return "\n".join(blocks)
 
 
@@ -56,6 +56,7 @@ class PickerSite:
         self._stack = AsyncExitStack()
         self._envoy: Envoy | None = None
         crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
+        crds.install(cluster, binaries_folder() / OBJECTIVES_CRD, OBJECTIVES)
         crds.install(cluster)
 
     async def __aenter__(self) -> Self:
@@ -66,6 +67,8 @@ class PickerSite:
     ) -> None:
         await self._stack.aclose()
         await asyncio.to_thread(crds.remove_namespace, self.cluster, self.namespace)
+        # Other tests have only DualMap's kinds.
+        await self.kubectl("delete", "crd", crds.GAIE_NAME, OBJECTIVES, "--timeout=60s")
 
     async def run(self, script: str, *, helm: Path | None = None) -> str:
         """Run a shell script as the page's reader does, and return its output; fails if a command fails.
@@ -164,6 +167,11 @@ class PickerSite:
         except AssertionError as error:
             raise AssertionError(f"{error}; last answer: {last}") from error
         return last[0]
+
+    async def metrics(self, service: str) -> str:
+        """Return the metrics of the picker behind a Service."""
+        address = json.loads(await self.kubectl("get", "service", service, "-o", "json"))["spec"]["clusterIP"]
+        return (await http1(f"http://{address}:9090/metrics")).body.decode()
 
     def requests_of(self, account: str) -> list[dict[str, Any]]:
         """Return the entries of the audit log for a service account of the namespace."""
@@ -337,5 +345,5 @@ def inference_pool(name: str) -> dict[str, Any]:
 
 def copy_gaie_chart(directory: Path) -> None:
     """Copy GAIE's chart inferencepool, and the chart that it depends on, into a folder."""
-    for name in ("epplib", "inferencepool"):
+    for name in GAIE_CHARTS:
         shutil.copytree(binaries_folder() / name, directory / name)

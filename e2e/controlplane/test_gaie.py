@@ -15,7 +15,7 @@ from controlplane.helm import CHART, binary, references
 from controlplane.pickers import (
     POOL,
     PickerSite,
-    commands,
+    code,
     copy_gaie_chart,
     inference_pool,
     llm_d_picker,
@@ -28,6 +28,7 @@ from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 GAIE_IMAGE = "registry.k8s.io/gateway-api-inference-extension/epp:v1.5.0"
 PICKER = f"inferencepool={POOL}-epp"
+DEPENDENCIES = "helm dependency update inferencepool"
 SETTINGS_API = "serving.dualmap.dev"
 PROMPT = "Tell me a story about a river. " * 100
 _TEST_S = 600
@@ -65,14 +66,13 @@ async def test_image_of_gaies_chart_is_changed_and_changed_back(
 ) -> None:
     copy_gaie_chart(site.directory)
     await site.start_engines()
-    label = f"inferencePool.modelServers.matchLabels.app={POOL}"
-    installing = f"helm dependency update inferencepool\nhelm install qwen inferencepool --namespace llm --set {label}"
-    await site.run(installing, helm=helm)
+    label = f"--set inferencePool.modelServers.matchLabels.app={POOL}"
+    await site.run(f"{DEPENDENCIES}\nhelm install qwen inferencepool --namespace llm {label}", helm=helm)
     await site.until_ready(PICKER, 1)
     assert await image(site) == GAIE_IMAGE
     before = json.loads(await site.kubectl("get", f"deployment/{POOL}-epp", "-o", "json"))["spec"]
 
-    await site.run(commands("GAIE's chart"), helm=helm)
+    await site.run(code("GAIE's chart"), helm=helm)
     pods = await site.until_ready(PICKER, 1)
     assert await image(site) == references().epp
     after = json.loads(await site.kubectl("get", f"deployment/{POOL}-epp", "-o", "json"))["spec"]
@@ -91,13 +91,24 @@ async def test_image_of_gaies_chart_is_changed_and_changed_back(
     assert {each["objectRef"]["apiGroup"] for each in refused} <= {SETTINGS_API}
     assert restarts(await site.pods(PICKER)) == [0]
 
-    await site.run(commands("The way back"), helm=helm)
+    await site.run(code("The way back"), helm=helm)
     await site.until_ready(PICKER, 1)
     assert await image(site) == GAIE_IMAGE
-    await site.run(commands("Without helm"), helm=helm)
+    await site.run(code("Without helm"), helm=helm)
     await site.until_ready(PICKER, 1)
     assert await image(site) == references().epp
     await site.until_decided("Hello.")
+
+
+@pytest.mark.timeout(_TEST_S, func_only=True)
+async def test_settings_of_gaies_chart_are_a_file_of_its_values(site: PickerSite, helm: Path) -> None:
+    copy_gaie_chart(site.directory)
+    await site.start_engines(1)
+    (site.directory / "settings.yaml").write_text(code("Settings", "yaml"))
+    values = f"--set inferencePool.modelServers.matchLabels.app={POOL} --values settings.yaml"
+    await site.run(f"{DEPENDENCIES}\nhelm install qwen inferencepool --namespace llm {values}", helm=helm)
+    await site.until_ready(PICKER, 1)
+    assert f'dualmap_pool_slo_ttft_seconds{{pool="{site.namespace}/{POOL}"}} 2.0' in await site.metrics(f"{POOL}-epp")
 
 
 @pytest.mark.timeout(_TEST_S, func_only=True)

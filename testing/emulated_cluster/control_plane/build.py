@@ -3,7 +3,8 @@
 The modules under go/ set the programs' versions, and the Go module proxy provides the sources. The results of each
 module are stored outside the repository, in a folder with a digest of the module's inputs in its name. A change of one
 module therefore does not rebuild the others. Another folder has links to all results; `cluster.py` starts the programs
-from this folder. `make e2e` runs this build first. To build without `make`, run this file with Python.
+from this folder. `make e2e` runs this build first. To build without `make`, run this file with Python. Tests of other
+programs build their own `Catalogue`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 KUBERNETES_VERSION = "v1.36.4"
@@ -28,6 +29,10 @@ KEDA_VERSION = "v2.20.1"
 HELM_VERSION = "v4.3.1"
 # The Gateway API Inference Extension's CRD InferencePool, which must not conflict with DualMap's.
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
+# The last version of that project with charts and with priorities of requests; later ones are llm-d's.
+_GAIE_WITH_CHARTS = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0"
+GAIE_CHARTS = ("epplib", "inferencepool")
+OBJECTIVES_CRD = "inference.networking.x-k8s.io_inferenceobjectives.yaml"
 KEDA_CRDS = (
     "eventing.keda.sh_cloudeventsources.yaml",
     "eventing.keda.sh_clustercloudeventsources.yaml",
@@ -37,7 +42,7 @@ KEDA_CRDS = (
     "keda.sh_triggerauthentications.yaml",
 )
 LWS_CRD = "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
-_SOURCES = Path(__file__).parent / "go"
+SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
 _VERSION_PACKAGE = "k8s.io/component-base/version"
@@ -59,24 +64,27 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One binary: its file name, Go main package and linker flags."""
+    """One binary: its file name, Go package and linker flags. With ``test``, the binary runs the package's tests."""
 
     name: str
     package: str
     link_flags: str = "-s -w"
+    # Not in the representation, so that the digests of the modules without tests are independent of this field.
+    test: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A Go module under go/ and the programs that are built from the module."""
+    """A Go module in a folder of ``sources`` and the programs that are built from the module."""
 
     name: str
     programs: tuple[Program, ...]
+    sources: Path = SOURCES
 
     @property
     def source(self) -> Path:
         """The folder that holds the module's go.mod."""
-        return _SOURCES / self.name
+        return self.sources / self.name
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -98,18 +106,19 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definitions:
-    """Custom resource definitions from a Go module's config/crd/bases.
+    """Custom resource definitions, or other files and folders, from the folder ``base`` of a Go module.
 
-    The build downloads the definitions, because the tests' network namespace has no internet access.
+    The build downloads the module, because the tests' network namespace has no internet access.
     """
 
     name: str
     module: str
     files: tuple[str, ...]
+    base: str = field(default="config/crd/bases", repr=False)
 
     @property
     def digest(self) -> str:
-        """A digest of the module's version and the definitions' file names."""
+        """A digest of the module's version and the file names."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -148,35 +157,71 @@ MODULES = (
 )
 DEFINITIONS = (
     Definitions(name="gaie-crds", module="sigs.k8s.io/gateway-api-inference-extension@v1.6.0", files=(GAIE_CRD,)),
+    Definitions(name="gaie-charts", module=_GAIE_WITH_CHARTS, files=GAIE_CHARTS, base="config/charts"),
+    Definitions(name="gaie-objectives", module=_GAIE_WITH_CHARTS, files=(OBJECTIVES_CRD,)),
     Definitions(name="keda-crds", module=f"github.com/kedacore/keda/v2@{KEDA_VERSION}", files=KEDA_CRDS),
     Definitions(name="lws-crds", module="sigs.k8s.io/lws@v0.7.0", files=(LWS_CRD,)),
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Programs and definitions with one common folder. ``needs`` tells users what the first build needs."""
+
+    modules: tuple[Module, ...]
+    definitions: tuple[Definitions, ...]
+    needs: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all programs and definitions; `build` fills it."""
+        together = "".join(part.digest for part in (*self.modules, *self.definitions))
+        return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
+
+    def missing(self) -> list[str]:
+        """Return the names of the files that `build` has not created yet."""
+        here = self.folder
+        return [
+            file for part in (*self.modules, *self.definitions) for file in part.files if not (here / file).exists()
+        ]
+
+    def build(self) -> Path:
+        """Build and download all missing files; return the folder.
+
+        Raises `BuildError` if Go is missing or too old, or if a build fails.
+        """
+        target = self.folder
+        if self.missing():
+            go = _find_go()
+            target.mkdir(parents=True, exist_ok=True)
+            with _only_one(_cache() / "build.lock"):
+                _build_all(go, self, target)
+        return target
+
+
+CONTROL_PLANE = Catalogue(
+    modules=MODULES,
+    definitions=DEFINITIONS,
+    needs="all of them need 18 minutes on 2 idle cores, 750 MB, and 8 GB for Go's own caches",
+)
+
+
 def binaries_folder() -> Path:
-    """Return the folder of all programs and definitions; `build` fills it."""
-    together = "".join(part.digest for part in (*MODULES, *DEFINITIONS))
-    return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
+    """Return the folder of the control plane's programs and definitions; `build` fills it."""
+    return CONTROL_PLANE.folder
 
 
 def missing() -> list[str]:
-    """Return the names of the files that `build` has not created yet."""
-    here = binaries_folder()
-    return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
+    """Return the names of the control plane's files that `build` has not created yet."""
+    return CONTROL_PLANE.missing()
 
 
 def build() -> Path:
-    """Build and download all missing files; return the folder of the binaries.
+    """Build and download the control plane's missing files; return the folder of the binaries.
 
     Raises `BuildError` if Go is missing or too old, or if a build fails.
     """
-    target = binaries_folder()
-    if missing():
-        go = _find_go()
-        target.mkdir(parents=True, exist_ok=True)
-        with _only_one(_cache() / "build.lock"):
-            _build_all(go, target)
-    return target
+    return CONTROL_PLANE.build()
 
 
 def _cache() -> Path:
@@ -184,19 +229,19 @@ def _cache() -> Path:
     return cache / "dualmap" / "controlplane"
 
 
-def _build_all(go: str, target: Path) -> None:
-    for definitions in DEFINITIONS:
+def _build_all(go: str, catalogue: Catalogue, target: Path) -> None:
+    for definitions in catalogue.definitions:
         folder = _folder(definitions)
         if not folder.is_dir():
             _fetch(go, definitions, folder)
         _link(folder, definitions.files, target)
-    left = [module for module in MODULES if not _folder(module).is_dir()]
+    left = [module for module in catalogue.modules if not _folder(module).is_dir()]
     if left:
         names = ", ".join(program.name for module in left for program in module.programs)
         _say(f"building {names} into {_cache()}")
-        _say("once per machine; all of them need 18 minutes on 2 idle cores, 750 MB, and 8 GB for Go's own caches")
+        _say(f"once per machine; {catalogue.needs}")
     started_s = time.monotonic()
-    for module in MODULES:
+    for module in catalogue.modules:
         folder = _folder(module)
         if module in left:
             with _whole(folder) as partial:
@@ -231,14 +276,20 @@ def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
 
 
 def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
-    """Download the Go module of the definitions and copy the definitions to ``folder``."""
+    """Download the Go module of the definitions and copy the files to ``folder``."""
     found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
     if found.returncode != 0:
         raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
-    bases = Path(json.loads(found.stdout)["Dir"]) / "config" / "crd" / "bases"
+    base = Path(json.loads(found.stdout)["Dir"]) / definitions.base
     with _whole(folder) as partial:
         for file in definitions.files:
-            shutil.copyfile(bases / file, partial / file)
+            if (base / file).is_dir():
+                # The module cache is read-only, and the copies must be removable.
+                shutil.copytree(base / file, partial / file, copy_function=shutil.copyfile)
+                for each in partial.rglob("*/"):
+                    each.chmod(0o755)
+            else:
+                shutil.copyfile(base / file, partial / file)
 
 
 def _find_go() -> str:
@@ -271,7 +322,8 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
     """Run `go build` and regularly print the number of compiled packages."""
-    command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
+    action = ["test", "-c"] if program.test else ["build", "-v"]
+    command = [go, *action, "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
     _say(f"{program.name} ...")
     started_s = said_s = time.monotonic()
     said: list[str] = []
