@@ -36,6 +36,7 @@ from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.store.codec import decode_update, encode_update
 from dualmap_extproc.store.exchange import INTERVAL_S
 from dualmap_extproc.store.unsent import Unsent
+from dualmap_sim.option_checks import FiniteFloatRange
 
 POOL = "llm/chat"
 KEY = b"benchmark of messages"
@@ -306,7 +307,9 @@ def _us(work: Callable[[], object], *, repeats: int = 200) -> float:
 
 
 @click.command()
-@click.option("--seconds", default=2.0, show_default=True, help="Time of each measurement.")
+@click.option(
+    "--seconds", type=FiniteFloatRange(0.1, 600.0), default=2.0, show_default=True, help="Time of each measurement."
+)
 @click.option("--answer", "answers", is_flag=True, hidden=True)
 def main(seconds: float, answers: bool) -> None:
     """Measure the messages between two routers on loopback."""

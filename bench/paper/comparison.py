@@ -136,6 +136,8 @@ class Comparison:
                     lines.append(
                         f"- {_title(column)}, window or seed {window}: {shown}; `{DEFAULT_POLICY}` {number(rate)}\n"
                     )
+        if not measured:
+            return ""
         if not lines:
             return f"`{DEFAULT_POLICY}` is ahead of every other policy in all {measured} measured windows or seeds.\n"
         return (

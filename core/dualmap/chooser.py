@@ -7,7 +7,7 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.fleet.fleet import Fleet
+from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.view import NO_HINT, Hint
 from dualmap.keys.hotness import HotnessTree
@@ -25,8 +25,8 @@ from dualmap.requests import Request
 class Chooser:
     """Chooses members for one pool; stores the hot prefixes and the member that has each session's KV."""
 
-    def __init__(self, pool: Pool, fleet: Fleet, *, replicated: bool) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: Pool, candidates: Candidates, *, replicated: bool) -> None:
+        self._candidates = candidates
         self.sessions = SessionTable(pool.routing.session.ttl_s, replicated=replicated)
         self._sequence = 0
         self._pool = pool
@@ -46,7 +46,7 @@ class Chooser:
         """Return the key of a request and count the request for hotness; call this method once per request."""
         # The thresholds use the size of the full ring, even if a request may use only some members. Otherwise, equal
         # prompts could have different keys.
-        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.size
+        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._candidates.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
             # A prompt without text shares no prefix; its key is the hash of the request id, which spreads such requests
@@ -68,8 +68,8 @@ class Chooser:
 
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
-        fleet, chain = self._fleet, request.chain
-        view = fleet.view(now, chain, client=request.client, tokens=request.tokens)
+        chain = request.chain
+        view = self._candidates.view(now, chain, client=request.client, tokens=request.tokens)
         members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
@@ -88,14 +88,14 @@ class Chooser:
             slo_ttft_s=self._pool.slo.ttft_s,
             spill=self._pool.routing.spill,
             pair=pair,
-            everyone=fleet.everyone(view, ring),
+            everyone=self._candidates.everyone(view, ring),
             ring_walk=partial(ring.walk, key.hash),
             room_tokens=self._pool.engine.cache_tokens,
             host=host,
             may_move=binding is None or self._may_move(now, binding),
         )
 
-    def choose(self, now: float, request: Request, key: Key, situation: Situation) -> QueuedRequest:
+    def choose(self, request: Request, key: Key, situation: Situation) -> QueuedRequest:
         """Let the session rule or the policy choose a member; return the request with the chosen member."""
         choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
@@ -129,8 +129,8 @@ class Chooser:
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         request = queued.request
-        ring, _ = self._fleet.rings(request)
-        view = self._fleet.view(now, request.chain, client=request.client, tokens=request.tokens)
+        ring, _ = self._candidates.rings(request)
+        view = self._candidates.view(now, request.chain, client=request.client, tokens=request.tokens)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
@@ -163,7 +163,7 @@ class Chooser:
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
             source=source_of(chosen),
-            adapter=self._fleet.adapter_state(request.adapter, chosen.id),
+            adapter=self._candidates.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple(
                 [

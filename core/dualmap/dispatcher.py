@@ -30,10 +30,12 @@ class Dispatcher:
     def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, replicated: bool) -> None:
         self._pool = pool
         self._fleet = fleet
+        self._candidates = fleet.candidates
+        self._capacity = fleet.capacity
         self._chooser = chooser
         self._replicated = replicated
         self._placements: list[Placement] = []
-        self._queue = RequestQueue(fleet.queue, fleet.shares)
+        self._queue = RequestQueue(fleet.capacity.queue, fleet.shares)
         # The time of the last `release_all`. A member with an earlier dispatch time is stalled and cannot take
         # requests.
         self._released_s = -1.0
@@ -89,14 +91,14 @@ class Dispatcher:
         member, also get a member.
         """
         outcomes: list[Outcome] = []
-        ring = self._fleet.ring(None)
+        ring = self._candidates.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
         # Remove all these requests before the first is placed: each placement may dispatch other queued requests.
         leaving = [
             queued
             for member, queue in self._queue.queues.items()
             for queued in queue
-            if member not in usable or member not in self._fleet.rings(queued.request)[0].ids
+            if member not in usable or member not in self._candidates.rings(queued.request)[0].ids
         ]
         for queued in leaving:
             self._withdraw(queued)
@@ -112,9 +114,7 @@ class Dispatcher:
         outcomes: list[Outcome] = []
         queued = self._queue.placed(request_id)
         if queued is not None:
-            self._withdraw(queued)
-            # Later requests in the queue may fit into the member's memory even if this request did not.
-            self._release(now, queued.member, outcomes)
+            self._remove(now, queued, outcomes)
         return Effects(self._queue.forget(request_id), tuple(outcomes))
 
     def expire(self, now: float) -> tuple[Outcome, ...]:
@@ -129,9 +129,7 @@ class Dispatcher:
                 rejection = self._rejection(now, request_id, Reason.NO_ENDPOINT)
             else:
                 rejection = self._rejection(now, request_id, Reason.WAITED_TOO_LONG, queued.member)
-                self._withdraw(queued)
-                # Later requests in the queue may fit into the member's memory even if this request did not.
-                self._release(now, queued.member, outcomes)
+                self._remove(now, queued, outcomes)
             self._queue.forget(request_id)
             outcomes.append(rejection)
         return tuple(outcomes)
@@ -140,7 +138,7 @@ class Dispatcher:
         """Return the rejection of a request that several routers, one after the other, queued for the longest wait."""
         return Rejection(
             request_id=request.id,
-            reason=Reason.WAITED_TOO_LONG if self._fleet.rings(request)[0].members else Reason.NO_ENDPOINT,
+            reason=Reason.WAITED_TOO_LONG if self._candidates.rings(request)[0].members else Reason.NO_ENDPOINT,
             retry_after_s=self._pool.routing.queue.max_wait_s,
         )
 
@@ -148,7 +146,7 @@ class Dispatcher:
         """Return the next time at which ``release_all`` or ``expire`` must run, or None."""
         if not self._queue:
             return None
-        opens_s = self._fleet.next_dispatch_s(after_s=self._released_s)
+        opens_s = self._capacity.next_dispatch_s(after_s=self._released_s)
         expires_s = self._queue.next_expiry(self._pool.routing.queue.max_wait_s)
         return min((each for each in (opens_s, expires_s) if each is not None), default=None)
 
@@ -162,7 +160,7 @@ class Dispatcher:
 
         ``key`` is the key of an earlier placement, so that hotness counts the request only once.
         """
-        ring, preferred = self._fleet.rings(request)
+        ring, preferred = self._candidates.rings(request)
         if not ring.members:
             self._place_nowhere(now, request, outcomes)
             return
@@ -179,7 +177,7 @@ class Dispatcher:
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation, outcomes):
             situation = self._chooser.situation(now, request, key, ring)
-        return self._chooser.choose(now, request, key, situation)
+        return self._chooser.choose(request, key, situation)
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue
@@ -189,7 +187,7 @@ class Dispatcher:
         elif self._has_place(now, request, outcomes):
             self._queue.enqueue_unplaced(now, request)
         else:
-            outcomes.append(self._refusal(now, request, Reason.NO_ENDPOINT))
+            outcomes.append(self._reject_new(now, request, Reason.NO_ENDPOINT))
 
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
         """Dispatch a placed request, queue the request, or reject the request if the queue is full."""
@@ -201,7 +199,7 @@ class Dispatcher:
             self._fleet.will_cache(now, placed)
             outcomes.append(self._dispatch(now, placed))
         elif not self._has_place(now, request, outcomes):
-            outcomes.append(self._refusal(now, request, Reason.QUEUE_FULL, member))
+            outcomes.append(self._reject_new(now, request, Reason.QUEUE_FULL, member))
         else:
             self._fleet.will_cache(now, placed)
             self._queue.enqueue(now, placed)
@@ -224,18 +222,18 @@ class Dispatcher:
         self._queue.forget(excess)
         outcomes.append(rejection)
         if queued is not None:
-            # The requests behind it may fit where it did not.
+            # Later requests in the queue may fit into the member's memory even if this request did not.
             self._release(now, queued.member, outcomes)
         return True
 
-    def _refusal(self, now: float, request: Request, reason: Reason, member: str | None = None) -> Rejection:
+    def _reject_new(self, now: float, request: Request, reason: Reason, member: str | None = None) -> Rejection:
         """Return the rejection of an arriving request for which a full queue has no place."""
         return self._rejection(now, request.id, reason, member, limited=self._fleet.shares.has_rivals(request.client))
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:
         waited_s = now - request.arrived_s
         tokens = request.chain.tokens
-        return self._fleet.is_open(now, member, waited_s=waited_s) and self._fleet.has_room(
+        return self._capacity.is_open(now, member, waited_s=waited_s) and self._capacity.has_room(
             member, tokens, waited_s=waited_s
         )
 
@@ -245,15 +243,15 @@ class Dispatcher:
         if queue is None:
             return
         defers = self._chooser.defers
-        while queue and self._fleet.is_open(now, member, waited_s=(waited_s := now - queue.oldest_arrived_s)):
-            within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member) if defers else None
+        while queue and self._capacity.is_open(now, member, waited_s=(waited_s := now - queue.oldest_arrived_s)):
+            within_s = self._pool.slo.ttft_s - self._capacity.backlog_s(now, member) if defers else None
             queued = queue.next(
                 now,
                 within_s=within_s,
                 max_overtaken=self._pool.routing.queue.max_overtaken,
                 counter=self._fleet.shares.counter,
             )
-            if not self._fleet.has_room(member, queued.request.chain.tokens, waited_s=waited_s):
+            if not self._capacity.has_room(member, queued.request.chain.tokens, waited_s=waited_s):
                 break
             self._queue.take(queued)
             outcomes.append(self._dispatch(now, self._fleet.renewed(now, queued)))
@@ -263,13 +261,13 @@ class Dispatcher:
         chain, pair = queued.request.chain, queued.pair
         self._queue.forget(queued.request.id)
         self._chooser.bind(now, self._fleet.dispatched(now, queued))
-        endpoint = self._fleet.endpoint(queued.member)
+        endpoint = self._candidates.endpoint(queued.member)
         assert endpoint is not None, "requests are placed at members"
         if self._replicated and chain.cacheable:
-            # A prompt that adds no blocks is also told. Otherwise, each replica's index would evict other blocks.
+            # A prompt that adds no blocks is also a placement. Otherwise, each router's index would evict other blocks.
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other member of the pair if the chosen member refuses the connection.
-        others = [self._fleet.endpoint(each) for each in pair if each != queued.member]
+        others = [self._candidates.endpoint(each) for each in pair if each != queued.member]
         return Decision(
             request_id=queued.request.id,
             endpoints=(endpoint, *[each for each in others if each is not None][:1]),
@@ -279,8 +277,25 @@ class Dispatcher:
     def _rejection(
         self, now: float, request_id: str, reason: Reason, member: str | None = None, *, limited: bool = False
     ) -> Rejection:
-        retry_after_s = self._fleet.retry_after_s(now, member)
+        retry_after_s = self._retry_after_s(now, member)
         return Rejection(request_id=request_id, reason=reason, retry_after_s=retry_after_s, limited=limited)
+
+    def _retry_after_s(self, now: float, member: str | None) -> float | None:
+        """Return the recommended time before a retry of a rejected request; None if unknown.
+
+        By that time, the requests that are now queued for ``member`` are served or rejected. If the pool has no member,
+        a new member may have started by that time.
+        """
+        max_wait_s = self._pool.routing.queue.max_wait_s
+        if member is not None:
+            return min(self._capacity.ends_s(now, member), max_wait_s)
+        return None if self._candidates.size else max_wait_s
+
+    def _remove(self, now: float, queued: QueuedRequest, outcomes: list[Outcome]) -> None:
+        """Remove a request without a decision from its member's queue; dispatch later requests that may go now."""
+        self._withdraw(queued)
+        # Later requests in the queue may fit into the member's memory even if this request did not.
+        self._release(now, queued.member, outcomes)
 
     def _withdraw(self, queued: QueuedRequest) -> None:
         """Remove a request from its member's queue, and its blocks from the member's index."""
@@ -294,12 +309,12 @@ class Dispatcher:
             return 0
         if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
             return 0
-        queue_s = cache(lambda member: self._fleet.queue_s(now, member))
+        queue_s = cache(lambda member: self._capacity.queue_s(now, member))
         return sum(
             relieve(
                 now,
                 queue,
-                ahead_s=self._fleet.backlog_s(now, each.id),
+                ahead_s=self._capacity.backlog_s(now, each.id),
                 slo_ttft_s=slo_ttft_s,
                 queue_s=queue_s,
                 alternative=lambda queued: self._chooser.alternative(now, queued),
@@ -324,7 +339,7 @@ class Dispatcher:
                 to,
                 REBALANCED,
                 predicted_ttft_s=predicted_ttft_s,
-                adapter=self._fleet.adapter_state(queued.request.adapter, to.id),
+                adapter=self._candidates.adapter_state(queued.request.adapter, to.id),
             ),
             moved=True,
         )

@@ -8,7 +8,7 @@ from typing import Final
 
 from dualmap.fleet.ledger import ENDED_MAX
 from dualmap.ownership.messages import Answer, Ask, Declined, Message, Progress, Sent, Step
-from dualmap.requests import Outcome, Rejection, SentRequest
+from dualmap.requests import Outcome, Rejection
 from dualmap.router import PoolRouter
 
 # The interval in which the speed in answers is computed again, because this takes longer the more members there are.
@@ -54,16 +54,8 @@ class Guests:
 
     def take_over(self, now: float, peer: str, sent: Sent) -> None:
         """Account for a request in flight of another router; ignore an endpoint that the pool does not have."""
-        request = SentRequest(
-            request=replace(sent.request, arrived_s=now - sent.age_s),
-            endpoint=sent.endpoint,
-            sent_s=now - sent.sent_ago_s,
-            matched_tokens=sent.matched_tokens,
-            predicted_ttft_s=sent.predicted_ttft_s,
-            prefilled=sent.prefilled,
-        )
-        if self._router.take_over(now, request):
-            self._routers[request.request.id] = peer
+        if self._router.take_over(now, sent.received(now)):
+            self._routers[sent.request.id] = peer
 
     def progress(self, now: float, peer: str, progress: Progress) -> tuple[Outcome, ...]:
         """Apply another router's report of one of its requests; ignore an unknown request."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dualmap.fleet.ledger import ENDED_MAX
-from dualmap.requests import Completion, Decision, Outcome, PoolSnapshot, Queued, Request, Usage
+from dualmap.requests import Completion, Decision, Outcome, PoolSnapshot, Queued, Request, SentRequest, Usage
 
 # The weight of a request in the mean share of new prompt tokens.
 _NEW_SHARE_WEIGHT: Final = 0.02
@@ -42,6 +42,17 @@ class InFlight:
     reported_s: float
     prefilled: bool = False
 
+    def sent(self) -> SentRequest:
+        """Return what another router needs to account for the request."""
+        return SentRequest(
+            request=self.request,
+            endpoint=self.endpoint,
+            sent_s=self.sent_s,
+            matched_tokens=self.matched_tokens,
+            predicted_ttft_s=self.predicted_ttft_s,
+            prefilled=self.prefilled,
+        )
+
     def completion(self, usage: Usage | None) -> Completion:
         """Return the request's end, with the engine's token counts if known."""
         return Completion(
@@ -65,7 +76,7 @@ class OwnRequests:
         """The requests in flight; the one without a report for the longest time is first."""
         # The engine's token counts may come after a request's end.
         self._ended: OrderedDict[str, str] = OrderedDict()
-        # The owner alone knows the mean share of prompt tokens that members compute, so it is learnt from its answers.
+        # The mean share of prompt tokens that members compute. Only the owner knows it; its answers show it.
         self._new_share = 1.0
 
     def __contains__(self, request_id: str) -> bool:
@@ -83,8 +94,8 @@ class OwnRequests:
         self.asked.pop(request_id, None)
         return self.waiting.pop(request_id, None)
 
-    def settle(self, now: float, waiting: Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
-        """Record the outcome of a request; return the outcome unless it says nothing new."""
+    def on_outcome(self, now: float, waiting: Waiting, outcome: Outcome) -> tuple[Outcome, ...]:
+        """Record the outcome of a request; return the outcome for the driver, unless the driver knows it."""
         request = waiting.request
         if isinstance(outcome, Queued):
             self.asked.pop(request.id, None)

@@ -22,7 +22,7 @@ from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
-from dualmap.replicas.told import ToldLoads
+from dualmap.replicas.load_reports import LoadReports
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Completion,
@@ -49,9 +49,9 @@ class PoolRouter:
     def __init__(self, pool: Pool, *, replicated: bool = False, hash_key: bytes = PUBLIC_KEY) -> None:
         self._pool = pool
         self._fleet = Fleet(pool, hash_key)
-        self._chooser = Chooser(pool, self._fleet, replicated=replicated)
+        self._chooser = Chooser(pool, self._fleet.candidates, replicated=replicated)
         self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
-        self._told = ToldLoads()
+        self._load_reports = LoadReports()
         self._bodiless_sequence = 0
 
     @property
@@ -66,7 +66,7 @@ class PoolRouter:
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
-        ring, preferred = self._fleet.rings_of_model(subset, self._pool.model.name)
+        ring, preferred = self._fleet.candidates.rings_of_model(subset, self._pool.model.name)
         members = (ring if preferred is None else preferred).members
         turn = self._bodiless_sequence
         self._bodiless_sequence += 1
@@ -117,7 +117,7 @@ class PoolRouter:
         was_queued, outcomes = self._dispatcher.forget(now, request_id)
         if was_queued:
             return Effects(None, outcomes)
-        request = self._fleet.broke_off(now, request_id)
+        request = self._fleet.interrupted(now, request_id)
         return Effects(None) if request is None else self._completed(now, request)
 
     def on_failed(self, now: float, request_id: str) -> Effects[Completion | None]:
@@ -125,7 +125,7 @@ class PoolRouter:
 
         Several consecutive failures suspend the member.
         """
-        request = self._fleet.broke_off(now, request_id)
+        request = self._fleet.interrupted(now, request_id)
         if request is None:
             return Effects(None)
         outcomes = self._on_failure(now, request.member, request.dispatched_s)
@@ -203,7 +203,7 @@ class PoolRouter:
             completion, released = self._completed(now, request)
             completions.append(completion)
             outcomes += released
-        self._fleet.expire_peers(now)
+        self._fleet.expire_others(now)
         self._fleet.resume(now)
         outcomes += self._dispatcher.release_all(now) + self._dispatcher.expire(now)
         return Effects(tuple(completions), outcomes)
@@ -220,7 +220,7 @@ class PoolRouter:
         """
         return ReplicaUpdate(
             hotness=self._chooser.tree.take_counts(),
-            loads=self._told.news(now, self._fleet.own_loads(now)),
+            loads=self._load_reports.due(now, self._fleet.own_loads(now)),
             placements=self._dispatcher.take_placements(),
             bindings=self._chooser.sessions.take_changes(now),
             wanted=self._chooser.sessions.take_wanted(),
@@ -254,7 +254,7 @@ class PoolRouter:
             held=self._dispatcher.queued,
             unplaced_prefill_tokens=self._dispatcher.unplaced_tokens,
             sessions=len(self._chooser.sessions),
-            peers=self._fleet.peers,
+            peers=self._fleet.replicas,
             endpoints=self._fleet.statuses(),
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,

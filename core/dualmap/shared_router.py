@@ -16,7 +16,6 @@ longer than the pool's longest wait.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from math import inf
 from typing import Final, NamedTuple, TypeVar
 
 from dualmap.engines.profile import EngineProfile
@@ -25,8 +24,9 @@ from dualmap.engines.source import SourceStatus
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.guests import Guests
 from dualmap.own_requests import InFlight, OwnRequests, Waiting
+from dualmap.ownership.election import Election
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
-from dualmap.ownership.owner import owner_of
+from dualmap.ownership.missed_answers import ANSWER_TIMEOUT_S, MissedAnswers
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
@@ -41,26 +41,11 @@ from dualmap.requests import (
     Queued,
     Rejection,
     Request,
-    SentRequest,
     Usage,
 )
 from dualmap.router import PoolRouter
 
 AnswerT = TypeVar("AnswerT")
-ANSWER_TIMEOUT_S: Final = 0.02
-"""The longest wait for the owner's first answer to a question. In-cluster answers take about a millisecond."""
-MISSES_MAX: Final = 3
-"""The missed answers in a row after which a router does not ask the owner for PAUSE_S.
-
-Questions that waited at the same time miss one answer together, because one delay of the owner delays all answers."""
-PAUSE_S: Final = 0.5
-"""The time for which a router does not ask an owner that has missed MISSES_MAX answers."""
-DECLINED_S: Final = 2.0
-"""The time for which a router that declined a request of a pool does not count as a possible owner of the pool.
-
-Each further time without an answer between is twice as long, up to DECLINED_MAX_S. The first is short, because a new
-pool reaches the routers at different times."""
-DECLINED_MAX_S: Final = 30.0
 # A response that continues is reported to the owner at most this often. Requests without reports expire after minutes.
 _HEARD_EVERY_S: Final = 10.0
 
@@ -97,14 +82,8 @@ class SharedRouter:
         self._name = name
         self._send = send
         self._decided = decided
-        self._owner = name
-        self._routers: frozenset[str] = frozenset()
-        # Until when the routers that declined a request are no possible owners, and how long the last such time was.
-        self._declined_until_s: dict[str, float] = {}
-        self._declined_s: dict[str, float] = {}
-        # The owner's missed answers in a row, the time of the last one, and the end of the pause after the last.
-        self._misses = 0
-        self._missed_s = self._asks_again_s = -inf
+        self._election = Election(pool.id, name)
+        self._missed_answers = MissedAnswers()
         self._is_ending = False
         # The members' speed, which only the owner knows.
         self._owners_speed = 0.0
@@ -121,14 +100,14 @@ class SharedRouter:
     @property
     def owner(self) -> str:
         """The router that owns the pool, as far as this router knows."""
-        return self._owner
+        return self._election.owner
 
     # Requests of this router.
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         """Ask the owner about a new request, or decide it if this router is the owner or the owner did not answer."""
         moved: tuple[Outcome, ...] = ()
-        if self._declined_until_s and now >= min(self._declined_until_s.values()):
+        if self._election.is_due(now):
             moved = self._elect(now)
         answer, outcomes = self._place(now, request)
         return Effects(answer, moved + outcomes)
@@ -146,7 +125,7 @@ class SharedRouter:
         if elsewhere:
             request.endpoint, request.member = endpoint, self._endpoints[endpoint]
         if request.at == self._name:
-            return self._own(now, self._router.on_served(now, request_id, endpoint))
+            return self._delivered(now, self._router.on_served(now, request_id, endpoint))
         if elsewhere:
             self._report(request, Step.SERVED, endpoint=endpoint)
         return Effects(elsewhere)
@@ -170,7 +149,7 @@ class SharedRouter:
         request.prefilled = True
         outcomes: tuple[Outcome, ...] = ()
         if request.at == self._name:
-            outcomes = self._sort(now, self._router.on_first_token(now, request_id).outcomes)
+            outcomes = self._deliver(now, self._router.on_first_token(now, request_id).outcomes)
         else:
             request.reported_s = now
             self._report(request, Step.FIRST_TOKEN)
@@ -189,7 +168,7 @@ class SharedRouter:
         if request is None:
             return Effects(None)
         if request.at == self._name:
-            completion, outcomes = self._own(now, self._router.on_finished(now, request_id, usage))
+            completion, outcomes = self._delivered(now, self._router.on_finished(now, request_id, usage))
             return Effects(completion or request.completion(usage), outcomes)
         self._report(request, Step.FINISHED, usage=usage)
         return Effects(request.completion(usage))
@@ -207,14 +186,14 @@ class SharedRouter:
         waiting = self._requests.drop(request_id)
         if waiting is not None:
             if waiting.at == self._name:
-                return self._own(now, self._router.on_aborted(now, request_id))
+                return self._delivered(now, self._router.on_aborted(now, request_id))
             self._send(waiting.at, Progress(request_id=request_id, step=Step.ABORTED))
             return Effects(None)
-        return self._broke_off(now, request_id, Step.ABORTED, self._router.on_aborted)
+        return self._interrupted(now, request_id, Step.ABORTED, self._router.on_aborted)
 
     def on_failed(self, now: float, request_id: str) -> Effects[Completion | None]:
         """End a request that its member failed; the answer is None for an unknown request."""
-        return self._broke_off(now, request_id, Step.FAILED, self._router.on_failed)
+        return self._interrupted(now, request_id, Step.FAILED, self._router.on_failed)
 
     # The other routers.
 
@@ -223,8 +202,7 @@ class SharedRouter:
 
         This router may own pools if its name is among them. Without any name, it decides by itself.
         """
-        self._routers = frozenset(routers)
-        self._declined_s = {each: s for each, s in self._declined_s.items() if each in self._routers}
+        self._election.set_routers(routers)
         return Effects(None, self._elect(now))
 
     def on_message(self, now: float, peer: str, message: Message) -> Effects[None]:
@@ -234,10 +212,10 @@ class SharedRouter:
                 if self._is_ending or self._knows(message.request.id):
                     self._guests.decline(peer, message.request.id, message.number)
                     return Effects(None)
-                return Effects(None, self._sort(now, self._guests.ask(now, peer, message)))
+                return Effects(None, self._deliver(now, self._guests.ask(now, peer, message)))
             case Answer():
-                self._declined_s.pop(peer, None)
-                if peer == self._owner and message.tokens_per_second:
+                self._election.on_answer(peer)
+                if peer == self.owner and message.tokens_per_second:
                     self._owners_speed = message.tokens_per_second
                 return Effects(None, self._answered(now, peer, message))
             case Declined():
@@ -247,9 +225,9 @@ class SharedRouter:
                     self._guests.take_over(now, peer, message)
                 return Effects(None)
             case Progress():
-                return Effects(None, self._sort(now, self._guests.progress(now, peer, message)))
+                return Effects(None, self._deliver(now, self._guests.progress(now, peer, message)))
             case Left():
-                return Effects(None, self._sort(now, self._guests.left(now, peer)))
+                return Effects(None, self._deliver(now, self._guests.left(now, peer)))
 
     def on_router_lost(self, now: float, peer: str) -> Effects[None]:
         """Forget a router that has ended, or to which the connection is lost.
@@ -257,11 +235,11 @@ class SharedRouter:
         Its requests in flight stay in the accounts, because the members still serve them.
         """
         outcomes = self._guests.lost(now, peer) + self._router.on_peer_lost(now, peer).outcomes
-        return Effects(None, self._sort(now, outcomes))
+        return Effects(None, self._deliver(now, outcomes))
 
     def on_orphan(self, now: float, progress: Progress) -> Effects[None]:
         """Apply a report of a request whose router has ended, such as its end; ignore all other requests."""
-        return Effects(None, self._sort(now, self._guests.orphan(now, progress)))
+        return Effects(None, self._deliver(now, self._guests.orphan(now, progress)))
 
     def stop_asking(self, now: float) -> Effects[None]:
         """Decide all requests by itself from now on, and answer no other router, because this router is about to end.
@@ -270,7 +248,7 @@ class SharedRouter:
         routers.
         """
         self._is_ending = True
-        outcomes = self._sort(now, self._guests.decline_queued(now))
+        outcomes = self._deliver(now, self._guests.decline_queued(now))
         for waiting in tuple(self._requests.waiting.values()):
             if waiting.at != self._name:
                 outcomes += self._give_up(now, waiting, "local")
@@ -289,13 +267,13 @@ class SharedRouter:
 
     def on_pool(self, now: float, pool: Pool) -> Effects[None]:
         """Apply a new version of the pool, as ``PoolRouter.on_pool``."""
-        effects = self._own(now, self._router.on_pool(now, pool))
+        effects = self._delivered(now, self._router.on_pool(now, pool))
         self._endpoints = _endpoints(self.pool)
         return effects
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> Effects[bool]:
         """Apply what a member's engine says, as ``PoolRouter.on_profile``."""
-        return self._own(now, self._router.on_profile(now, member, profile))
+        return self._delivered(now, self._router.on_profile(now, member, profile))
 
     def on_kv_events(self, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus) -> None:
         """Apply what a member's engine reports about its cache, as ``PoolRouter.on_kv_events``."""
@@ -303,7 +281,7 @@ class SharedRouter:
 
     def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
         """Apply a replication update, as ``PoolRouter.on_update``."""
-        return self._own(now, self._router.on_update(now, peer, update, age_s))
+        return self._delivered(now, self._router.on_update(now, peer, update, age_s))
 
     def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
         """Apply session bindings, as ``PoolRouter.on_bindings``."""
@@ -315,7 +293,7 @@ class SharedRouter:
 
     def status(self) -> PoolSnapshot:
         """Return a snapshot of this router's accounts, as ``PoolRouter.status``, with the pool's owner."""
-        return replace(self._router.status(), owner=self._owner)
+        return replace(self._router.status(), owner=self.owner)
 
     def demand(self) -> PoolSnapshot:
         """Return a snapshot of this router's own requests: its share of the pool's demand.
@@ -325,7 +303,7 @@ class SharedRouter:
         has learnt, because a router that does not decide learns none.
         """
         status = self.status()
-        decides = self._owner == self._name
+        decides = self.owner == self._name
         if decides and not self._guests:
             return status
         return self._requests.demand(status, 0.0 if decides else self._owners_speed)
@@ -336,9 +314,9 @@ class SharedRouter:
         ended = [each for each in expired if not self._guests.forget(each.request_id)]
         for each in ended:
             self._requests.end(each.request_id)
-        released = self._sort(now, outcomes)
+        released = self._deliver(now, outcomes)
         for waiting in tuple(takewhile(lambda each: _answer_due_s(each) <= now, self._requests.asked.values())):
-            self._missed(now, waiting)
+            self._missed_answers.on_missed(now, asked_s=waiting.asked_s)
             released += self._give_up(now, waiting, "timeout")
         for waiting in tuple(takewhile(lambda each: self._wait_ends_s(each) <= now, self._requests.waiting.values())):
             if waiting.queued and waiting.request.id in self._requests.waiting:
@@ -348,7 +326,7 @@ class SharedRouter:
         ):
             self._requests.end(request.request.id)
             if request.at == self._name:
-                released += self._sort(now, self._router.hand_over(now, request.request.id).outcomes)
+                released += self._deliver(now, self._router.hand_over(now, request.request.id).outcomes)
             else:
                 self._report(request, Step.ABORTED)
             ended.append(request.completion(None))
@@ -369,27 +347,22 @@ class SharedRouter:
         return min((each for each in times_s if each is not None), default=None)
 
     def _place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
-        if self._owner == self._name or self._is_ending:
+        if self.owner == self._name or self._is_ending:
             return self._decide(now, request)
-        if now < self._asks_again_s:
+        if self._missed_answers.is_paused(now):
             self._decided(RemoteDecision("local", 0.0))
             return self._decide(now, request)
-        self._ask(now, Waiting(request=request, at=self._owner, since_s=now, asked_s=now))
+        self._ask(now, Waiting(request=request, at=self.owner, since_s=now, asked_s=now))
         return Effects(Asked(request_id=request.id))
 
     def _elect(self, now: float) -> tuple[Outcome, ...]:
         """Find the pool's owner; if it is another one than before, move this router's requests to its accounts."""
-        self._declined_until_s = {each: until_s for each, until_s in self._declined_until_s.items() if until_s > now}
-        owner = self._possible_owner()
-        if owner == self._owner:
+        if not self._election.update(now) or self._is_ending:
             return ()
-        if self._is_ending:
-            self._owner = owner
-            return ()
-        self._owner, self._misses, self._asks_again_s = owner, 0, -inf
-        if owner != self._name:
+        self._missed_answers.reset()
+        if self.owner != self._name:
             # A router that was lost and returns still accounts for requests that have ended meanwhile.
-            self._send(owner, Left())
+            self._send(self.owner, Left())
         return self._move(now)
 
     def _declined(self, now: float, peer: str, declined: Declined) -> tuple[Outcome, ...]:
@@ -400,41 +373,34 @@ class SharedRouter:
         waiting = self._requests.waiting.get(declined.request_id)
         if waiting is None or waiting.at != peer or waiting.number != declined.number:
             return ()
-        if peer not in self._declined_until_s:
-            last_s = self._declined_s.get(peer, DECLINED_S / 2)
-            self._declined_s[peer] = min(2 * last_s, DECLINED_MAX_S)
-            self._declined_until_s[peer] = now + self._declined_s[peer]
+        self._election.on_declined(now, peer)
         outcomes: tuple[Outcome, ...] = ()
-        if peer != self._owner or self._possible_owner() == self._name:
+        if peer != self.owner or self._election.possible_owner() == self._name:
             outcomes = self._give_up(now, waiting, "refused")
         return outcomes + self._elect(now)
-
-    def _possible_owner(self) -> str:
-        return owner_of(self.pool.id, self._routers - self._declined_until_s.keys()) or self._name
 
     # Questions to the owner.
 
     def _ask(self, now: float, waiting: Waiting) -> None:
         """Ask the owner about a request."""
         request = waiting.request
-        self._requests.ask(now, waiting, self._owner)
+        self._requests.ask(now, waiting, self.owner)
         self._questions += 1
         waiting.number = self._questions
         self._router.compute_chains(request)
-        self._send(self._owner, Ask(request=request, age_s=now - request.arrived_s, number=waiting.number))
+        self._send(self.owner, Ask(request=request, age_s=now - request.arrived_s, number=waiting.number))
 
     def _answered(self, now: float, peer: str, answer: Answer) -> tuple[Outcome, ...]:
         outcome = answer.outcome
         waiting = self._requests.waiting.get(outcome.request_id)
         if waiting is None or waiting.at != peer or waiting.number != answer.number:
-            # The request was aborted, decided by this router, or asked again. Reports have told the other router so.
+            # The request was aborted, decided by this router, or asked again. Messages have told the peer.
             return ()
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))
         moved: tuple[Outcome, ...] = ()
-        if peer == self._owner and self._misses:
+        if peer == self.owner and self._missed_answers.reset():
             # The owner answers again, so it gets the requests that were decided here meanwhile.
-            self._misses, self._asks_again_s = 0, -inf
             moved = self._move(now)
         if isinstance(outcome, Decision):
             # The routers may have different versions of the pool, and Envoy may have this router's.
@@ -442,18 +408,7 @@ class SharedRouter:
             if known[:1] != outcome.endpoints[:1]:
                 return moved + self._give_up(now, waiting, "refused")
             outcome = replace(outcome, endpoints=known)
-        return moved + self._requests.settle(now, waiting, outcome)
-
-    def _missed(self, now: float, waiting: Waiting) -> None:
-        """Count an answer that did not come in time; after several in a row, do not ask the owner for a while."""
-        if waiting.asked_s < self._missed_s:
-            # This question waited at the same time as the one that missed the last answer.
-            self._misses = max(self._misses, 1)
-            return
-        self._misses += 1
-        self._missed_s = now
-        if self._misses >= MISSES_MAX:
-            self._asks_again_s = now + PAUSE_S
+        return moved + self._requests.on_outcome(now, waiting, outcome)
 
     def _give_up(self, now: float, waiting: Waiting, result: str) -> tuple[Outcome, ...]:
         """Decide a request here that another router was asked about."""
@@ -467,21 +422,21 @@ class SharedRouter:
         self._requests.drop(waiting.request.id)
         if waiting.at != self._name:
             self._send(waiting.at, Progress(request_id=waiting.request.id, step=Step.ABORTED))
-        rejection, outcomes = self._own(now, self._router.on_overdue(now, waiting.request))
+        rejection, outcomes = self._delivered(now, self._router.on_overdue(now, waiting.request))
         return (rejection, *outcomes)
 
     def _decide(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection | Asked]:
         """Decide a new request of this router here."""
         answer, outcomes = self._router.on_request(now, request)
         waiting = Waiting(request=request, at=self._name, since_s=now, asked_s=now)
-        self._requests.settle(now, waiting, answer)
-        return Effects(answer, self._sort(now, outcomes))
+        self._requests.on_outcome(now, waiting, answer)
+        return Effects(answer, self._deliver(now, outcomes))
 
     def _decide_again(self, now: float, waiting: Waiting) -> tuple[Outcome, ...]:
         """Decide a request here that another router did not decide."""
         waiting.at = self._name
         answer, outcomes = self._router.on_request(now, waiting.request)
-        return self._requests.settle(now, waiting, answer) + self._sort(now, outcomes)
+        return self._requests.on_outcome(now, waiting, answer) + self._deliver(now, outcomes)
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._guests or request_id in self._requests
@@ -491,19 +446,19 @@ class SharedRouter:
     def _move(self, now: float) -> tuple[Outcome, ...]:
         """Move all requests of this router to the owner's accounts."""
         outcomes: tuple[Outcome, ...] = ()
-        if self._owner != self._name:
+        if self.owner != self._name:
             for request_id in self._requests.at(self._name):
-                outcomes += self._own(now, self._router.hand_over(now, request_id)).outcomes
-        for router in sorted(self._requests.routers() - {self._name, self._owner}):
+                outcomes += self._delivered(now, self._router.hand_over(now, request_id)).outcomes
+        for router in sorted(self._requests.routers() - {self._name, self.owner}):
             self._send(router, Left())
         for request in self._requests.in_flight.values():
-            if request.at != self._owner:
-                request.at = self._owner
+            if request.at != self.owner:
+                request.at = self.owner
                 self._hand_over(now, request)
         for waiting in tuple(self._requests.waiting.values()):
-            if waiting.at == self._owner:
+            if waiting.at == self.owner:
                 continue
-            if self._owner == self._name:
+            if self.owner == self._name:
                 outcomes += self._decide_again(now, waiting)
             else:
                 self._ask(now, waiting)
@@ -511,48 +466,31 @@ class SharedRouter:
 
     def _hand_over(self, now: float, request: InFlight) -> None:
         if request.at == self._name:
-            sent = SentRequest(
-                request=request.request,
-                endpoint=request.endpoint,
-                sent_s=request.sent_s,
-                matched_tokens=request.matched_tokens,
-                predicted_ttft_s=request.predicted_ttft_s,
-                prefilled=request.prefilled,
-            )
-            self._router.take_over(now, sent)
-            return
-        self._router.compute_chains(request.request)
-        message = Sent(
-            request=request.request,
-            age_s=now - request.request.arrived_s,
-            endpoint=request.endpoint,
-            sent_ago_s=now - request.sent_s,
-            matched_tokens=request.matched_tokens,
-            predicted_ttft_s=request.predicted_ttft_s,
-            prefilled=request.prefilled,
-        )
-        self._send(request.at, message)
+            self._router.take_over(now, request.sent())
+        else:
+            self._router.compute_chains(request.request)
+            self._send(request.at, Sent.of(now, request.sent()))
 
-    def _own(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
-        return Effects(effects.answer, self._sort(now, effects.outcomes))
+    def _delivered(self, now: float, effects: Effects[AnswerT]) -> Effects[AnswerT]:
+        return Effects(effects.answer, self._deliver(now, effects.outcomes))
 
-    def _sort(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    def _deliver(self, now: float, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Send the outcomes of other routers' requests to their routers; return those of this router's."""
         own: tuple[Outcome, ...] = ()
         for outcome in self._guests.answer(now, outcomes):
             waiting = self._requests.waiting.get(outcome.request_id)
             if waiting is not None:
-                own += self._requests.settle(now, waiting, outcome)
+                own += self._requests.on_outcome(now, waiting, outcome)
         return own
 
-    def _broke_off(
+    def _interrupted(
         self, now: float, request_id: str, step: Step, end: Callable[[float, str], Effects[Completion | None]]
     ) -> Effects[Completion | None]:
         request = self._requests.end(request_id)
         if request is None:
             return Effects(None)
         if request.at == self._name:
-            completion, outcomes = self._own(now, end(now, request_id))
+            completion, outcomes = self._delivered(now, end(now, request_id))
             return Effects(completion or request.completion(None), outcomes)
         self._report(request, step)
         return Effects(request.completion(None))

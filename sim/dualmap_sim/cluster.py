@@ -286,7 +286,7 @@ class Cluster:
         self._apply(router, outcomes)
 
     def _after_update(self, router: int, outcomes: tuple[Outcome, ...]) -> None:
-        """Apply the decisions after another router's update, which is no news by itself."""
+        """Apply the decisions after another router's update, which alone causes no update of this router."""
         if outcomes:
             self._after(router, outcomes)
         else:

@@ -48,7 +48,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """A member's engine loses its cache, and no router is told; its requests continue.
+    """A member's engine loses its cache without a report to the routers; its requests continue.
 
     So does an engine whose cache is reset, or which restarts while it is idle.
     """

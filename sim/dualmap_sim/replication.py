@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from dualmap.replicas.told import KEEP_ALIVE_S
+from dualmap.replicas.load_reports import KEEP_ALIVE_S
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Outcome
 from dualmap.shared_router import Router
@@ -42,7 +42,7 @@ def everything(update: ReplicaUpdate) -> ReplicaUpdate:
 class ReplicationConfig:
     """Replication settings: updates are sent at most every ``period_s`` and arrive ``delay_s`` later.
 
-    A router sends an update only if it has news: after an event, or to show that it still runs.
+    A router sends an update after an event, or to show that it still runs.
     The default delay is half a period, because routers read updates as often as they write them. ``carries`` may remove
     parts of an update. A store processes session bindings one at a time and answers at once.
     """
@@ -71,7 +71,7 @@ class Replication:
         self._after = after
         # The time of each router's next update. Updates scheduled for other times are not sent.
         self._ticks_s = [inf] * len(routers)
-        self._told: deque[tuple[float, int, ReplicaUpdate]] = deque()
+        self._sent: deque[tuple[float, int, ReplicaUpdate]] = deque()
         self._remembered_s = max(replica.replay_s for replica in replicas)
         self._bindings: dict[int, tuple[float, SharedBinding]] = {}
 
@@ -104,9 +104,9 @@ class Replication:
         if update.is_empty:
             return
         if self._remembered_s:
-            self._told.append((now, router, update))
-            while self._told[0][0] < now - self._remembered_s:
-                self._told.popleft()
+            self._sent.append((now, router, update))
+            while self._sent[0][0] < now - self._remembered_s:
+                self._sent.popleft()
         for peer, replica in enumerate(self._replicas):
             if peer != router and replica.runs(now):
                 timeline.at(now + exchange.delay_s, self._deliver, (peer, router, update), ticks=True)
@@ -147,7 +147,7 @@ class Replication:
         now = self._timeline.now_s
         since_s = now - self._replicas[router].replay_s
         outcomes: tuple[Outcome, ...] = ()
-        for told_s, peer, update in self._told:
-            if told_s > since_s:
-                outcomes += self._routers[router].on_update(now, f"router-{peer}", update, now - told_s).outcomes
+        for sent_s, peer, update in self._sent:
+            if sent_s > since_s:
+                outcomes += self._routers[router].on_update(now, f"router-{peer}", update, now - sent_s).outcomes
         self._after(router, outcomes)

@@ -68,6 +68,17 @@ def test_goodput_result_is_equal_for_any_number_of_processes() -> None:
     assert run(*options, "--processes", "1") == run(*options, "--processes", "2")
 
 
+@pytest.mark.parametrize("command", ["simulate", "goodput"])
+@pytest.mark.parametrize(
+    ("decide", "told"),
+    [("owner", "3 routers: the pool's owner decides for all (owner)"), ("local", "3 routers: each decides by itself")],
+)
+def test_several_routers_and_their_mode_are_announced(command: str, decide: str, told: str) -> None:
+    options = [command, *FEW, "--policy", "limit", "--processes", "1"]
+    assert told in CliRunner().invoke(main, [*options, "--routers", "3", "--decide", decide]).stderr
+    assert "routers:" not in CliRunner().invoke(main, options).stderr
+
+
 def test_simulate_result_is_independent_of_python_hash_seed() -> None:
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "2", "--routers", "2", "--json"]
     documents = [

@@ -5,10 +5,17 @@ from collections.abc import Collection
 
 from builders import request, text_of
 from dualmap.ownership.messages import Message
+from dualmap.ownership.missed_answers import ANSWER_TIMEOUT_S, MISSES_MAX
 from dualmap.ownership.owner import owner_of
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Decision, Effects, Outcome, Queued, Rejection, Request, Usage
-from dualmap.shared_router import ANSWER_TIMEOUT_S, MISSES_MAX, RemoteDecision, SharedRouter
+from dualmap.shared_router import RemoteDecision, SharedRouter
+
+LONG = text_of(4000, "a long prompt")
+
+
+def at(id: str, text: str = LONG, *, now: float = 0.0):  # type: ignore[no-untyped-def]
+    return request(id, text, now=now)
 
 
 class Routers:

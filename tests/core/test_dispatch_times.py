@@ -36,6 +36,6 @@ def test_dispatch_times_return_the_earliest_time_of_all_members(seed: int, peers
         queues = [load for load in loads.values() if load.queue]
         asked = [load.dispatches_s(1.0, after_s=released_s, share_after_s=SLO_S / 2) for load in queues]
         expected = min((each for each in asked if each is not None), default=None)
-        assert router._fleet.next_dispatch_s(after_s=released_s) == expected
+        assert router._fleet.capacity.next_dispatch_s(after_s=released_s) == expected
         seen += expected is not None
     assert seen > 100

@@ -27,7 +27,7 @@ def report(router: PoolRouter, waiting: int, running: int, *, at_s: Iterable[flo
 
 def requests_at(router: PoolRouter, now: float = 1.0) -> tuple[int, int]:
     """Return the requests and the pending prompt tokens at the first member, as decisions see them."""
-    view = router._fleet.view(now, request("x", text_of(400, "x")).chain).candidate("m-0")
+    view = router._fleet.candidates.view(now, request("x", text_of(400, "x")).chain).candidate("m-0")
     return view.in_flight, view.pending_tokens
 
 
@@ -202,7 +202,7 @@ class TestMemory:
         router = PoolRouter(pool(1))
         for now in (0.0, 1.0):
             self.report(router, now, 0.02, running=64)
-        view = router._fleet.view(1.0, request("x", text_of(400, "x")).chain).candidate("m-0")
+        view = router._fleet.candidates.view(1.0, request("x", text_of(400, "x")).chain).candidate("m-0")
         assert (view.in_flight, view.active_kv_tokens) == (64, 200)
 
     def test_full_memory_delays_requests_but_cannot_close_a_member(self) -> None:

@@ -286,7 +286,7 @@ class TestForeignWork:
 
 def candidate(router: PoolRouter, now: float = 0.0) -> tuple[int, int, int]:
     """Return a member's load as decisions see it: requests, pending prompt tokens and KV tokens."""
-    view = router._fleet.view(now, request("x", text_of(400, "x")).chain).candidate("m-0")
+    view = router._fleet.candidates.view(now, request("x", text_of(400, "x")).chain).candidate("m-0")
     return view.in_flight, view.pending_tokens, view.active_kv_tokens
 
 

@@ -538,7 +538,7 @@ def test_tokens_of_token_ids_are_exact() -> None:
 def test_tokens_per_block_change_the_blocks_of_a_cache() -> None:
     small = replace(pool(1), engine=Engine(cache_tokens=128 * 100))
     router = PoolRouter(small)
-    index = router._fleet._instances["m-0"].index
+    index = router._fleet._caches.index("m-0")
     assert index._capacity == 100
     for number in range(40):
         router.on_request(float(number), request(str(number), text_of(TOKENS, str(number)), now=float(number)))

@@ -100,17 +100,17 @@ def distinct_of(load: MemberLoad, chain: BlockChain) -> int:
 
 def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     """Compare a view's values for each member with the values of the underlying objects."""
-    fleet = router._fleet
-    view = fleet.view(now, chain)
-    everyone = fleet.everyone(view, fleet.ring(None))
+    candidates = router._fleet.candidates
+    view = candidates.view(now, chain)
+    everyone = candidates.everyone(view, candidates.ring(None))
     pending_tokens, in_flight = everyone.pending_tokens(), everyone.in_flight()
     requests, placed_tokens = everyone.requests(), everyone.placed_tokens()
     matched_tokens, distinct_tokens = everyone.matched_tokens(), everyone.distinct_tokens()
     columns = [everyone.costs_s(weights) for weights in WEIGHTS]
-    members = fleet.ring(None).members
+    members = candidates.ring(None).members
     assert len(everyone) == len(members)
     for position, member in enumerate(members):
-        load, index = fleet._ledger.loads[member.id], fleet._instances[member.id].index
+        load, index = candidates._ledger.loads[member.id], candidates._caches.index(member.id)
         load.end_overdue(now)
         cached_tokens = min(index.matched_blocks(chain.hashes) * BLOCK_TOKENS, chain.tokens)
         queue_s = load.queue_s(now, router.pool.routing.rebalance.decode_stall_s)
@@ -165,9 +165,9 @@ def test_view_cheapest_member_has_the_least_documented_cost(policy: str) -> None
     for number in range(400):
         now += chance.choice([0.0, 0.01, 0.1])
         step(router, chance, now, number, live)
-        chain, fleet = chain_of(chance), router._fleet
-        view, ring = fleet.view(now, chain), fleet.ring(None)
-        everyone = fleet.everyone(view, ring)
+        chain, candidates = chain_of(chance), router._fleet.candidates
+        view, ring = candidates.view(now, chain), candidates.ring(None)
+        everyone = candidates.everyone(view, ring)
         situation = Situation(
             request_id=str(number),
             prompt_tokens=chain.tokens,

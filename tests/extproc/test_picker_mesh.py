@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from dualmap.ownership.messages import Declined
+from dualmap.ownership.missed_answers import ANSWER_TIMEOUT_S, MISSES_MAX
 from dualmap.prompts.blocks import PUBLIC_KEY
-from dualmap.shared_router import ANSWER_TIMEOUT_S, MISSES_MAX
 from dualmap_extproc.app.hash_key import client_key
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry

@@ -98,7 +98,7 @@ def peers_of(router: Router) -> set[str]:
     """The other routers with loads that a router counts."""
     pool = router.picker._served.router(QUEUEING.id)
     assert pool is not None
-    return set(pool._fleet._peers._loads)
+    return set(pool._fleet._others._peers._loads)
 
 
 class TestKnownPeers:

@@ -126,6 +126,12 @@ PLANTED = [
         "The store, pools, Envoy's configuration",
     ),
     ("extproc/dualmap_extproc/request/picked.py", "import time", "Request code reads no clock and does no I/O"),
+    ("extproc/dualmap_extproc/transport/http2/connection.py", "import time", "The HTTP/2 server reads no clock"),
+    (
+        "extproc/dualmap_extproc/transport/http2/flow.py",
+        "import dualmap_extproc.transport.http2.stream",
+        "The HTTP/2 server's modules import downwards only",
+    ),
     ("operator/dualmap_operator/observe/mirror.py", "import yaml", "Below its run package the operator"),
     ("sim/dualmap_sim/workloads/pacing.py", "import time", "Simulations reach no server"),
     ("sim/dualmap_sim/block_pool.py", "import msgspec", "Only publishers of and subscribers"),
@@ -147,6 +153,11 @@ PLANTED_INDIRECT = [
         "extproc/dualmap_extproc/autoscaling/demand.py",
         "import dualmap_extproc.autoscaling.scaler",
         "Request and demand code reaches no server",
+    ),
+    (
+        "extproc/dualmap_extproc/transport/http2/stream.py",
+        "import dualmap_extproc.transport.processor",
+        "The HTTP/2 server reads no clock",
     ),
     (
         "extproc/dualmap_extproc/store/exchange.py",
@@ -206,6 +217,11 @@ UNLISTED = [
         "The parts of the operator's plan import downwards only",
     ),
     ("extproc/dualmap_extproc/telemetry/planted.py", "dualmap_extproc.telemetry.planted", "Telemetry's modules"),
+    (
+        "extproc/dualmap_extproc/transport/http2/planted.py",
+        "dualmap_extproc.transport.http2.planted",
+        "The HTTP/2 server's modules import downwards only",
+    ),
     (
         "extproc/dualmap_extproc/envoy/planted.py",
         "dualmap_extproc.envoy.planted",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Found, Run, rates
-from dualmap_sim.experiment import load_trace, load_workload
+from dualmap_sim.experiment import Experiment, load_trace, load_workload
 from dualmap_sim.goodput import Goodput
 from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
 from dualmap_sim.workloads.trace import Trace
@@ -58,9 +58,21 @@ def announcement(plan: Plan) -> str:
         f"{output_tokens / len(counted):,.0f} on average, with "
         f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at "
         f"best;\nsessions are {told}\n"
+        + _routers(base)
         + _cut(whole, base.engine.input_tokens_max)
         + "\n".join(fact_lines(base.workload.facts(whole)))
     )
+
+
+def _routers(experiment: Experiment) -> str:
+    """Return the number of routers, and which of them decides; empty for one router."""
+    if experiment.routers == 1:
+        return ""
+    if experiment.owner_decides:
+        mode = f"the pool's owner decides for all (owner), and a message takes {1000 * experiment.hop_delay_s:g} ms"
+    else:
+        mode = f"each decides by itself (local), with data {1000 * experiment.view_delay_s:g} ms old about the others"
+    return f"{experiment.routers} routers: {mode}\n"
 
 
 def _cut(whole: Trace, cap: int) -> str:

@@ -33,7 +33,7 @@ the same tokens and different hashes (by lookahead tokens, for example) are one 
 one of them removes both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -280,21 +280,11 @@ class Residency:
     def _place(self, rank: int, group: "_Group", event: Stored) -> bool:
         """Add the blocks of a store behind their parent; return False if the parent is unknown."""
         table, counts = group.table, self.counts
-        arrived: list[int] = []
-        if event.parent is None:
-            link = token_root(model=self._model, adapter=event.adapter, cache_salt=event.salt, key=self._key)
-            tail = b""
-        else:
-            slot = table.find(event.parent)
-            if slot < 0 and event.parent in group.removed:
-                self._hold_again(group, (event.parent,))
-                slot = table.find(event.parent)
-            if slot < 0:
-                if self._parked.add(group.holder, event, event.parent):
-                    self._faults[rank] = "too many blocks have an unknown parent"
-                return False
-            link, tail = table.place(slot)
-            arrived.append(link >> KEY_SHIFT)
+        parent = self._parent_of(rank, group, event)
+        if parent is None:
+            return False
+        link, tail = parent
+        arrived = [] if event.parent is None else [link >> KEY_SHIFT]
         index_bytes, size = group.index_tokens * TOKEN_BYTES, event.block_tokens * TOKEN_BYTES
         free = min(BLOCKS_MAX - self.blocks, POOL_BLOCKS_MAX - self._held.stored)
         tail_bytes = TAIL_BYTES_MAX - sum(each.table.tail_bytes for each in self._each() if each is not group)
@@ -302,9 +292,7 @@ class Residency:
         awaited = self._awaited
         ended: list[int] = []
         stored = 0
-        reported = not event.new and all(table.find(block) >= 0 for block in event.hashes)
-        # The other parts of a divided event may contain an unknown block.
-        reported = reported and (event.last is None or table.find(event.last) >= 0)
+        reported = _is_reported_again(table, event)
         for number, block in enumerate(event.hashes):
             slot = table.seek(block)
             if slot >= 0:
@@ -340,6 +328,26 @@ class Residency:
         self._held.hold(group.holder, ended)
         self._held.stored += stored
         counts.stored += stored
+        self._note_arrived(group, arrived)
+        return True
+
+    def _parent_of(self, rank: int, group: "_Group", event: Stored) -> tuple[int, bytes] | None:
+        """Return the link and the tail of the block behind which a store begins; None if the block is unknown."""
+        if event.parent is None:
+            return token_root(model=self._model, adapter=event.adapter, cache_salt=event.salt, key=self._key), b""
+        slot = group.table.find(event.parent)
+        if slot < 0 and event.parent in group.removed:
+            self._hold_again(group, (event.parent,))
+            slot = group.table.find(event.parent)
+        if slot >= 0:
+            return group.table.place(slot)
+        if self._parked.add(group.holder, event, event.parent):
+            self._faults[rank] = "too many blocks have an unknown parent"
+        return None
+
+    def _note_arrived(self, group: "_Group", arrived: Iterable[int]) -> None:
+        """Note the awaited keys among those that arrived, and hold their removed blocks again."""
+        awaited = self._awaited
         for key in arrived:
             if key in awaited and (group.holder, key) not in self._arrived:
                 self._arrived[group.holder, key] = None
@@ -347,7 +355,6 @@ class Residency:
                     self._hold_again(
                         group, [group.removed_keys[each] for each in awaited[key] if each in group.removed_keys]
                     )
-        return True
 
     def _remember(self, group: "_Group", block: int, link: int) -> None:
         """Store a removed block of which the engine may have another copy."""
@@ -413,3 +420,10 @@ class _Group:
         # each key.
         self.removed: dict[int, int] = {}
         self.removed_keys: dict[int, int] = {}
+
+
+def _is_reported_again(table: BlockTable, event: Stored) -> bool:
+    """Return whether an event may repeat an earlier one: its blocks are all known, and it does not call them new."""
+    # The other parts of a divided event may contain an unknown block.
+    blocks = event.hashes if event.last is None else (*event.hashes, event.last)
+    return not event.new and all(table.find(block) >= 0 for block in blocks)

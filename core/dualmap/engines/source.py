@@ -298,7 +298,7 @@ class EventSource:
         self._asleep = False
 
     def on_unreadable(self, reason: str) -> list[Effect]:
-        """Return the effects of an applied message that nobody can read: the removals in it are unknown."""
+        """Return the effects of an applied message that the router cannot read: its removals are unknown."""
         self._missing = reason
         return [Clear()]
 

@@ -73,9 +73,9 @@ class Caches:
         cache.reports = MemberReports()
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt: as many as its ids, or as the engines' counts let expect.
+        """Return a request with the tokens of its prompt: the number of its ids, or the estimate from engines' counts.
 
-        The prompt has at most the tokens of the pool's longest prompt, also if another router states more.
+        The prompt has at most the tokens of the pool's longest prompt, even if another router states more.
         """
         chain, block_tokens, longest = request.chain, self._usage.block_tokens, self._pool.engine.max_model_len
         if request.tokens is not None and not chain.exact:

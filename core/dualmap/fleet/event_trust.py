@@ -1,8 +1,9 @@
 """Whether the cached tokens that an engine counts agree with its KV events.
 
 A publisher can hang, a topic can be wrong, and an engine's block hashes can be of other token ids than the router's.
-The router then believes blocks that the engine has not, or never learns those that it has. The engine's ``usage`` shows
-both. After a majority of wrong predictions, the router's own record counts until the engine's next start.
+The router then counts blocks that the engine does not have, or does not count blocks that it has. The engine's
+``usage`` shows both. After a majority of wrong predictions, the router's own record counts until the engine's next
+start.
 """
 
 from typing import Final

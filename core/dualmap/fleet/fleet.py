@@ -1,14 +1,12 @@
-"""The facade of a pool's members: the members that may be picked, and each member's cache, load and free memory.
+"""A pool's members in this router: each member's cache, load, free memory and speed.
 
-The dispatcher and the chooser read candidates from the fleet; the router reports events to it. The fleet's components
-(membership, caches, ledger, peers, foreign work) do not use each other, and only this package uses them.
+The router reports events to ``Fleet``. The chooser and the dispatcher read ``Fleet.candidates`` (the members that may
+be picked) and ``Fleet.capacity`` (whether a member takes another request). Only this package uses other components.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.profiles import Profiles
@@ -16,40 +14,23 @@ from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceState, SourceStatus
 from dualmap.fleet.caches import Caches
-from dualmap.fleet.estimate import PrefillModel
-from dualmap.fleet.foreign import ForeignWork
+from dualmap.fleet.candidates import Candidates
+from dualmap.fleet.capacity import Capacity
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
-from dualmap.fleet.listed_models import ListedModels
+from dualmap.fleet.others import Others
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.usage import Origin
-from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
-from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, MemberState, Pool
-from dualmap.prompts.blocks import PUBLIC_KEY, BlockChain
+from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.queue.fair_shares import FairShares
-from dualmap.queue.request_queue import MemberQueue, QueuedRequest
-from dualmap.replicas.peers import PEER_TTL_S, OthersLoad, Peers
-from dualmap.replicas.plausible import LoadLimits
+from dualmap.queue.request_queue import QueuedRequest
 from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, EventsStatus, Request, SentRequest, Usage
 
-# The initial estimate of a request's mean output tokens, and the weight of each completed request in that mean.
-_OUTPUT_TOKENS = 200.0
-_OUTPUT_WEIGHT = 0.02
-# The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
-# exploratory simulations without recorded results.
-_OUTPUT_MARGIN = 1.5
-# The part of the dispatch window in use while clients contest their shares. Exploratory simulations, which are not
-# recorded, led to the value: a smaller part would leave engines idle between requests.
-_CONTESTED_WINDOW = 0.25
-# A request that has waited for this part of its SLO (or of the longest wait) may use this replica's share of a member.
-_SHARE_AFTER = 0.5
 # A report of an earlier process of an engine contains another start time, apart from rounding.
 _SAME_START_S = 1.0
-# A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
-_WINDOW_SLACK_S = 1e-6
 
 
 class ProfileChange(NamedTuple):
@@ -64,170 +45,45 @@ class Fleet:
     """The members of one pool in this router. ``hash_key`` is the key of the hashes of prompts."""
 
     def __init__(self, pool: Pool, hash_key: bytes = PUBLIC_KEY) -> None:
-        self._membership = Membership(pool)
-        self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
-        self._peers = Peers()
-        self._foreign = ForeignWork()
-        self._profiles = Profiles(pool)
-        self._models = ListedModels(self._membership.members)
-        self._specified_adapters = frozenset(pool.model.adapters)
-        # The time at which the first suspension ends.
-        self._resume_s: float | None = None
-        self._output_tokens = _OUTPUT_TOKENS
-        self.shares = FairShares(_credit_tokens(pool))
-        """How much each client received, which decides whose queued request is next."""
         self._pool = pool
-        self._limits = _load_limits(pool)
-        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
+        self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
+        self._others = Others(pool, self._ledger)
+        self._profiles = Profiles(pool)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._caches = Caches(pool, self._profiles)
         self._reported = ReportedCaches(pool, hash_key)
-        self._instances = self._new_instances()
-        self._rosters = WeakKeyDictionary[DualRing, Roster]()
-
-    # The pool's members, and the members that may be picked.
-
-    @property
-    def size(self) -> int:
-        """The number of members that new keys may map to, including suspended members."""
-        return self._membership.size
+        self.shares = FairShares(_credit_tokens(pool))
+        """How much each client received, which decides whose queued request is next."""
+        self.capacity = Capacity(pool, ledger=self._ledger, profiles=self._profiles, shares=self.shares)
+        """Whether a member takes another request."""
+        self.candidates = Candidates(
+            pool,
+            ledger=self._ledger,
+            profiles=self._profiles,
+            caches=self._caches,
+            reported=self._reported,
+            shares=self.shares,
+        )
+        """The members that may be picked."""
 
     @property
     def members(self) -> Collection[str]:
         """The ids of all members."""
-        return self._membership.members.keys()
+        return self.candidates.membership.members.keys()
 
     @property
-    def peers(self) -> int:
-        """The number of other replicas with a recent report."""
-        return len(self._peers)
+    def replicas(self) -> int:
+        """The number of other routers with a recent report."""
+        return self._others.replicas
 
-    def ring(self, subset: frozenset[str] | None) -> DualRing:
-        """Return the two hash rings over the members that a request may use."""
-        return self._membership.ring(subset)
-
-    def rings(self, request: Request) -> tuple[DualRing, DualRing | None]:
-        """Return the rings over the members that a request may use, and over those that it prefers (None: all).
-
-        A request prefers members that have its adapter loaded. Members that are known to lack the adapter are left out
-        if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
-        """
-        if not request.adapter:
-            return self.rings_of_model(request.subset, request.model)
-        of = self._models.of(request.adapter)
-        lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
-        loaded = self._membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
-        return self._membership.ring(request.subset, lacking), loaded
-
-    def rings_of_model(self, subset: frozenset[str] | None, model: str) -> tuple[DualRing, DualRing | None]:
-        """Return the rings over the members for a name of the base model, and over those preferred (None: all).
-
-        Members that are known not to list the name are left out if their type of engine rejects other names. Otherwise,
-        they are only not preferred: most of these engines answer a request for any name.
-        """
-        lacking = self._models.of(model).lacking if model else frozenset[str]()
-        if not lacking:
-            return self._membership.ring(subset), None
-        if self._pool.engine.checks_names:
-            return self._membership.ring(subset, lacking), None
-        return self._membership.ring(subset), self._membership.ring_of(subset, lacking)
-
-    def adapter_state(self, adapter: str, member: str) -> str:
-        """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
-        return self._models.of(adapter).state(member) if adapter else ""
-
-    def endpoint(self, member: str) -> str | None:
-        """Return a member's endpoint, or None if the member has left."""
-        instance = self._instances.get(member)
-        return None if instance is None else instance.endpoint
-
-    # The members' state for decisions.
-
-    def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
-        """Return a view of the members for one prompt of a client."""
-        behind_s = partial(self._behind_s, client) if self.shares.has_rivals(client) else None
-        reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
-        return View(
-            now,
-            chain,
-            self._instances,
-            self._caches.tree,
-            stall_s=self._stall_s,
-            reported=reported,
-            behind_s=behind_s,
-        )
-
-    def everyone(self, view: View, ring: DualRing) -> Everyone:
-        """Return all members of a ring for the view's prompt."""
-        return Everyone(view, partial(self._roster, view.now, ring))
-
-    def backlog_s(self, now: float, member: str) -> float:
-        """Return the seconds of prefill that were sent to a member and have no observed end."""
-        load = self._ledger.loads[member]
-        load.end_overdue(now)
-        return load.backlog_s(now, self._stall_s)
-
-    def is_open(self, now: float, member: str, *, waited_s: float) -> bool:
-        """Whether a member takes a request that has waited for ``waited_s``: its backlog is within the dispatch window.
-
-        A request that has waited for long may use this replica's share of the window, whatever other replicas report.
-        """
-        if self.backlog_s(now, member) <= self.window_s(now):
-            return True
-        load = self._ledger.loads[member]
-        return waited_s + _WINDOW_SLACK_S >= self._share_after_s and load.within_share(
-            now, self._stall_s, self.window_s(now)
-        )
-
-    def queue_s(self, now: float, member: str) -> float:
-        """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there.
-
-        A new request goes before the late requests, which are deferred.
-        """
-        return self._ledger.loads[member].queue_s(now, self._stall_s)
-
-    def has_room(self, member: str, prompt_tokens: int, *, waited_s: float) -> bool:
-        """Return whether a prompt fits into a member's KV memory now; True if the memory's size is unknown.
-
-        A request that has waited for long may use this replica's share of the memory, as in ``is_open``.
-        """
-        kv_tokens, output_tokens = self._profiles.kv_tokens(member), _OUTPUT_MARGIN * self._output_tokens
-        if kv_tokens is None:
-            return True
-        load = self._ledger.loads[member]
-        if load.has_room(prompt_tokens, kv_tokens, output_tokens=output_tokens):
-            return True
-        in_share = waited_s + _WINDOW_SLACK_S >= self._share_after_s
-        return in_share and load.has_room_in_share(prompt_tokens, kv_tokens, output_tokens=output_tokens)
-
-    def queue(self, member: str) -> MemberQueue:
-        """Return the queue of a member."""
-        return self._ledger.loads[member].queue
-
-    def window_s(self, now: float) -> float:
-        """Return the dispatch window: a member takes requests while its backlog is within it."""
-        return self._dispatch_window_s(now) + _WINDOW_SLACK_S
-
-    def next_dispatch_s(self, *, after_s: float) -> float | None:
-        """Return the first dispatch time after ``after_s`` without an event; None if a dispatch needs an event."""
-        window_s = self._dispatch_window_s(after_s)
-        return self._ledger.dispatch_times.first_s(window_s, after_s=after_s, share_after_s=self._share_after_s)
-
-    def retry_after_s(self, now: float, member: str | None) -> float | None:
-        """Return the recommended time before a retry of a rejected request; None if unknown.
-
-        By that time, the requests that are now queued for ``member`` are served or rejected. If the pool has no member,
-        a new member may have started by that time.
-        """
-        max_wait_s = self._pool.routing.queue.max_wait_s
-        if member is not None:
-            return min(self._ledger.loads[member].ends_s(now, self._stall_s), max_wait_s)
-        return None if self.size else max_wait_s
+    @property
+    def _membership(self) -> Membership:
+        return self.candidates.membership
 
     # The progress of requests.
 
     def recounted(self, request: Request) -> Request:
-        """Return a request with the tokens of its prompt as the engines' counts let expect."""
+        """Return a request with the tokens of its prompt, as ``Caches.recounted``."""
         return self._caches.recounted(request)
 
     def will_cache(self, now: float, placed: QueuedRequest) -> None:
@@ -252,7 +108,7 @@ class Fleet:
         """
         request, member = queued.request, queued.member
         self._reported.withdraw(member, request.id)
-        view = self.view(now, request.chain, tokens=request.tokens)
+        view = self.candidates.view(now, request.chain, tokens=request.tokens)
         # The record contains the request's own blocks, unless the member has lost its cache since.
         matched_tokens, source = min(queued.matched_tokens, view.recorded_tokens(member)), "records"
         if view.reported is not None:
@@ -274,7 +130,7 @@ class Fleet:
         """Record that a request is sent to its member now; return the request in flight."""
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
-        self._foreign.on_dispatched(request.chain.tokens)
+        self._others.on_dispatched(request.chain.tokens)
         prediction = self._caches.predict(now, queued.member, request.chain, Origin.of(request), queued.matched_tokens)
         if queued.receipt.source == "events" and prediction.origin.comparable:
             is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
@@ -303,7 +159,7 @@ class Fleet:
     def take_over(self, now: float, sent: SentRequest) -> bool:
         """Record a request in flight that another router decided; False for an unknown endpoint or a known request.
 
-        The request teaches no speed, because this router does not know what was before it at its member.
+        The request teaches no speed, because this router does not know which requests its member received before.
         """
         member = self._membership.at(sent.endpoint)
         request = self.recounted(sent.request)
@@ -344,8 +200,8 @@ class Fleet:
         return None if request is None else request.member
 
     def forget_peer(self, peer: str) -> None:
-        """Remove the load that another replica reported."""
-        self._update_others(self._peers.forget(peer))
+        """Remove the load that another router reported."""
+        self._others.forget_peer(peer)
 
     def served(self, now: float, request_id: str, endpoint: str) -> tuple[InFlightRequest, str] | None:
         """Move a request to the member that serves it; return the request and its former member.
@@ -360,7 +216,7 @@ class Fleet:
             return None
         self._caches.cut(left, request.chain, request.matched_tokens)
         self._reported.withdraw(left, request_id)
-        candidate = self.view(now, request.chain).candidate(serving.id)
+        candidate = self.candidates.view(now, request.chain).candidate(serving.id)
         prediction = self._caches.predict(
             now, serving.id, request.chain, request.prediction.origin, candidate.matched_tokens
         )
@@ -391,11 +247,11 @@ class Fleet:
             if usage is not None:
                 self.measured(now, request_id, usage)
             if usage is not None and usage.completion_tokens is not None:
-                self._output_tokens += _OUTPUT_WEIGHT * (usage.completion_tokens - self._output_tokens)
+                self.capacity.on_output(usage.completion_tokens)
         return request
 
     def measured(self, now: float, request_id: str, usage: Usage) -> None:
-        """Compare an ended request's tokens as the engine counted them with those that were estimated."""
+        """Compare the tokens of an ended request that the engine counted with the estimated tokens."""
         if usage.prompt_tokens is None:
             return
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
@@ -413,7 +269,7 @@ class Fleet:
                 step=self._caches.reuse_step(prediction.member),
             )
 
-    def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
+    def interrupted(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that was aborted or failed; None if the request is unknown."""
         request = self._ledger.leave(now, request_id)
         if request is not None:
@@ -423,25 +279,21 @@ class Fleet:
     def failed(self, now: float, member: str, dispatched_s: float) -> bool:
         """Count a failed request that was dispatched at ``dispatched_s``; return whether its member is suspended."""
         if self._ledger.loads[member].suspension.failed(now, dispatched_s):
-            self._update_left_out(now)
+            self.candidates.update_left_out(now)
         return member in self._membership.suspended
 
-    # Deadlines, versions of the pool, and reports of other replicas.
+    # Deadlines, versions of the pool, and reports of other routers.
 
     def next_deadline(self) -> float | None:
-        """Return the next time at which ``resume``, ``expire`` or ``expire_peers`` must run, or None."""
-        times_s = (
-            self._ledger.next_expiry(),
-            self._peers.next_expiry(),
-            self._foreign.next_expiry(),
-            self._resume_s,
-        )
+        """Return the next time at which ``resume``, ``expire`` or ``expire_others`` must run, or None."""
+        times_s = (self._ledger.next_expiry(), self._others.next_expiry(), self.candidates.resume_s)
         return min((each for each in times_s if each is not None), default=None)
 
     def resume(self, now: float) -> None:
         """Resume members after the end of their suspension."""
-        if self._resume_s is not None and now >= self._resume_s:
-            self._update_left_out(now)
+        resume_s = self.candidates.resume_s
+        if resume_s is not None and now >= resume_s:
+            self.candidates.update_left_out(now)
 
     def expire(self, now: float) -> list[InFlightRequest]:
         """Remove and return the requests that expired without a report."""
@@ -450,17 +302,17 @@ class Fleet:
             self._uncache_unless_prefilled(request)
         return expired
 
-    def expire_peers(self, now: float) -> None:
-        """Remove the load of replicas and of engines without a recent report."""
-        self._update_others(self._peers.expire(now) | self._foreign.expire(now))
+    def expire_others(self, now: float) -> None:
+        """Remove the load of other routers and of engines without a recent report."""
+        self._others.expire(now)
 
     def specify(self, pool: Pool) -> None:
         """Take a new version of the pool's specification, which ``completed`` then returns."""
-        self._specified_adapters = frozenset(pool.model.adapters)
+        self.candidates.specify(pool)
         self._profiles.adopt(pool)
 
     def completed(self) -> Pool:
-        """Return the specified pool with what the members' engines say about values that it leaves open."""
+        """Return the specified pool; the members' engines fill the values that the specification leaves open."""
         return self._profiles.complete()
 
     def on_profile(self, now: float, member: str, profile: EngineProfile) -> ProfileChange:
@@ -476,24 +328,24 @@ class Fleet:
                 self._reported.forget(member)
             else:
                 self._reported.forget_claims(member)
-        if restarted and self._foreign.forget(member):
-            self._update_others({member})
+        if restarted:
+            self._others.forget_restarted(member)
         facts = _facts(profile) != _facts(before)
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
         listed = profile.models != before.models
         if listed:
-            self._models.put(member, profile.models)
+            self.candidates.list_models(member, profile.models)
         if self._profiles.asleep != asleep:
-            self._update_left_out(now)
+            self.candidates.update_left_out(now)
         facts = facts or self._profiles.adapters is not adapters
         changed = ProfileChange(facts=facts, ring=listed or self._profiles.asleep != asleep)
         # Without a load, or with the load of an earlier report, the last report stays valid for some time.
         is_new = profile.at_s is None or profile.at_s != before.at_s
         if profile.waiting is None or profile.running is None or not is_new:
             return changed
-        self._count_foreign(now, member, profile)
+        self._others.on_profile(now, member, profile)
         self._ledger.loads[member].measured(profile.used_tokens)
         return changed._replace(load=True)
 
@@ -515,23 +367,17 @@ class Fleet:
         empty.
         """
         previous, self._pool = self._pool, pool
-        self._limits = _load_limits(pool)
-        self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.shares.credit_tokens = _credit_tokens(pool)
-        self._membership = Membership(pool)
+        self.capacity.adopt(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
         self._caches.adopt(pool, stayed)
         self._reported.adopt(pool, stayed)
-        self._instances = self._new_instances()
-        self._foreign.retain(self._profiles.members)
-        self._models.adopt(self._membership.members, self._profiles.members)
+        self.candidates.adopt(pool)
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
-        for member in self._membership.members:
-            # others_changed also outdates every summary, because the new version of the pool may have other settings.
-            self._ledger.loads[member].others_changed(partial(self._others_load, member))
-        self._update_left_out(now)
+        self._others.adopt(pool, self._profiles.members)
+        self.candidates.update_left_out(now)
         return stayed
 
     def forget_gone(self) -> None:
@@ -539,22 +385,11 @@ class Fleet:
         self._ledger.retain(set(self._membership.members))
 
     def on_loads(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad], *, age_s: float) -> None:
-        """Store another replica's load per member, reported at ``said_s``; ignore a report that is too old.
-
-        A load above the limits is reduced to the limits. The pool may know a member later than the other replica.
-        """
-        if age_s >= PEER_TTL_S:
-            return
-        clamp = self._limits.clamp
-        loads = {member: clamp(load) for member, load in loads.items()}
-        for member in self._membership.members.keys() & loads:
-            # Only requests in flight delay other prefills at the member; queued requests do not.
-            if loads[member].backlog_s:
-                self._ledger.loads[member].others.busy(said_s)
-        self._update_others(self._peers.hear(said_s, peer, loads))
+        """Store another router's load per member, as ``Others.on_loads``."""
+        self._others.on_loads(said_s, peer, loads, age_s=age_s)
 
     def on_placement(self, now: float, placed_s: float, placement: Placement) -> None:
-        """Record that another replica sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
+        """Record that another router sent a prompt to an endpoint at ``placed_s``, up to the longest prompt's blocks.
 
         The claim of the prompt assumes that the prompt waits for the member's present backlog.
         """
@@ -563,11 +398,11 @@ class Fleet:
             return
         hashes = self._caches.add_placed(member.id, placement.hashes)
         compute_s = self._ledger.loads[member.id].speed.current.compute_s(len(hashes) * self._caches.block_tokens, 0)
-        expected_s = self.queue_s(now, member.id) + compute_s
+        expected_s = self.capacity.queue_s(now, member.id) + compute_s
         self._reported.claim_placed(now, member.id, hashes, placed_s=min(placed_s, now), expected_s=expected_s)
 
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
-        """Return this replica's load per member for the other replicas, without idle members."""
+        """Return this router's load per member for the other routers, without idle members."""
         loads = {}
         for member, load in self._ledger.loads.items():
             load.end_overdue(now)
@@ -581,6 +416,12 @@ class Fleet:
                 )
         return loads
 
+    def solo_tokens_per_second(self) -> float:
+        """Return the mean speed of the members that are not draining; 0 without any."""
+        serving = [each.id for each in self._pool.members if each.state is not MemberState.DRAINING]
+        speeds = [self._ledger.loads[each].speed.solo_tokens_per_second for each in serving]
+        return sum(speeds) / len(speeds) if speeds else 0.0
+
     def statuses(self) -> tuple[EndpointStatus, ...]:
         """Return the status of every member in this router."""
         return tuple(self._status(member) for member in self._membership.members.values())
@@ -588,41 +429,7 @@ class Fleet:
     def _succeeded(self, now: float, member: str) -> None:
         self._ledger.loads[member].suspension.succeeded()
         if member in self._membership.suspended:
-            self._update_left_out(now)
-
-    def _count_foreign(self, now: float, member: str, profile: EngineProfile) -> None:
-        """Update the load of the requests at a member that came through no router."""
-        load = self._ledger.loads[member]
-        load.end_overdue(now)
-        foreign = self._foreign.count(member, profile, load, self._peers.load(member))
-        if foreign is not None:
-            foreign = self._limits.clamp(foreign)
-            if foreign.backlog_s:
-                load.others.busy(now)
-        if self._foreign.put(now, member, foreign):
-            self._update_others({member})
-
-    def _update_left_out(self, now: float) -> None:
-        """Remove suspended and asleep members from the rings, and add resumed members again."""
-        until_s = {
-            member: load.suspension.until_s
-            for member, load in self._ledger.loads.items()
-            if load.suspension.until_s is not None
-            and load.suspension.until_s > now
-            and member in self._membership.members
-        }
-        self._resume_s = min(until_s.values(), default=None)
-        asleep = self._profiles.asleep
-        if until_s.keys() != self._membership.suspended or asleep != self._membership.asleep:
-            self._membership.leave_out(suspended=until_s, asleep=asleep)
-
-    def _update_others(self, members: set[str]) -> None:
-        for member in members & self._membership.members.keys():
-            self._ledger.loads[member].others_changed(partial(self._others_load, member))
-
-    def _others_load(self, member: str) -> OthersLoad:
-        """Return the load at a member that is not this router's."""
-        return self._peers.load(member).plus(self._foreign.load(member))
+            self.candidates.update_left_out(now)
 
     def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
         """Remove the blocks of an aborted or failed request from the index, unless its prefill ended.
@@ -638,39 +445,6 @@ class Fleet:
         expected_s = max(0.0, placed.predicted_ttft_s - waited_s)
         self._reported.claim(now, placed.member, placed.request, expected_s=expected_s)
 
-    def _dispatch_window_s(self, now: float) -> float:
-        window_s = self._pool.routing.queue.dispatch_window_s
-        return window_s * _CONTESTED_WINDOW if self.shares.is_contested(now) else window_s
-
-    def _behind_s(self, client: int, queue: MemberQueue) -> float:
-        return queue.behind_s(client, self.shares.counter)
-
-    def _roster(self, now: float, ring: DualRing) -> Roster:
-        """Return a ring's instances with current summaries."""
-        self._ledger.update(now, self._stall_s)
-        roster = self._rosters.get(ring)
-        if roster is None:
-            roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
-        return roster
-
-    def _new_instances(self) -> dict[str, Instance]:
-        return {
-            member.id: Instance(
-                member=member,
-                endpoint=member.endpoint,
-                state=member.state.value,
-                load=self._ledger.loads[member.id],
-                index=self._caches.index(member.id),
-            )
-            for member in self._pool.members
-        }
-
-    def solo_tokens_per_second(self) -> float:
-        """Return the mean speed of the members that are not draining; 0 without any."""
-        serving = [each.id for each in self._pool.members if each.state is not MemberState.DRAINING]
-        speeds = [self._ledger.loads[each].speed.solo_tokens_per_second for each in serving]
-        return sum(speeds) / len(speeds) if speeds else 0.0
-
     def _status(self, member: Member) -> EndpointStatus:
         load = self._ledger.loads[member.id]
         return EndpointStatus(
@@ -683,7 +457,7 @@ class Fleet:
             pending_prefill_tokens=load.prefills.tokens,
             held_prefill_tokens=load.queue.tokens,
             active_kv_tokens=load.kv.tokens,
-            indexed_blocks=len(self._instances[member.id].index),
+            indexed_blocks=len(self._caches.index(member.id)),
             prefill_tokens_per_second=load.speed.current.tokens_per_second,
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
@@ -714,14 +488,3 @@ def _restarted(before: EngineProfile, after: EngineProfile) -> bool:
     if before.started_s is None or after.started_s is None:
         return False
     return abs(after.started_s - before.started_s) > _SAME_START_S
-
-
-def _load_limits(pool: Pool) -> LoadLimits:
-    queue, tokens = pool.routing.queue, pool.engine.max_model_len
-    longest_s = PrefillModel(pool.engine.prefill_tokens_per_second).speed.compute_s(tokens, 0)
-    return LoadLimits(
-        backlog_s=queue.dispatch_window_s + longest_s,
-        held_s=queue.max_wait_s,
-        max_held=queue.max_held,
-        prompt_tokens=tokens,
-    )

@@ -4,10 +4,10 @@ Messages between two routers arrive in order, or not at all. Routers share no cl
 receiver adds the age to its own clock; the time on the way counts as none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from dualmap.requests import Decision, Queued, Rejection, Request, Usage
+from dualmap.requests import Decision, Queued, Rejection, Request, SentRequest, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,30 @@ class Sent:
     matched_tokens: int
     predicted_ttft_s: float
     prefilled: bool
+
+    @classmethod
+    def of(cls, now: float, sent: SentRequest) -> "Sent":
+        """Return the message about a request in flight, sent now."""
+        return cls(
+            request=sent.request,
+            age_s=now - sent.request.arrived_s,
+            endpoint=sent.endpoint,
+            sent_ago_s=now - sent.sent_s,
+            matched_tokens=sent.matched_tokens,
+            predicted_ttft_s=sent.predicted_ttft_s,
+            prefilled=sent.prefilled,
+        )
+
+    def received(self, now: float) -> SentRequest:
+        """Return the request in flight by the receiver's clock, received now."""
+        return SentRequest(
+            request=replace(self.request, arrived_s=now - self.age_s),
+            endpoint=self.endpoint,
+            sent_s=now - self.sent_ago_s,
+            matched_tokens=self.matched_tokens,
+            predicted_ttft_s=self.predicted_ttft_s,
+            prefilled=self.prefilled,
+        )
 
 
 class Step(StrEnum):

@@ -85,5 +85,5 @@ class ReplicaUpdate:
     def is_empty(self) -> bool:
         """Whether the update contains nothing to send."""
         counts = self.hotness
-        told = counts.requests or counts.nodes or counts.split or self.placements or self.bindings or self.wanted
-        return self.loads is None and not told
+        changes = counts.requests or counts.nodes or counts.split or self.placements or self.bindings or self.wanted
+        return self.loads is None and not changes

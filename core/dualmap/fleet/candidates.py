@@ -1,0 +1,169 @@
+"""The members that a request may use, and their state for the request's prompt."""
+
+from collections.abc import Collection
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from dualmap.engines.profiles import Profiles
+from dualmap.engines.prompt_tokens import PromptTokens
+from dualmap.fleet.caches import Caches
+from dualmap.fleet.ledger import Ledger
+from dualmap.fleet.listed_models import ListedModels
+from dualmap.fleet.reported import ReportedCaches
+from dualmap.fleet.view import Everyone, Instance, Roster, View
+from dualmap.keys.membership import Membership
+from dualmap.keys.rings import DualRing
+from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import BlockChain
+from dualmap.queue.fair_shares import FairShares
+from dualmap.queue.request_queue import MemberQueue
+from dualmap.requests import Request
+
+
+class Candidates:
+    """The members of one pool that may be picked. The arguments after ``pool`` are of the same pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        ledger: Ledger,
+        profiles: Profiles,
+        caches: Caches,
+        reported: ReportedCaches,
+        shares: FairShares,
+    ) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._profiles = profiles
+        self._caches = caches
+        self._reported = reported
+        self._shares = shares
+        self.membership = Membership(pool)
+        """All members of the pool, and the rings over them."""
+        self.resume_s: float | None = None
+        """The time at which the first suspension ends."""
+        self._models = ListedModels(self.membership.members)
+        self._specified_adapters = frozenset(pool.model.adapters)
+        self._stall_s = pool.routing.rebalance.decode_stall_s
+        self._instances = self._new_instances()
+        self._rosters = WeakKeyDictionary[DualRing, Roster]()
+
+    def specify(self, pool: Pool) -> None:
+        """Take the adapters of a new version of the pool's specification."""
+        self._specified_adapters = frozenset(pool.model.adapters)
+
+    def adopt(self, pool: Pool) -> None:
+        """Apply a new version of the pool, which ``caches`` and ``profiles`` already have."""
+        self._pool = pool
+        self._stall_s = pool.routing.rebalance.decode_stall_s
+        self.membership = Membership(pool)
+        self._instances = self._new_instances()
+        self._models.adopt(self.membership.members, self._profiles.members)
+
+    # The members that a request may use.
+
+    @property
+    def size(self) -> int:
+        """The number of members that new keys may map to, including suspended members."""
+        return self.membership.size
+
+    def ring(self, subset: frozenset[str] | None) -> DualRing:
+        """Return the two hash rings over the members that a request may use."""
+        return self.membership.ring(subset)
+
+    def rings(self, request: Request) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members that a request may use, and over those that it prefers (None: all).
+
+        A request prefers members that have its adapter loaded. Members that are known to lack the adapter are left out
+        if only engines say that the pool has the adapter. If the specification says so, they may load it on demand.
+        """
+        if not request.adapter:
+            return self.rings_of_model(request.subset, request.model)
+        of = self._models.of(request.adapter)
+        lacking = frozenset[str]() if request.adapter in self._specified_adapters else of.lacking
+        loaded = self.membership.ring_of(request.subset, of.absent) if of.absent != lacking else None
+        return self.membership.ring(request.subset, lacking), loaded
+
+    def rings_of_model(self, subset: frozenset[str] | None, model: str) -> tuple[DualRing, DualRing | None]:
+        """Return the rings over the members for a name of the base model, and over those preferred (None: all).
+
+        Members that are known not to list the name are left out if their type of engine rejects other names. Otherwise,
+        they are only not preferred: most of these engines answer a request for any name.
+        """
+        lacking = self._models.of(model).lacking if model else frozenset[str]()
+        if not lacking:
+            return self.membership.ring(subset), None
+        if self._pool.engine.checks_names:
+            return self.membership.ring(subset, lacking), None
+        return self.membership.ring(subset), self.membership.ring_of(subset, lacking)
+
+    def adapter_state(self, adapter: str, member: str) -> str:
+        """Return what is known of an adapter at a member, as the receipt says it; empty without an adapter."""
+        return self._models.of(adapter).state(member) if adapter else ""
+
+    def list_models(self, member: str, models: Collection[str]) -> None:
+        """Set the models that a member lists; empty if its list is not known."""
+        self._models.put(member, models)
+
+    def update_left_out(self, now: float) -> None:
+        """Remove suspended and asleep members from the rings, and add resumed members again."""
+        until_s = {
+            member: load.suspension.until_s
+            for member, load in self._ledger.loads.items()
+            if load.suspension.until_s is not None
+            and load.suspension.until_s > now
+            and member in self.membership.members
+        }
+        self.resume_s = min(until_s.values(), default=None)
+        asleep = self._profiles.asleep
+        if until_s.keys() != self.membership.suspended or asleep != self.membership.asleep:
+            self.membership.leave_out(suspended=until_s, asleep=asleep)
+
+    # The members' state for a prompt.
+
+    def endpoint(self, member: str) -> str | None:
+        """Return a member's endpoint, or None if the member has left."""
+        instance = self._instances.get(member)
+        return None if instance is None else instance.endpoint
+
+    def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
+        """Return a view of the members for one prompt of a client."""
+        behind_s = partial(self._behind_s, client) if self._shares.has_rivals(client) else None
+        reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
+        return View(
+            now,
+            chain,
+            self._instances,
+            self._caches.tree,
+            stall_s=self._stall_s,
+            reported=reported,
+            behind_s=behind_s,
+        )
+
+    def everyone(self, view: View, ring: DualRing) -> Everyone:
+        """Return all members of a ring for the view's prompt."""
+        return Everyone(view, partial(self._roster, view.now, ring))
+
+    def _behind_s(self, client: int, queue: MemberQueue) -> float:
+        return queue.behind_s(client, self._shares.counter)
+
+    def _roster(self, now: float, ring: DualRing) -> Roster:
+        """Return a ring's instances with current summaries."""
+        self._ledger.update(now, self._stall_s)
+        roster = self._rosters.get(ring)
+        if roster is None:
+            roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
+        return roster
+
+    def _new_instances(self) -> dict[str, Instance]:
+        return {
+            member.id: Instance(
+                member=member,
+                endpoint=member.endpoint,
+                state=member.state.value,
+                load=self._ledger.loads[member.id],
+                index=self._caches.index(member.id),
+            )
+            for member in self._pool.members
+        }

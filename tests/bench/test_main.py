@@ -1,0 +1,38 @@
+"""Tests of the table of benchmarks: every name runs something, and other names are refused."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_benchmark_of_the_table_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    table = importlib.import_module("bench.__main__")
+    assert all(callable(each.load()) for each in {**table.CORE, **table.COMMANDS}.values())
+    assert all(f"  {name} " in table.usage() for name in {**table.CORE, **table.COMMANDS})
+
+
+def test_unknown_benchmark_is_refused_with_all_names() -> None:
+    done = bench("rings", "peer")
+    assert done.returncode == 1
+    assert "'peer' is not a benchmark; give some of rings, decisions" in done.stderr
+    assert "peers, " in done.stderr
+    assert "yardstick, paper" in done.stderr
+
+
+def test_peers_refuses_measurements_of_no_duration() -> None:
+    done = bench("peers", "--seconds", "0")
+    assert done.returncode == 2
+    assert "--seconds" in done.stderr
+    assert "0.0 is not in the range 0.1<=x<=600" in done.stderr
