@@ -46,7 +46,7 @@ COMMANDS: Final = {
     ),
     "profile": Benchmark("bench.profile", "the cost of asking engines for their profile and load (a minute)"),
     "kv_events": Benchmark("bench.kv_events", "the cost of following engines' KV events (two minutes)"),
-    "peers": Benchmark("bench.peers", "messages between two routers on loopback (half a minute)"),
+    "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),
     "replicas": Benchmark("bench.replicas", "several routers, in virtual time (20 minutes; --quick: 3)"),
     "routers": Benchmark(

@@ -4,8 +4,9 @@ One router asks questions as for a request, and the other one answers each of th
 takes no part. Round trips include the event loops of both processes, gRPC and the codec. CPU times are per message, of
 the process that sends the question and receives the answer, so each question costs two of them there.
 
-A request that another router decides costs four messages: question, answer, first token and end. The last table puts
-them beside the updates by which four routers that decide by themselves replicate their state.
+A request that another router decides costs four messages: question, answer, first token and end. A table puts them
+beside the updates by which four routers that decide by themselves replicate their state. The very last one compares
+the latency of decisions by the router itself and through the owner (``decided``).
 """
 
 import asyncio
@@ -17,9 +18,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from statistics import quantiles
+from typing import Final
 
 import click
 import grpc.aio
+from bench.decided import decisions, own
 from bench.replicas import NOTHING_COUNTED
 from bench.virtual import pool_of
 
@@ -306,26 +309,31 @@ def _us(work: Callable[[], object], *, repeats: int = 200) -> float:
     return 1e6 * min(taken) / repeats
 
 
+_OTHERS: Final = {"answering": answering, "owner": own}
+"""What the other process runs."""
+
+
 @click.command()
 @click.option(
     "--seconds", type=FiniteFloatRange(0.1, 600.0), default=2.0, show_default=True, help="Time of each measurement."
 )
-@click.option("--answer", "answers", is_flag=True, hidden=True)
-def main(seconds: float, answers: bool) -> None:
-    """Measure the messages between two routers on loopback."""
-    if answers:
-        asyncio.run(answering())
+@click.option("--as", "role", type=click.Choice(tuple(_OTHERS)), hidden=True)
+def main(seconds: float, role: str | None) -> None:
+    """Measure the messages between two routers on loopback, and decisions by the pool's owner."""
+    if role is not None:
+        asyncio.run(_OTHERS[role]())
         return
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"peers: {os.cpu_count()} cores, load average {load}\n")
     codec()
     requests()
-    with subprocess.Popen(
-        [sys.executable, "-m", "bench", "peers", "--answer"],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        asyncio.run(measure(int(process.stdout.readline()), seconds))
-        process.communicate()
+    for role, measuring in (("answering", measure), ("owner", decisions)):
+        with subprocess.Popen(
+            [sys.executable, "-m", "bench", "peers", "--as", role],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            asyncio.run(measuring(int(process.stdout.readline()), seconds))
+            process.communicate()

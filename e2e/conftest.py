@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from dualmap_extproc.envoy.config.settings import Mode
+from harness import fail_open
 from harness.deployment import Deployment
 from harness.replicated_system import ReplicatedSystem
 from harness.shared_engines import SharedEngines
@@ -18,6 +19,15 @@ def _sigint_reaches_children() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_request_fails_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that no request passed Envoy without a pick; the mark ``fails_open`` allows it."""
+    before = fail_open.counts()
+    yield
+    if request.node.get_closest_marker("fails_open") is None:
+        assert not fail_open.counts() - before
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_engines")

@@ -3,6 +3,7 @@ past, because clocks may differ.
 """
 
 import datetime
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -32,11 +33,15 @@ class Authority:
 
     def pair(self, name: str = "localhost") -> tuple[bytes, bytes]:
         """Sign a certificate for 127.0.0.1 and a DNS name; return key and certificate as PEM."""
+        return self.pair_of(name, (x509.DNSName(name), x509.IPAddress(ip_address("127.0.0.1"))))
+
+    def pair_of(self, name: str, names: Sequence[x509.GeneralName]) -> tuple[bytes, bytes]:
+        """Sign a certificate with a common name and these alternative names; return key and certificate as PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        names = [x509.DNSName(name), x509.IPAddress(ip_address("127.0.0.1"))]
         builder = _builder(subject, key.public_key()).issuer_name(self._name)
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(self._signed_by, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         private = key.private_bytes(

@@ -33,7 +33,7 @@ class KubeApi:
         self.refuse_with: int | None = None
         self.refuse_watches_with: int | None = None
         self.refuse: dict[str, int] = {}
-        """The status with which requests for a collection are refused."""
+        """The status with which requests for a collection, or for a path, are refused."""
         self._objects: dict[tuple[str, str, str], Body] = {}
         self._events: list[tuple[int, str, Body]] = []
         self._version = itertools.count(100)
@@ -127,7 +127,7 @@ class KubeApi:
         asked = f"{request.path}?{request.query.get('labelSelector', '')}".removesuffix("?")
         (self.watches if watch else self.lists).append(asked)
         status = self.refuse_with or (self.refuse_watches_with if watch else None)
-        status = status or self.refuse.get(request.path.rpartition("/")[2])
+        status = status or self.refuse.get(request.path.rpartition("/")[2]) or self.refuse.get(request.path)
         if status is not None:
             return web.json_response({"kind": "Status", "message": f"refused with {status}"}, status=status)
         wanted = _wanted(request)
@@ -263,13 +263,16 @@ def address(member: str) -> str:
 
 
 def _collection(body: Body) -> str:
-    return {"Pod": "pods", "ConfigMap": "configmaps"}.get(body["kind"], "inferencepools")
+    """Return the path of an object's collection in all namespaces."""
+    prefix = "/api" if "/" not in body["apiVersion"] else "/apis"
+    return f"{prefix}/{body['apiVersion']}/{body['kind'].lower()}s"
 
 
 def _wanted(request: web.Request) -> Callable[[Body], bool]:
     """Return whether an object has a request's collection, namespace and labels."""
-    *before, collection = request.path.split("/")
-    namespace = before[-1] if before[-2] == "namespaces" else None
+    before, _, resource = request.path.rpartition("/")
+    api, _, namespace = before.partition("/namespaces/")
+    collection, name = f"{api}/{resource}", request.query.get("fieldSelector", "").removeprefix("metadata.name=")
     selector = request.query.get("labelSelector", "")
     labels = dict(each.split("=") for each in selector.split(",") if each)
 
@@ -277,7 +280,8 @@ def _wanted(request: web.Request) -> Callable[[Body], bool]:
         metadata = body["metadata"]
         return (
             _collection(body) == collection
-            and namespace in (None, metadata["namespace"])
+            and namespace in ("", metadata["namespace"])
+            and name in ("", metadata["name"])
             and labels.items() <= metadata.get("labels", {}).items()
         )
 

@@ -1,16 +1,12 @@
-"""Makes the table of docs/evaluation.md from the results: the papers' claims next to our measurements.
+"""Writes the measured parts of docs/evaluation.md: the papers' claims next to our measurements, and other tables.
 
-Each section defines its claims. ``write_claims`` writes all claims between two comments of the page, so the page's
-figures always match the results.
+Each section defines its claims and its excerpts. ``write_parts`` writes each of them between two comments of the page,
+so the page's figures always match the results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-_BEGIN: Final = "<!-- claims: made by python -m bench paper -->\n"
-_END: Final = "<!-- end of claims -->\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +18,20 @@ class Claim:
     measured: str
 
 
-def write_claims(page: Path, claims: Sequence[Claim]) -> None:
-    """Replace the claims in a page; a page without the comments stays unchanged."""
-    text = page.read_text() if page.exists() else ""
-    if _BEGIN not in text or _END not in text:
-        return
-    before, rest = text.split(_BEGIN, 1)
-    after = rest.split(_END, 1)[1]
+def claims_table(claims: Sequence[Claim]) -> str:
+    """Return the table of all claims."""
     rows = "".join(f"| {each.source} | {each.says} | {each.measured or 'not measured'} |\n" for each in claims)
-    page.write_text(f"{before}{_BEGIN}| where | what it says | what we measure |\n|---|---|---|\n{rows}{_END}{after}")
+    return f"| where | what it says | what we measure |\n|---|---|---|\n{rows}"
+
+
+def write_parts(page: Path, parts: Mapping[str, str]) -> None:
+    """Replace the parts of a page, by name. A part whose comments the page lacks is left out."""
+    if not page.exists():
+        return
+    text = page.read_text()
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}: made by python -m bench paper -->\n", f"<!-- end of {name} -->\n"
+        if begin in text and end in text:
+            before, rest = text.split(begin, 1)
+            text = f"{before}{begin}{part}{end}{rest.split(end, 1)[1]}"
+    page.write_text(text)

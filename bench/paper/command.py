@@ -8,12 +8,13 @@ from typing import Final
 
 import click
 from bench.paper.cells import Cell
-from bench.paper.claims import write_claims
+from bench.paper.claims import claims_table, write_parts
 from bench.paper.measuring import commit_of_code, measure_cells
-from bench.paper.results import Results, ResultsError
+from bench.paper.results import Measured, Results, ResultsError
 from bench.paper.section import Section
 from bench.paper.sections import SECTIONS
 from bench.paper.settings import TRACE, Extent
+from bench.paper.tables import table
 
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 from dualmap_sim.parallel import WorkerError
@@ -120,14 +121,37 @@ def paper(
         for section in sections:
             _write(section, results, extent, directory)
         if directory == _RECORDED:
-            claims = [claim for section in SECTIONS.values() for claim in section.claims(results, extent)]
-            write_claims(_EVALUATION, claims)
+            write_parts(_EVALUATION, parts_of_evaluation(results, extent))
     except (ResultsError, WorkerError) as error:
         click.echo(f"paper: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo(f"\n{INTERRUPTED}", err=True)
         sys.exit(SIGNAL_EXIT_BASE + signal.SIGINT)
+
+
+def parts_of_evaluation(results: Results, extent: Extent) -> dict[str, str]:
+    """Return the measured parts of docs/evaluation.md by name: what was measured, all claims, and all excerpts."""
+    sections = SECTIONS.values()
+    parts = {name: part(results, extent) for section in sections for name, part in section.excerpts.items()}
+    claims = [claim for section in sections for claim in section.claims(results, extent)]
+    return {"measured": _measured(results, extent), "claims": claims_table(claims), **parts}
+
+
+def _measured(results: Results, extent: Extent) -> str:
+    """Return a table of the sections with their measured cells, and the commits of the measured code."""
+    rows = []
+    for section in SECTIONS.values():
+        cells = section.cells(extent)
+        kept = [measured for cell in cells if (measured := results.get(cell)) is not None]
+        has_page = (_RECORDED / f"{section.name}.md").exists()
+        link = f"[{section.name}](../bench/results/paper/{section.name}.md)" if has_page else section.name
+        rows.append([link, section.title, f"{len(kept)} of {len(cells)}", _commits(kept)])
+    return table(("section", "subject", "measured cells", "code as of"), rows)
+
+
+def _commits(kept: Sequence[Measured]) -> str:
+    return ", ".join(sorted({measured.commit for measured in kept})) or "none"
 
 
 def _to_measure(
@@ -155,13 +179,12 @@ def _to_measure(
 def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     kept = [measured for cell in section.cells(extent) if (measured := results.get(cell)) is not None]
-    commits = ", ".join(sorted({measured.commit for measured in kept})) or "none"
     minutes = sum(measured.cost_s for measured in kept) / 60
     path = directory / f"{section.name}.md"
     path.write_text(
         f"# {section.title}\n\n`python -m bench paper --section {section.name}`"
         f"{' --quick' if extent.quick else ''}: {len(kept)} of {len(section.cells(extent))} cells, "
-        f"{minutes:.1f} minutes of processor time; code as of {commits} (a + says: with changes).\n\n"
+        f"{minutes:.1f} minutes of processor time; code as of {_commits(kept)} (a + says: with changes).\n\n"
         f"{section.page(results, extent, directory)}"
     )
     click.echo(str(path))

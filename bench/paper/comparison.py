@@ -116,6 +116,28 @@ class Comparison:
             f"![goodput]({self.section}.png)\n"
         )
 
+    def excerpt(self, results: Results, extent: Extent) -> str:
+        """Return the default policy's goodput against the bounds and the other policies, a row for each column."""
+        rows = []
+        for column in self.columns(extent):
+            found = {
+                policy: self._found(results, extent, column, policy)
+                for policy in (DEFAULT_POLICY, "limit", "limit_deadline")
+            }
+            ours, bound, deadline = found.values()
+            rows.append(
+                [
+                    _title(column),
+                    Spread.of(ours.values()).show(),
+                    Spread.of(_shares(ours, bound)).show(1, 100),
+                    Spread.of(_shares(deadline, bound)).show(1, 100),
+                    *(self.gain(results, extent, *column, policy) for policy in OURS),
+                ]
+            )
+        heads = ("goodput", f"`{DEFAULT_POLICY}`, requests/s", "% of `limit`", "`limit_deadline`, % of `limit`")
+        gains = (f"`{policy}` against the best other policy" for policy in OURS)
+        return f"{table((*heads, *gains), rows)}\n{self.not_ahead(results, extent)}"
+
     def not_ahead(self, results: Results, extent: Extent) -> str:
         """Return the list of the windows in which another policy has at least the goodput of the default policy."""
         lines, measured = [], 0
@@ -139,7 +161,10 @@ class Comparison:
         if not measured:
             return ""
         if not lines:
-            return f"`{DEFAULT_POLICY}` is ahead of every other policy in all {measured} measured windows or seeds.\n"
+            return (
+                f"`{DEFAULT_POLICY}` is ahead of every other policy that was measured in the same window or seed, in "
+                f"all {measured} of them.\n"
+            )
         return (
             f"In {len(lines)} of {measured} measured windows or seeds, `{DEFAULT_POLICY}` is not ahead of every other "
             f"policy. The others with at least its goodput, in requests/s:\n\n{''.join(lines)}"

@@ -3,9 +3,9 @@
 Worker processes call these functions. A measurement that only one section needs is in that section's module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from bench.paper.cells import Figures
 
@@ -73,3 +73,15 @@ def mean_ttft_s(records: Sequence[Record]) -> float:
     """Return the mean TTFT of the served requests; NaN if there are none."""
     times_s = [each.ttft_s for each in records if each.ttft_s is not None]
     return fmean(times_s) if times_s else float("nan")
+
+
+def timed(call: Callable[..., Any], times_s: list[float], clock: Callable[[], float]) -> Callable[..., Any]:
+    """Return a function that calls ``call`` and appends the seconds of each call by ``clock`` to ``times_s``."""
+
+    def measured(*arguments: Any, **named: Any) -> Any:
+        began_s = clock()
+        answer = call(*arguments, **named)
+        times_s.append(clock() - began_s)
+        return answer
+
+    return measured

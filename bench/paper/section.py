@@ -1,7 +1,7 @@
 """Defines a section of the evaluation; ``sections`` contains all sections."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.paper.cells import Cell
@@ -15,8 +15,8 @@ class Section:
     """A section of the evaluation.
 
     ``cells`` returns the measurements of the section. ``page`` returns a Markdown page of the results, and may draw
-    plots into the given directory. ``claims`` returns the sources' claims next to the measurements. Missing
-    measurements are left out or shown as "-".
+    plots into the given directory. ``claims`` returns the sources' claims next to the measurements. ``excerpts`` are
+    parts of docs/evaluation.md by name, in Markdown. Missing measurements are left out or shown as "-".
     """
 
     name: str
@@ -24,3 +24,4 @@ class Section:
     cells: Callable[[Extent], Sequence[Cell]]
     page: Callable[[Results, Extent, Path], str]
     claims: Callable[[Results, Extent], Sequence[Claim]]
+    excerpts: Mapping[str, Callable[[Results, Extent], str]] = field(default_factory=dict)

@@ -24,6 +24,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "router",
         "Run the endpoint picker, which tells Envoy where to send each request.",
     ),
+    "epp": (
+        "dualmap_extproc.app.epp",
+        "epp",
+        "Run the endpoint picker of a gateway with the Inference Extension, such as Istio.",
+    ),
     "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that reconciles InferencePools."),
     "envoy-config": (
         "dualmap_extproc.app.envoy_config",
@@ -104,6 +109,7 @@ def main() -> None:
     \b
     Try it here:         dualmap demo
     Run a router:        dualmap router --pool pool.yaml
+    Behind a gateway:    dualmap epp --pool-name qwen --pool-namespace llm
     Run the operator:    dualmap operator --all-namespaces
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
     Explain a decision:  dualmap explain --pool pool.yaml --request request.json

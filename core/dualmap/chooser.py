@@ -69,7 +69,9 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         chain = request.chain
-        view = self._candidates.view(now, chain, client=request.client, tokens=request.tokens)
+        view = self._candidates.view(
+            now, chain, client=request.client, priority=request.priority, tokens=request.tokens
+        )
         members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
@@ -130,7 +132,9 @@ class Chooser:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         request = queued.request
         ring, _ = self._candidates.rings(request)
-        view = self._candidates.view(now, request.chain, client=request.client, tokens=request.tokens)
+        view = self._candidates.view(
+            now, request.chain, client=request.client, priority=request.priority, tokens=request.tokens
+        )
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)

@@ -207,19 +207,20 @@ class Dispatcher:
             self._release(now, member, outcomes)
 
     def _has_place(self, now: float, request: Request, outcomes: list[Outcome]) -> bool:
-        """Return whether the queue has a place for a request, or makes one by rejecting another client's request."""
+        """Return whether the queue has a place for a request, or makes one by rejecting another request."""
         if request.id in self._queue or len(self._queue) < self._pool.routing.queue.max_held:
             return True
-        excess = self._queue.excess(request.client)
+        excess = self._queue.excess(request)
         if excess is None:
             return False
-        queued = self._queue.placed(excess)
+        limited = excess.client != request.client
+        queued = self._queue.placed(excess.id)
         if queued is None:
-            rejection = self._rejection(now, excess, Reason.NO_ENDPOINT, limited=True)
+            rejection = self._rejection(now, excess.id, Reason.NO_ENDPOINT, limited=limited)
         else:
-            rejection = self._rejection(now, excess, Reason.QUEUE_FULL, queued.member, limited=True)
+            rejection = self._rejection(now, excess.id, Reason.QUEUE_FULL, queued.member, limited=limited)
             self._withdraw(queued)
-        self._queue.forget(excess)
+        self._queue.forget(excess.id)
         outcomes.append(rejection)
         if queued is not None:
             # Later requests in the queue may fit into the member's memory even if this request did not.

@@ -31,7 +31,8 @@ class Request:
     prompt's token ids as its engine computes them, None if they are not known; blocks that engines report are found
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
     ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model. ``model`` is the name
-    that the request contains: the pool's, an alias or an adapter; empty if it is not known.
+    that the request contains: the pool's, an alias or an adapter; empty if it is not known. Requests of higher
+    ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``).
     """
 
     id: str
@@ -47,6 +48,7 @@ class Request:
     sequences: int = 1
     adapter: str = ""
     model: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,8 @@ class SharedRouter:
     """Routes this router's requests of one pool, and those of the other routers while this router owns the pool.
 
     ``name`` is this router's name among the routers. ``send`` sends a message to a router, and ignores a router to
-    which there is no connection. ``decided`` receives how each decision of another owner's pool was made.
+    which there is no connection. ``decided`` receives how each decision of another owner's pool was made, and
+    ``owner_changed`` the last and the new owner.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class SharedRouter:
         name: str,
         send: Callable[[str, Message], None],
         decided: Callable[[RemoteDecision], None] = lambda _: None,
+        owner_changed: Callable[[str, str], None] = lambda before, owner: None,
         hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
     ) -> None:
@@ -82,6 +84,7 @@ class SharedRouter:
         self._name = name
         self._send = send
         self._decided = decided
+        self._owner_changed = owner_changed
         self._election = Election(pool.id, name)
         self._missed_answers = MissedAnswers()
         self._is_ending = False
@@ -357,7 +360,11 @@ class SharedRouter:
 
     def _elect(self, now: float) -> tuple[Outcome, ...]:
         """Find the pool's owner; if it is another one than before, move this router's requests to its accounts."""
-        if not self._election.update(now) or self._is_ending:
+        before = self.owner
+        if not self._election.update(now):
+            return ()
+        self._owner_changed(before, self.owner)
+        if self._is_ending:
             return ()
         self._missed_answers.reset()
         if self.owner != self._name:

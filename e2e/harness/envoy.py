@@ -10,6 +10,7 @@ from typing import Any, Self
 import aiohttp
 
 from dualmap_extproc.envoy.config.settings import EnvoySettings
+from harness import fail_open
 from harness.processes import START_TIMEOUT_S, Child
 from harness.waiting import until
 
@@ -60,6 +61,7 @@ class Envoy:
         listeners = await self.admin_json("/listeners?format=json")
         address = listeners["listener_statuses"][0]["local_address"]["socket_address"]
         self.port = int(address["port_value"])
+        fail_open.watch_envoy(self, self.admin)
 
     async def _ready(self) -> bool:
         assert self.child.returncode is None, f"Envoy exited:\n{self.child.output()[-4000:]}"
@@ -109,4 +111,5 @@ class Envoy:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        fail_open.end(self)
         await self.child.stop()

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness import movable_clocks
+from harness import fail_open, movable_clocks
 from harness.processes import Child, dualmap_argv, python_argv
 
 HASH_KEY = b"the hash key of the end-to-end tests"
@@ -27,6 +27,11 @@ class PoolMember:
     port: int
     state: str = "Active"
     weight: int = 100
+
+
+# The transport of the routers' gRPC port; by default the router's own default.
+TRANSPORT = os.environ.get("DUALMAP_E2E_TRANSPORT")
+TRANSPORT_OPTION = [] if TRANSPORT is None else ["--transport", TRANSPORT]
 
 
 def pool_document(
@@ -77,6 +82,7 @@ class Router(Child):
         fixed = ports or {}
         self._hash_key = directory / f"{name}.key"
         argv = ["router", "--host", "127.0.0.1", "--replica-id", name, "--hash-key-file", str(self._hash_key)]
+        argv += TRANSPORT_OPTION
         argv += arguments
         argv += [part for pool in pools for part in ("--pool", str(pool))]
         for port in ("grpc", "health", "metrics", "als"):
@@ -99,6 +105,12 @@ class Router(Child):
         line = await self.wait_for_line(r"dualmap router ready (.*)", after=before)
         pairs = (part.split("=", 1) for part in line[1].split())
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
+        fail_open.watch_router(self, self._status)
+
+    async def stop(self) -> int:
+        """Stop the router as every child, and count its failures before."""
+        fail_open.end(self)
+        return await super().stop()
 
     def keep_ports(self) -> None:
         """Use the current ports again at the next start."""

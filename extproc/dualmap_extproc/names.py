@@ -16,6 +16,15 @@ RESERVED_HEADER_PREFIXES: Final = ("x-gateway-destination-endpoint", "x-dualmap-
 # The header in which an authenticating gateway names the client of a request (Gateway API Inference Extension).
 FAIRNESS_HEADER: Final = "x-gateway-inference-fairness-id"
 
+# The header in which a client or gateway names the objective of a request, which has a priority (the same project).
+OBJECTIVE_HEADER: Final = "x-gateway-inference-objective"
+
+# Headers of the conformance tests of the same project: the endpoints that the client chooses, the header that the
+# server of the tests sets on its response, and the endpoint that served the request.
+SELECTION_HEADER: Final = "test-epp-endpoint-selection"
+ECHO_HEADER: Final = "x-echo-set-header"
+SERVED_HEADER: Final = "x-conformance-test-served-endpoint"
+
 # Response header with the receipt of the decision (an RFC 9651 dictionary).
 DECISION_HEADER: Final = "x-dualmap-decision"
 

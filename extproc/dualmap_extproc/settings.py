@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from dualmap.errors import DualMapError
 from dualmap.pools.pool import BODY_BYTES
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.logs import LogFormat
 
+Transport: TypeAlias = Literal["h2", "grpc"]
+"""What serves the gRPC port: the router's own HTTP/2 server, or grpc.aio."""
 # The greatest length of a replica id, which is the greatest length of a host name. Request ids, metrics and Redis keys
 # contain the replica id.
 REPLICA_ID_CHARACTERS: Final = 253
@@ -54,6 +56,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What the gateway in front of the router supports, if it is not the project's own Envoy.
+
+    With ``single_destination``, a pick names one endpoint, because the gateway cannot read a list. With
+    ``conformance_hooks``, requests and responses carry the headers of the conformance tests of the Gateway API
+    Inference Extension: a client chooses the endpoints, and learns which one served the request.
+    """
+
+    single_destination: bool = False
+    conformance_hooks: bool = False
+
+
+OWN_GATEWAY: Final = Gateway()
+"""The project's own Envoy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
     """The settings of the Redis that stores the state shared between replicas.
 
@@ -83,7 +102,8 @@ class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need no certificate). ``redis`` is None without shared state.
+    verifies clients' certificates (None: clients need no certificate). ``transport`` serves the gRPC port. ``redis`` is
+    None without shared state.
     ``peers`` are the hosts and gRPC ports of the other routers; a DNS name stands for all its addresses. Without
     ``peers``, routers with ``redis`` find each other there.
     ``hash_key`` is the key of the hashes of prompts and sessions. With ``log_prompts``, debug logs quote headers and
@@ -100,6 +120,7 @@ class Settings:
     als_port: int = 9004
     tls: str = "off"
     tls_client_ca: Path | None = None
+    transport: Transport = "grpc"
     redis: RedisSettings | None = None
     peers: tuple[tuple[str, int], ...] = ()
     hash_key: bytes = field(default=PUBLIC_KEY, repr=False)
@@ -110,4 +131,5 @@ class Settings:
     otlp_endpoint: str | None = None
     dashboard: bool = True
     drain_timeout_s: float = 25.0
+    gateway: Gateway = OWN_GATEWAY
     limits: Limits = field(default_factory=Limits)

@@ -17,6 +17,8 @@ TARGETS: Final = {
     "renderer": "renderers' answers: JSON to token ids and their chain",
     "templates": "chat requests: messages and tools to the texts of chat templates",
     "kv_events": "engines' KV events: frames to the blocks that a member holds",
+    "http2": "HTTP/2 connections: frames to calls, in reads of any size",
+    "hpack": "HTTP/2 header blocks: HPACK to headers of calls",
 }
 
 

@@ -1,5 +1,6 @@
 """Tests of the table of benchmarks: every name runs something, and other names are refused."""
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -21,6 +22,21 @@ def test_every_benchmark_of_the_table_can_be_loaded(monkeypatch: pytest.MonkeyPa
     table = importlib.import_module("bench.__main__")
     assert all(callable(each.load()) for each in {**table.CORE, **table.COMMANDS}.values())
     assert all(f"  {name} " in table.usage() for name in {**table.CORE, **table.COMMANDS})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_decision_of_one_router_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    decided, picks = importlib.import_module("bench.decided"), importlib.import_module("bench.picks")
+
+    async def decide() -> tuple[float, int]:
+        router = decided.Deciding("alone-0123abcd")
+        seconds = await router.decide(picks.bodies(1000)[0][0].body)
+        return seconds, sum(each.in_flight for each in router.picker.statuses()[0].endpoints)
+
+    seconds, in_flight = asyncio.run(decide())
+    assert seconds > 0
+    assert in_flight == 0
 
 
 def test_unknown_benchmark_is_refused_with_all_names() -> None:

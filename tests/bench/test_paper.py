@@ -107,18 +107,31 @@ def test_paper_run_measures_missing_cells_and_selected_policies(
     assert page.endswith("{'x': 1.0}")
 
 
-def test_claims_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
+def test_evaluation_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
     claims = bench("claims")
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- claims: made by python -m bench paper -->\nold\n<!-- end of claims -->\nafter\n")
     for measured_ in ("1", ""):
-        claims.write_claims(page, [claims.Claim("4.2", "much", measured_)])
+        claims.write_parts(
+            page, {"claims": claims.claims_table([claims.Claim("4.2", "much", measured_)]), "gap": "no place"}
+        )
     text = page.read_text()
     assert text.startswith("before\n<!-- claims")
     assert text.endswith("<!-- end of claims -->\nafter\n")
     assert "| 4.2 | much | not measured |" in text
     assert "old" not in text
+    assert "no place" not in text
     assert "| 4.2 | much | 1 |" not in text
+
+
+def test_evaluation_page_has_a_place_for_every_part(bench: Bench, tmp_path: Path) -> None:
+    results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    excerpts = {name: part for each in bench("sections").SECTIONS.values() for name, part in each.excerpts.items()}
+    for name in ("measured", "claims", *excerpts):
+        assert page.count(f"<!-- {name}: made by python -m bench paper -->\n") == 1
+        assert page.count(f"<!-- end of {name} -->\n") == 1
+    assert all(part(results, extent).startswith("| ") for part in excerpts.values())
 
 
 def test_sections_without_results_still_state_claims(bench: Bench, tmp_path: Path) -> None:
@@ -278,7 +291,7 @@ def test_table_row_without_a_value_for_each_head_is_an_error(bench: Bench) -> No
         bench("tables").table(("a", "b"), [["1", "2", "3"]])
 
 
-@pytest.mark.parametrize(("others", "told"), [((2.0, 1.9), "in all 1 measured"), ((3.0, 2.5), "`dualmap_paper` 3.00")])
+@pytest.mark.parametrize(("others", "told"), [((2.0, 1.9), "in all 1 of them"), ((3.0, 2.5), "`dualmap_paper` 3.00")])
 def test_page_names_windows_where_dualmap_is_not_ahead(
     bench: Bench, tmp_path: Path, others: tuple[float, float], told: str
 ) -> None:

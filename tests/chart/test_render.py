@@ -14,11 +14,17 @@ from chart.cases import APIS, CASES, GATEWAYS, PICKER_CASES, SECRET_TLS
 from chart.objects import complaints, containers, pods, ports, selected
 from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render, text
 from dualmap_extproc.app.envoy_config import envoy_config
+from dualmap_extproc.app.epp import epp
 from dualmap_extproc.app.main import router
 from dualmap_operator.main import operator
 
 KUBE_VERSIONS = ("1.32.0", KUBE_VERSION, "1.37.0")
-COMMANDS: Mapping[str, click.Command] = {"router": router, "operator": operator, "envoy-config": envoy_config}
+COMMANDS: Mapping[str, click.Command] = {
+    "router": router,
+    "epp": epp,
+    "operator": operator,
+    "envoy-config": envoy_config,
+}
 ELSEWHERE = {
     "CustomResourceDefinition": "apiextensions.k8s.io/v1",
     "ServiceMonitor": "monitoring.coreos.com/v1",

@@ -30,7 +30,7 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.request.tokens import TokenSources
-from dualmap_extproc.settings import Limits
+from dualmap_extproc.settings import OWN_GATEWAY, Gateway, Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 NO_WAIT = wire.ProtocolConfiguration(
@@ -254,6 +254,7 @@ class Conversation:
         buffered: BufferedBodies | None = None,
         reader: Reader | None = None,
         tokens: TokenSources | None = None,
+        gateway: Gateway = OWN_GATEWAY,
     ) -> None:
         self.observer = Recorder()
         self.limits = limits or Limits()
@@ -261,7 +262,7 @@ class Conversation:
         self.now = now
         self.config = config
         if picker is None:
-            picker = Picker(self.limits, self.observer.report, id_prefix="r")
+            picker = Picker(self.limits, self.observer.report, id_prefix="r", gateway=gateway)
             picker.set_pools(0.0, pools or (pool(),))
         self.picker = picker
         self.buffered = buffered or BufferedBodies(self.limits.buffered_bytes)

@@ -17,6 +17,7 @@ from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers, Ports
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, Recorder, chat, crowded_pool, pool, request_body, request_headers
+from extproc.transports import selected
 from waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -64,8 +65,8 @@ async def running(*, ready=True, limits: Limits | None = None, reader: Reader | 
     picker = Picker(limits, observer.report, id_prefix="r")
     picker.set_pools(0.0, (pool(),))
     processor = ExternalProcessor(picker, observer.report, limits, reader)
-    servers = GrpcServers(processor, services=(), access_log=(), limits=limits)
-    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
+    servers = GrpcServers(processor, services=(), access_log=(), limits=limits, transport=selected())
+    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, certificates=None)
     if ready:
         await servers.ready()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}", options=UNLIMITED) as channel:

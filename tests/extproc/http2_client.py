@@ -22,6 +22,13 @@ REQUEST: tuple[Header, ...] = (
     (b"te", b"trailers"),
     (b"content-type", b"application/grpc"),
 )
+# Header blocks whose path is a literal that enters the table, or the newest entry of the table.
+STORE_A, STORE_B, NEWEST = b"\x44\x02/a", b"\x44\x02/b", b"\xbe"
+
+
+def with_path(representation: bytes) -> bytes:
+    """Return the header block of a request with this representation of its path."""
+    return encode(REQUEST[:2]) + representation + encode(REQUEST[3:])
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class Client:
             return self.calls[-1]
 
         self.server = Http2Connection(
-            {METHOD: begin},
+            dict.fromkeys((METHOD, b"/a", b"/b"), begin),
             limits or Http2Limits(),
             self.now,
             peer="192.0.2.1",

@@ -24,6 +24,7 @@ from dualmap_extproc.request.observations import (
     FanOut,
     FirstTokenSeen,
     Measured,
+    PickNotFollowed,
     Rejected,
     Routed,
     RoutedBodiless,
@@ -153,6 +154,9 @@ class Counting:
     def measured(self, pool: str, completion: Completion) -> None:
         self._report(Measured(now=self._clock(), pool=pool, completion=completion))
 
+    def not_followed(self, pool: str) -> None:
+        self._report(PickNotFollowed(now=self._clock(), pool=pool))
+
     def served_elsewhere(self, pool: str) -> None:
         self._report(ServedElsewhere(now=self._clock(), pool=pool))
 
@@ -192,6 +196,7 @@ def everything(made: Counting) -> None:
     made.expired(POOL, completion())
     made.measured(POOL, completion(measured=50))
     made.served_elsewhere(POOL)
+    made.not_followed(POOL)
     made.metrics.discovery_streams(3)
     made.metrics.discovery_pushed()
     made.metrics.discovery_rejected()

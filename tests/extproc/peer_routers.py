@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-import grpc
-
 from dualmap.ownership.messages import Declined, Message
 from dualmap_extproc.peers.dialer import Address, Security
 from dualmap_extproc.peers.peers import Peers
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.transport.server import Server
+from dualmap_extproc.transport.tls import Certificates
+from extproc import transports
 
 KEY = b"one key of all routers"
 POOL = "llm/chat"
@@ -77,18 +78,12 @@ class Router:
             on_shared=self.heard.on_shared,
         )
         self.address = Address("127.0.0.1", 0)
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def listen(self, credentials: grpc.ServerCredentials | None = None, port: int = 0) -> None:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        self._server.add_generic_rpc_handlers((self.peers.handler(),))
-        where = f"127.0.0.1:{port}"
-        if credentials is None:
-            port = self._server.add_insecure_port(where)
-        else:
-            port = self._server.add_secure_port(where, credentials)
-        self.address = Address("127.0.0.1", port)
+    async def listen(self, certificates: Certificates | None = None, port: int = 0) -> None:
+        self._server = transports.server((self.peers.handler(),))
+        self.address = Address("127.0.0.1", await self._server.bind("127.0.0.1", port, certificates))
         await self._server.start()
 
     def start(self, *addresses: Address) -> None:
@@ -101,7 +96,7 @@ class Router:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.peers.close()
         if self._server is not None:
-            await self._server.stop(None)
+            await self._server.close()
 
     async def find(self) -> Collection[tuple[str, int]]:
         return self.addresses

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, destination, request_body, request_headers
+from extproc.transports import selected
 
 WAIT_S = 60.0
 READY = re.compile(r"dualmap router ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
@@ -42,13 +43,14 @@ def write_pool(path: Path, *args, **kwargs) -> Path:
 
 @dataclass
 class Router:
-    """A running ``dualmap router`` and its ports."""
+    """A running ``dualmap router``, its ports, and what it logged before it was ready."""
 
     process: asyncio.subprocess.Process
     grpc: str
     health: str
     metrics: str
     als: str
+    before: bytes = b""
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -75,12 +77,12 @@ class Router:
 
 
 async def launch(
-    *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), **environment: str
+    *arguments: str, program: tuple[str, ...] = ("-m", "dualmap_cli"), command: str = "router", **environment: str
 ) -> asyncio.subprocess.Process:
-    command = [sys.executable, *program, "router", *arguments]
+    argv = [sys.executable, *program, command, "--transport", selected(), *arguments]
     environment = {**os.environ, "GRPC_VERBOSITY": "NONE", **environment}
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
     )
 
 
@@ -93,10 +95,14 @@ async def running(
     process = await launch("--host", "127.0.0.1", *ports, *files, *options, program=program)
     try:
         assert process.stderr is not None
-        line = (await asyncio.wait_for(process.stderr.readline(), WAIT_S)).decode().strip()
-        match = READY.match(line)
-        assert match, line
-        yield Router(process, *match.groups())
+        # A router may log what it does before it is ready, such as its connections to other routers.
+        before = b""
+        line = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
+        while (match := READY.match(line.decode().strip())) is None:
+            assert line, before
+            before += line
+            line = await asyncio.wait_for(process.stderr.readline(), WAIT_S)
+        yield Router(process, *match.groups(), before)
     finally:
         if process.returncode is None:
             process.kill()

@@ -18,6 +18,7 @@ from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, SHARED_
 from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
 from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
+from extproc import transports
 
 METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
 
@@ -257,16 +258,13 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Callable[[], Stream]]:
     """Run an access log sink on its own port; yield a function that opens streams of raw bytes to the sink."""
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers(
-        (AccessLogSink(on_entries, counts, ids=ids or AnySender(""), connections=connections, clock=clock).handler(),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    sink = AccessLogSink(on_entries, counts, ids=ids or AnySender(""), connections=connections, clock=clock)
+    async with (
+        transports.serving((sink.handler(),)) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         method = channel.stream_unary(METHOD, bytes, wire.StreamAccessLogsResponse.FromString)
         yield lambda: method(None)
-    await server.stop(None)
 
 
 def batch(*entries: wire.HTTPAccessLogEntry) -> bytes:
@@ -275,6 +273,7 @@ def batch(*entries: wire.HTTPAccessLogEntry) -> bytes:
     return message.SerializeToString()
 
 
+@pytest.mark.usefixtures("transport")
 class TestServing:
     async def test_access_log_sink_reads_several_streams_to_their_end(self) -> None:
         received: list[str] = []

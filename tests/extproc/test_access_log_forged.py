@@ -19,6 +19,8 @@ from extproc.envoy_messages import NO_WAIT, chat, metadata_of, request_body, req
 from extproc.relays import relayed
 from extproc.router_processes import Router, running, stream, write_pool
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 KEY = b"secret"
 # gRPC shares a connection between channels to one address with equal options. Different numbers prevent this.
 _numbers = itertools.count()

@@ -15,8 +15,11 @@ from dualmap_extproc.names import ACCESS_LOG, SHARED_ACCESS_LOG
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
+from extproc import transports
 from extproc.test_access_log import METHOD, Counts, Stream, entry
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 class Routers:
@@ -60,14 +63,12 @@ class Routers:
 
 @asynccontextmanager
 async def serving(sink: AccessLogSink) -> AsyncIterator[Callable[[], Stream]]:
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((sink.handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        transports.serving((sink.handler(),)) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         method = channel.stream_unary(METHOD, bytes, wire.StreamAccessLogsResponse.FromString)
         yield lambda: method(None)
-    await server.stop(None)
 
 
 def batch(ids: Sequence[str], log: str | None = None) -> bytes:

@@ -22,6 +22,7 @@ from dualmap_extproc.names import (
 )
 from dualmap_extproc.wire import discovery_pb2
 from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
+from extproc.transports import serving
 from waiting import until
 
 with warnings.catch_warnings():
@@ -60,17 +61,12 @@ class Service:
     def __init__(self) -> None:
         self.counts = Counts()
         self.discovery = Discovery(self.counts)
-        self._server = grpc.aio.server()
-        self._server.add_generic_rpc_handlers(self.discovery.handlers())
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = 0
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator["Service"]:
-        await self._server.start()
-        try:
+        async with serving(self.discovery.handlers()) as self.port:
             yield self
-        finally:
-            await self._server.stop(None)
 
     @asynccontextmanager
     async def envoy(self) -> AsyncIterator[Callable[[], Call]]:
@@ -101,6 +97,7 @@ async def service() -> AsyncIterator[Service]:
         yield started
 
 
+@pytest.mark.usefixtures("transport")
 class TestEndpointDiscovery:
     async def test_discovery_before_first_publish_sends_no_response(self, service: Service) -> None:
         async with service.envoy() as opened:
@@ -220,6 +217,7 @@ class TestEndpointDiscovery:
             assert len(hosts(await receive(good))[QWEN]) == 3
 
 
+@pytest.mark.usefixtures("transport")
 class TestAggregatedDiscovery:
     """Clusters and endpoints on one stream, requested by an Envoy without any pool."""
 

@@ -7,7 +7,9 @@ from dualmap_extproc.transport.http2.frames import ACK, END_HEADERS, ErrorCode, 
 from dualmap_extproc.transport.http2.hpack import encode
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from extproc.http2_client import (
+    NEWEST,
     REQUEST,
+    STORE_A,
     Client,
     Recorder,
     data,
@@ -20,6 +22,7 @@ from extproc.http2_client import (
     resets_of,
     settings,
     status_of,
+    with_path,
 )
 
 
@@ -62,9 +65,9 @@ def test_late_frames_of_a_call_that_the_server_ended_are_dropped_and_counted() -
 def test_late_headers_change_the_table() -> None:
     client = Client(on_message=finish_at_once)
     client.asked(headers(1), data(1, message(b"x")))
-    client.send(frame(frames.HEADERS, END_HEADERS | 1, 1, b"\x40\x01a\x01b"))
-    client.send(frame(frames.HEADERS, END_HEADERS, 3, encode(REQUEST) + b"\xbe"))
-    assert client.calls[1].call.headers[-1] == (b"a", b"b")
+    client.send(frame(frames.HEADERS, END_HEADERS | 1, 1, STORE_A))
+    client.send(frame(frames.HEADERS, END_HEADERS, 3, with_path(NEWEST)))
+    assert client.calls[1].call.path == "/a"
 
 
 @pytest.mark.parametrize("late", [data(1, b"x"), headers(1)])

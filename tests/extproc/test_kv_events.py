@@ -21,7 +21,7 @@ from dualmap.engines.source import MESSAGE_BYTES_MAX, Message
 from dualmap.pools.pool import Engine, KvEvents, Member, Pool
 from dualmap.prompts.api import Api
 from dualmap.requests import EventsStatus
-from dualmap_extproc.engines import kv_events
+from dualmap_extproc.engines import kv_events, source_connection
 from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked
@@ -628,7 +628,7 @@ async def test_refused_connection_forgets_blocks_before_the_engine_restarts():
 
 
 async def test_another_start_time_ends_the_pause_before_the_next_connection(monkeypatch):
-    monkeypatch.setattr(kv_events, "RETRY_S", (60.0, 60.0))
+    monkeypatch.setattr(source_connection, "RETRY_S", (60.0, 60.0))
     async with following() as follows:
         publisher = follows.publishers[0]
         await publisher.publish(stored(1, PROMPT))
@@ -643,7 +643,7 @@ async def test_another_start_time_ends_the_pause_before_the_next_connection(monk
 
 
 async def test_silent_server_is_given_up(monkeypatch):
-    monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
+    monkeypatch.setattr(source_connection, "CONNECT_S", 0.2)
     connections: list[asyncio.StreamWriter] = []
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -857,8 +857,8 @@ async def send_one_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     ],
 )
 async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog):
-    monkeypatch.setattr(kv_events, "CONNECT_S", 0.2)
-    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    monkeypatch.setattr(source_connection, "CONNECT_S", 0.2)
+    monkeypatch.setattr(source_connection, "RETRY_S", (0.05, 0.05))
     async with following(replays=False) as follows, AsyncExitStack() as stack:
         port = await stack.enter_async_context(answering(answer)) if answer else await free_port()
         source = replace(follows.publishers[0].source, port=port)
@@ -871,7 +871,7 @@ async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog
 
 
 async def test_oversized_frame_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(kv_events, "RETRY_S", (0.05, 0.05))
+    monkeypatch.setattr(source_connection, "RETRY_S", (0.05, 0.05))
     connections = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,12 +10,15 @@ from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2
 
 from extproc.envoy_messages import chat
 from extproc.router_processes import READY, WAIT_S, Router, launch, picked
 from kube_api import KubeApi, kube_api, pool_body
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 @asynccontextmanager

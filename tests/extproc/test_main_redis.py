@@ -5,6 +5,7 @@ import json
 
 import grpc
 import grpc.aio
+import pytest
 import yaml
 
 from dualmap_extproc.names import SCALER_SERVICE
@@ -15,6 +16,8 @@ from extproc.envoy_messages import NO_WAIT, chat, destination, request_body, req
 from extproc.router_processes import WAIT_S, Router, picked, pool_document, running, stream, write_pool
 from redis_server import RedisServer, redis_server
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 async def store_is_up(served: Router) -> bool:
@@ -49,7 +52,7 @@ async def test_router_starts_before_redis_and_hides_its_password(tmp_path):
             finally:
                 redis.kill()
         assert served.process.stderr is not None
-        written = await served.process.stderr.read()
+        written = served.before + await served.process.stderr.read()
     assert b'dualmap_store_errors_total{kind="connection"}' in page
     assert b"hidden" not in page + written
     lines = [line for line in map(json.loads, written.splitlines()) if line["logger"].endswith("store.exchange")]

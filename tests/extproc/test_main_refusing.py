@@ -11,6 +11,8 @@ from dualmap_extproc.app.main import router
 from extproc.envoy_messages import logging_as_it_was
 from extproc.router_processes import WAIT_S, launch, write_pool
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 @pytest.mark.parametrize(
     ("content", "options", "status", "said"),

@@ -20,6 +20,8 @@ from extproc.router_processes import WAIT_S, picked, pool_document, running, str
 from extproc.tokenizer_files import write_tokenizer
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 async def test_router_with_two_pools_serves_all_ports_and_stops(tmp_path):
     files = write_pool(tmp_path / "a.yaml", "a", model="a"), write_pool(tmp_path / "b.yaml", "b", model="b", members=3)

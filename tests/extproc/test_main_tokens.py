@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import grpc
+import pytest
 import yaml
 from click.testing import CliRunner
 
@@ -12,6 +13,8 @@ from extproc.envoy_messages import chat, logging_as_it_was
 from extproc.router_processes import picked, pool_document, running
 from extproc.tokenizer_files import write_tokenizer
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 def pool_with(folder: Path, path: Path) -> Path:

@@ -82,6 +82,7 @@ class TestCounting:
             f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,
             f"dualmap_bodiless_requests_total{{pool={POOL}}}": 1,
             f"dualmap_served_elsewhere_total{{pool={POOL}}}": 1,
+            f"dualmap_picks_not_followed_total{{pool={POOL}}}": 1,
             f"dualmap_clients_limited_total{{pool={POOL}}}": 1,
             f"dualmap_refused_requests_total{{code=no_endpoint,pool={POOL}}}": 1,
             "dualmap_refused_requests_total{code=model_not_found,pool=}": 1,

@@ -7,6 +7,7 @@ from dualmap.pools.pool import MemberState
 from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.telemetry.transport import TransportMetrics
 from extproc.metrics_pages import everything, families, metrics, status
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -20,6 +21,7 @@ class TestReference:
         watches.show_ages(lambda: {"pods": 1.0})
         watches.kube_listed("pods")
         watches.kube_failed("pods", "refused")
+        TransportMetrics(made.metrics.registry)
         KvEventMetrics(made.metrics.registry).set_pools(["llm/qwen"])
         everything(made)
         found = {}

@@ -2,10 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from dualmap.ownership.messages import Declined
 from dualmap_extproc.request.ending import AccessLogEntry
 from extproc.peer_routers import POOL, connected, routers
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 async def test_routers_that_know_each_other_connect_once():

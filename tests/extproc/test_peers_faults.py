@@ -16,9 +16,12 @@ from dualmap_extproc.peers.dialer import Address
 from dualmap_extproc.peers.handshake import Introduction
 from dualmap_extproc.peers.link import SILENT_BEATS, Link
 from extproc.peer_routers import KEY, POOL, Router, connected, routers
-from waiting import until
+from waiting import WAIT_S, until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 REFUSED = "Not connecting to another router"
+SAME_ID = "Another router has the same replica id"
 UNREADABLE = "Closed a connection with an unreadable frame"
 
 
@@ -39,6 +42,36 @@ async def test_router_with_another_hash_key_is_no_peer(caplog):
         await never_connected(a, b)
 
         assert said(caplog, REFUSED) == ["the hash key is another; start all routers with the same --hash-key-file"] * 2
+
+
+async def test_second_router_of_one_replica_id_is_logged_once(caplog):
+    async with routers("a-1", "a-2", "a-3", "b-1") as some:
+        await until(lambda: connected(*some))
+        for each in some[:3]:
+            await each.stop()
+        warned = [record.details["replica_id"] for record in caplog.records if SAME_ID in record.message]
+        assert warned == ["a", "a", "a"]
+
+
+async def test_successor_of_a_router_that_ends_is_not_logged(caplog):
+    async with routers("a-1", "a-2", all_know_all=False) as (old, new):
+        old.peers.leave()
+        old.start()
+        new.start(old.address)
+        await until(lambda: connected(old, new))
+        assert [record for record in caplog.records if SAME_ID in record.message] == []
+
+
+async def test_first_attempts_end_with_and_without_a_connection():
+    async with routers("a-1", "b-1", all_know_all=False) as (a, b):
+        b.start()
+        closed = Router("c-1")
+        await closed.listen()
+        await closed.stop()
+        a.start(b.address, closed.address, a.address)
+        await asyncio.wait_for(a.peers.tried(), WAIT_S)
+        assert a.peers.names == ("b-1",)
+        await asyncio.wait_for(b.peers.tried(), WAIT_S)
 
 
 async def test_router_does_not_connect_to_itself():
@@ -194,14 +227,11 @@ async def test_stranger_that_sends_nothing_is_closed(monkeypatch):
 
 async def test_further_strangers_are_refused_before_their_handshake(monkeypatch):
     monkeypatch.setattr(module, "_HANDSHAKES_MAX", 1)
-    async with (
-        routers("a-1", all_know_all=False) as (a,),
-        Stranger(a.address, "b-1") as first,
-        Stranger(a.address, "c-1") as second,
-    ):
+    async with routers("a-1", all_know_all=False) as (a,), Stranger(a.address, "b-1") as first:
         await first.call.read()
-        with pytest.raises(grpc.RpcError):
-            await second.call.read()
+        async with Stranger(a.address, "c-1") as second:
+            with pytest.raises(grpc.RpcError):
+                await second.call.read()
 
 
 @pytest.mark.parametrize("name", ["0-1", "b-1"], ids=["sorts before", "sorts after"])

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from certificates import Authority, write_pair
-from dualmap_extproc.transport.tls import peer_security, server_credentials
+from dualmap_extproc.transport.tls import peer_security, server_certificates
 from extproc.peer_routers import Router, connected
 from waiting import until
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 @asynccontextmanager
@@ -21,9 +23,9 @@ async def secured(tls: Path | str, client_ca: Path | None = None, *, each: tuple
         for name, folder in zip(("a-1", "b-1"), folders, strict=True):
             router = Router(name, security=peer_security(str(folder), client_ca))
             some.append(router)
-            credentials = server_credentials(str(folder), client_ca)
-            assert credentials is not None
-            await router.listen(credentials())
+            certificates = server_certificates(str(folder), client_ca)
+            assert certificates is not None
+            await router.listen(certificates)
         for router in some:
             router.start(*(other.address for other in some))
         yield some
@@ -75,10 +77,10 @@ async def test_changed_certificate_is_used_for_the_next_connection(tmp_path):
         await until(lambda: connected(a, b))
         write_pair(folder, Authority().pair("other-name"))
         again = Router("c-1", security=peer_security(str(folder)))
-        credentials = server_credentials(str(folder))
-        assert credentials is not None
+        certificates = server_certificates(str(folder))
+        assert certificates is not None
         try:
-            await again.listen(credentials())
+            await again.listen(certificates)
             again.start(a.address, b.address)
             await until(lambda: connected(a, b, again))
         finally:

@@ -118,7 +118,11 @@ class TestRefusals:
 
     @pytest.mark.parametrize("body", [{}, {"metadata": None, "status": 3}, {"metadata": {"name": 5}}])
     async def test_kube_object_of_any_form_is_rejected(self, api: KubeApi, body: dict[str, Any]) -> None:
-        whole = {"kind": "InferencePool", "metadata": {"name": "x", "namespace": "llm"}}
+        whole = {
+            "apiVersion": "serving.dualmap.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {"name": "x", "namespace": "llm"},
+        }
         await api.put({**whole, "spec": body, "status": body.get("status", [])})
         await api.put(pool_body("llama"))
         async with watching(api) as watched:

@@ -25,6 +25,7 @@ from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 from extproc.envoy_messages import crowded_pool
+from extproc.transports import selected
 from waiting import until
 
 POOL = builders.pool(2)
@@ -99,8 +100,10 @@ async def running(
     scaler = Scaler(pool_demand, repeat_s=repeat_s)
     processor = ExternalProcessor(picker, observations.report, Limits())
     handlers = (scaler.handler(),)
-    servers = GrpcServers(processor, services=handlers, plain=handlers, access_log=(), limits=Limits())
-    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
+    servers = GrpcServers(
+        processor, services=handlers, plain=handlers, access_log=(), limits=Limits(), transport=selected()
+    )
+    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, certificates=None)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{getattr(ports, port)}") as channel:
         try:
             yield Running(channel, servers, scaler, picker, pool_demand, now)
@@ -163,6 +166,7 @@ class TestMetadata:
         assert len(str(caught.value)) < 300
 
 
+@pytest.mark.usefixtures("transport")
 class TestCalls:
     async def test_scaler_answers_on_the_health_port_too(self):
         """With mutual TLS, KEDA has no certificate for the gRPC port."""
@@ -218,6 +222,7 @@ class TestCalls:
             assert await router.value(reference()) == 0.0
 
 
+@pytest.mark.usefixtures("transport")
 class TestStream:
     async def test_scaler_stream_sends_the_state_and_every_change(self, router):
         stream = router.stream(reference())

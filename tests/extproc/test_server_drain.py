@@ -25,6 +25,8 @@ from extproc.envoy_messages import (
 from extproc.grpc_routers import NOT_SERVING, SERVING, Running, answers, crowded, held, running
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # This imports a fixture, which pytest finds by its name in this module.
 router = grpc_routers.router
 

@@ -25,6 +25,8 @@ from extproc.envoy_messages import (
 from extproc.grpc_routers import answers, crowded, held, running
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
 async def test_server_answers_queued_requests_in_order(config):

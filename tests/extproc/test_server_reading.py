@@ -21,6 +21,8 @@ from extproc.envoy_messages import NO_WAIT, chat, destination, refused_with, req
 from extproc.grpc_routers import SERVING, answers, running
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # A step of the event loop takes at most 20 ms of CPU time on an idle machine. Other processes of a busy machine slow
 # memory accesses down. Reading one of these bodies on the event loop takes more than a second.
 HELD_S = 0.1

@@ -27,6 +27,9 @@ from extproc.envoy_messages import (
     response_headers,
 )
 from extproc.grpc_routers import answers, running
+from extproc.transports import selected
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 # This imports a fixture, which pytest finds by its name in this module.
 router = grpc_routers.router
@@ -87,8 +90,10 @@ def _echo() -> grpc.GenericRpcHandler:
 
 async def test_server_ports_accept_only_messages_that_they_need(router):
     echo = (_echo(),)
-    servers = GrpcServers(router.processor, services=echo, plain=echo, access_log=echo, limits=Limits())
-    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
+    servers = GrpcServers(
+        router.processor, services=echo, plain=echo, access_log=echo, limits=Limits(), transport=selected()
+    )
+    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, certificates=None)
     try:
         largest = {ports.grpc: 40 * 1024 * 1024, ports.als: ALS_MESSAGE_BYTES, ports.health: HEALTH_MESSAGE_BYTES}
         for port, size in largest.items():
@@ -204,7 +209,7 @@ async def test_server_answers_hundreds_of_open_streams(router):
 
 
 async def test_server_with_port_in_use_raises_an_error_with_the_port(router):
-    other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits())
+    other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits(), transport=selected())
 
     with pytest.raises(AddressError, match=f"127.0.0.1:{router.ports.grpc}"):
-        await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, credentials=None)
+        await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, certificates=None)

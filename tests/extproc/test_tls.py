@@ -17,32 +17,36 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from certificates import Authority, mount_pair, write_pair
-from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
+from dualmap_extproc.transport.server import health_handler
+from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_certificates
+from extproc import transports
 
 TAKEN_UP = "Loaded changed certificate files"
 REFUSED = "Rejected certificate files, keeping the last valid certificates"
 
 
+each = pytest.mark.usefixtures("transport")
+
+
 class Serving:
-    """A gRPC server with the health service on two ports, like the router."""
+    """A server with the health service on two ports, like the router."""
 
     def __init__(self, tls: str | Path, client_ca: Path | None = None) -> None:
-        self._credentials = server_credentials(str(tls), client_ca)
+        self._certificates = server_certificates(str(tls), client_ca)
         self.health = health_aio.HealthServicer()
 
     async def __aenter__(self) -> tuple[int, int]:
-        assert self._credentials is not None
-        self._servers = [grpc.aio.server() for _ in range(2)]
+        assert self._certificates is not None
+        self._servers = [transports.server((health_handler(self.health),)) for _ in range(2)]
         ports = []
         for server in self._servers:
-            health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-            ports.append(server.add_secure_port("127.0.0.1:0", self._credentials()))
+            ports.append(await server.bind("127.0.0.1", 0, self._certificates))
             await server.start()
         return ports[0], ports[1]
 
     async def __aexit__(self, *_: object) -> None:
         for server in self._servers:
-            await server.stop(None)
+            await server.close()
 
 
 async def handshake(port: int) -> tuple[bytes, str | None]:
@@ -102,14 +106,15 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_tls_off_returns_no_credentials() -> None:
-    assert server_credentials("off") is None
+    assert server_certificates("off") is None
 
 
 def test_tls_off_with_client_ca_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match="--tls-client-ca: requires TLS; also give --tls"):
-        server_credentials("off", tmp_path)
+        server_certificates("off", tmp_path)
 
 
+@each
 async def test_tls_self_signed_serves_http2_but_no_plain_text() -> None:
     async with Serving("self-signed") as ports:
         for port in ports:
@@ -124,6 +129,7 @@ def test_tls_self_signed_certificates_are_unique() -> None:
     assert hashlib.sha256(first[1]).digest() != hashlib.sha256(second[1]).digest()
 
 
+@each
 async def test_tls_certificate_of_the_folder_is_served_and_verifiable(tmp_path: Path) -> None:
     authority = Authority()
     async with Serving(write_pair(tmp_path, authority.pair())) as ports:
@@ -132,6 +138,7 @@ async def test_tls_certificate_of_the_folder_is_served_and_verifiable(tmp_path: 
             assert await check(channel_to(port, Authority().pem)) == "UNAVAILABLE"
 
 
+@each
 @pytest.mark.parametrize("kubernetes", [False, True], ids=["renamed", "..data swapped"])
 async def test_tls_changed_certificate_is_served_on_every_port(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kubernetes: bool
@@ -151,6 +158,7 @@ async def test_tls_changed_certificate_is_served_on_every_port(
     assert lines(caplog) == [TAKEN_UP] * 2
 
 
+@each
 async def test_tls_changed_certificate_keeps_open_streams(tmp_path: Path) -> None:
     before, after = Authority(), Authority()
     serving = Serving(write_pair(tmp_path, before.pair()))
@@ -196,9 +204,10 @@ def test_tls_invalid_folder_raises_an_error_with_the_reason(
     spoil(write_pair(tmp_path, self_signed()))
 
     with pytest.raises(TlsError, match=reason):
-        server_credentials(str(tmp_path))
+        server_certificates(str(tmp_path))
 
 
+@each
 @spoiled
 async def test_tls_keeps_last_certificate_if_the_folder_becomes_invalid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any], reason: str
@@ -243,9 +252,10 @@ def test_tls_does_not_reload_unchanged_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["on", "/nonexistent", __file__])
 def test_tls_unknown_value_raises_an_error_with_the_choices(given: str) -> None:
     with pytest.raises(TlsError, match=f"--tls: '{given}' is not accepted; give off, self-signed, or a folder"):
-        server_credentials(given)
+        server_certificates(given)
 
 
+@each
 @pytest.mark.parametrize("tls", ["self-signed", "folder"])
 async def test_tls_client_ca_accepts_only_its_clients(tmp_path: Path, tls: str) -> None:
     theirs, strangers = Authority(), Authority()
@@ -262,6 +272,7 @@ async def test_tls_client_ca_accepts_only_its_clients(tmp_path: Path, tls: str) 
             assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
 
 
+@each
 async def test_tls_changed_client_ca_is_loaded_only_if_valid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, second = Authority(), Authority()
@@ -300,4 +311,4 @@ def test_tls_invalid_client_ca_raises_an_error_with_the_reason(
         (tmp_path / "clients.crt").write_bytes(content)
 
     with pytest.raises(TlsError, match=reason):
-        server_credentials("self-signed", tmp_path / "clients.crt")
+        server_certificates("self-signed", tmp_path / "clients.crt")

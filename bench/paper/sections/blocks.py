@@ -7,19 +7,19 @@ router's blocks.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
-from bench.paper.measures import goodput_figures, summary_figures
+from bench.paper.measures import goodput_figures, summary_figures, timed
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import CONVERSATION, OURS, TITLES, TOOL_AGENT, Extent
@@ -48,7 +48,7 @@ _WINDOWS: Final = 2
 def run_of_length(experiment: Experiment) -> Figures:
     """Run an experiment; return its summary, the time of a decision, and how far predictions of the cache are off."""
     times_s: list[float] = []
-    with patch.object(PoolRouter, "on_request", _timed(PoolRouter.on_request, times_s)):
+    with patch.object(PoolRouter, "on_request", timed(PoolRouter.on_request, times_s, time.process_time)):
         outcome = run_experiment(experiment)
     served = [each for each in outcome.records[experiment.warmup :] if each.predicted_tokens is not None]
     return {
@@ -57,16 +57,6 @@ def run_of_length(experiment: Experiment) -> Figures:
         "prediction_error_tokens": fmean(abs((each.predicted_tokens or 0) - each.cached_tokens) for each in served),
         "wrong_share": fmean((each.predicted_tokens or 0) != each.cached_tokens for each in served),
     }
-
-
-def _timed(call: Callable[..., Any], times_s: list[float]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:
-        began_s = time.process_time()
-        answer = call(*arguments, **named)
-        times_s.append(time.process_time() - began_s)
-        return answer
-
-    return timed
 
 
 def _run_cell(extent: Extent, workload: str, window: int, variant: str, length: int, policy: str) -> Cell:
@@ -181,6 +171,20 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return "".join(parts) + "![goodput over the block length](blocks.png)\n"
 
 
+def _excerpt(results: Results, extent: Extent) -> str:
+    """Return the goodput by block length."""
+    lengths = _lengths(extent)
+    rows = [
+        [
+            f"{TITLES[workload]}, `{policy}`",
+            *(number(_goodput(results, extent, workload, length, policy)) for length in lengths),
+        ]
+        for workload in extent.workloads
+        for policy in OURS
+    ]
+    return table(("goodput/s with `blockTokens`", *(f"{length}" for length in lengths)), rows)
+
+
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     parts = []
     for workload in extent.workloads:
@@ -199,5 +203,10 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
 
 
 SECTION: Final = Section(
-    name="blocks", title="Block lengths of 16 to 512 tokens", cells=_cells, page=_page, claims=_claims
+    name="blocks",
+    title="Block lengths of 16 to 512 tokens",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"blocks": _excerpt},
 )

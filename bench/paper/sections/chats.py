@@ -35,4 +35,5 @@ SECTION: Final = Section(
     cells=MADE.cells,
     page=_page,
     claims=_claims,
+    excerpts={"chats": MADE.excerpt},
 )

@@ -304,6 +304,21 @@ def _draw(results: Results, extent: Extent, plots: Path) -> None:
     save(figure, plots / "decode.png")
 
 
+def _excerpt(results: Results, extent: Extent) -> str:
+    """Return the attainment by KV memory and policy."""
+    rows = []
+    for workload in extent.workloads:
+        for memory in _MEMORIES:
+            kept = (
+                results.figures(_memory_cell(extent, workload, memory, policy, known=known))
+                for policy, known in _MEMORY_POLICIES
+            )
+            shares = (number(None if each is None else each["slo_attainment"], 1, 100) for each in kept)
+            rows.append([f"{TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s", f"{memory:,}", *shares])
+    names = (f"{policy}{', memory known' if known else ''}" for policy, known in _MEMORY_POLICIES)
+    return table(("within the SLO, %", "KV memory, tokens", *names), rows)
+
+
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     return (
         Claim(
@@ -359,4 +374,5 @@ SECTION: Final = Section(
     cells=_cells,
     page=_page,
     claims=_claims,
+    excerpts={"decode": _excerpt},
 )

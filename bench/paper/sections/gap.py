@@ -197,7 +197,16 @@ def _rates(extent: Extent, workload: str, model: str) -> tuple[float, ...]:
     return few_rates(RATES[workload, model], extent)
 
 
-def _page(results: Results, extent: Extent, plots: Path) -> str:
+def _page(results: Results, extent: Extent, _plots: Path) -> str:
+    return (
+        "One difference between `dualmap` and the bounds is taken away at a time. "
+        "Mean of the measured windows, with the lowest and the highest; differences to `dualmap` in percentage points, "
+        f"over the windows of both.\n\n{_gaps(results, extent)}\n"
+        f"## How near policies come to `{_BOUND}`\n\n{_nearest(results, extent)}"
+    )
+
+
+def _gaps(results: Results, extent: Extent) -> str:
     columns = [column for column in _RATES if column[0] in extent.workloads]
     rows = []
     for name in VARIANTS:
@@ -208,12 +217,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             row += [Spread.of(shares.values()).show(1, 100), number(worth.mean, 1, 100)]
         rows.append(row)
     heads = [head for workload, model in columns for head in (f"{TITLES[workload]} {model}, %", "difference")]
-    gaps = table(("within the SLO at the goodput of `limit`", *heads), rows)
-    return (
-        "One difference between `dualmap` and the bounds is taken away at a time. "
-        "Mean of the measured windows, with the lowest and the highest; differences to `dualmap` in percentage points, "
-        f"over the windows of both.\n\n{gaps}\n## How near policies come to `{_BOUND}`\n\n{_nearest(results, extent)}"
-    )
+    return table(("within the SLO at the goodput of `limit`", *heads), rows)
 
 
 def _shares(results: Results, extent: Extent, column: tuple[str, str], name: str) -> dict[int, float]:
@@ -277,5 +281,10 @@ def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
 
 
 SECTION: Final = Section(
-    name="gap", title="What separates dualmap from the bounds", cells=_cells, page=_page, claims=_claims
+    name="gap",
+    title="What separates dualmap from the bounds",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"gap": _gaps, "nearest": _nearest},
 )

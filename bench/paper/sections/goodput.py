@@ -36,4 +36,5 @@ SECTION: Final = Section(
     cells=TRACES.cells,
     page=TRACES.page,
     claims=_claims,
+    excerpts={"goodput": TRACES.excerpt},
 )

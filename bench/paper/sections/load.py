@@ -160,6 +160,23 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return "".join(parts)
 
 
+def _excerpt(results: Results, extent: Extent) -> str:
+    """Return the shares of time with a hot instance, and the load and its balance, at each rate."""
+    names = ("slo_attainment", "hit_rate", "pending_tokens", "cv_of_minutes", "some_hot_share")
+    columns = [each for each in _COLUMNS if each[0] in names]
+    rows = [
+        [
+            f"{TITLES[workload]} at {rate:g}/s",
+            policy,
+            *(number(each[name], digits, scale) for name, _, digits, scale in columns),
+        ]
+        for workload, rate in _settings(extent)
+        for policy, each in _found(results, extent, workload, rate).items()
+        if policy in (*_FIG_8, *_FIG_11, *_VARIANTS)
+    ]
+    return table(("run", "policy", *(title for _, title, *_ in columns)), rows)
+
+
 def _draw_hot(results: Results, extent: Extent, plots: Path) -> None:
     """Draw a map of every instance's pending tokens over time (Fig. 8): bright yellow is hot."""
     settings = _settings(extent)
@@ -249,5 +266,10 @@ def _of(results: Results, extent: Extent, workload: str) -> Sequence[Claim]:
 
 
 SECTION: Final = Section(
-    name="load", title="Load of the instances over time (Figures 8, 11)", cells=_cells, page=_page, claims=_claims
+    name="load",
+    title="Load of the instances over time (Figures 8, 11)",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"load": _excerpt},
 )

@@ -5,17 +5,18 @@ Unlike in other sections, the figures are wall-clock times of this machine, comp
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 from bench.decisions import PROMPT_BYTES, cost, prompts
 from bench.memory import bytes_per_block, conversations, tree_indexes
 from bench.paper.cells import Cell, Figures
 from bench.paper.claims import Claim
+from bench.paper.measures import timed
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import TOOL_AGENT, Extent
@@ -48,8 +49,8 @@ def in_a_run(extent: Extent, policy: str) -> Figures:
     rounds_s: list[float] = []
     experiment = extent.experiment(TOOL_AGENT, "7b", 0, policy, _RATE)
     with (
-        patch.object(PoolRouter, "on_request", _timed(PoolRouter.on_request, decisions_s)),
-        patch("dualmap.dispatcher.relieve", _timed(relieve, rounds_s)),
+        patch.object(PoolRouter, "on_request", timed(PoolRouter.on_request, decisions_s, time.perf_counter)),
+        patch("dualmap.dispatcher.relieve", timed(relieve, rounds_s, time.perf_counter)),
     ):
         run_experiment(experiment)
     return {
@@ -63,16 +64,6 @@ def in_a_run(extent: Extent, policy: str) -> Figures:
 def memory() -> Figures:
     """Return the bytes of the index per cached block, with the prompts of conversations."""
     return {"bytes_per_block": bytes_per_block(conversations, tree_indexes)}
-
-
-def _timed(call: Callable[..., Any], times_s: list[float]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:
-        began_s = time.perf_counter()
-        answer = call(*arguments, **named)
-        times_s.append(time.perf_counter() - began_s)
-        return answer
-
-    return timed
 
 
 def _percentiles_us(times_s: Sequence[float]) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput
-from bench.paper.settings import OURS, RIVALS, TITLES, Extent
+from bench.paper.settings import DEFAULT_POLICY, OURS, RIVALS, TITLES, Extent
 from bench.paper.tables import Spread, change, number, table
 
 from dualmap_sim.experiment import Experiment
@@ -109,7 +109,8 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             finish(place, f"{TITLES[workload]}: {condition}")
     legend(figure, _SHOWN)
     save(figure, plots / "robust.png")
-    return "".join(parts) + _routers(results, extent) + "\n![robustness](robust.png)\n"
+    routers = f"## Several routers, and session ids\n\n{_routers(results, extent)}"
+    return "".join(parts) + routers + "\n![robustness](robust.png)\n"
 
 
 def _routers(results: Results, extent: Extent) -> str:
@@ -138,7 +139,28 @@ def _routers(results: Results, extent: Extent) -> str:
         "change",
         "one router, session ids (first window)",
     )
-    return "## Several routers, and session ids\n\n" + table(heads, rows)
+    return table(heads, rows)
+
+
+def _excerpt(results: Results, extent: Extent) -> str:
+    """Return the goodput under each condition: of the default policy, and of the best other one."""
+    rows = []
+    for condition in (_AS_IT_IS, *(each for each in _CONDITIONS if each not in _SEVERAL)):
+        for workload in extent.workloads:
+            rates = {p: _found(results, extent, condition, workload, p).mean for p in (*OURS, *RIVALS)}
+            others = [(rate, policy) for policy, rate in rates.items() if policy in RIVALS and rate is not None]
+            best, name = max(others, default=(None, ""))
+            rows.append(
+                [
+                    condition,
+                    TITLES[workload],
+                    *(number(rates[policy]) for policy in OURS),
+                    f"{number(best)} `{name}`" if name else "-",
+                    change(rates[DEFAULT_POLICY], best),
+                ]
+            )
+    ours = (f"`{policy}`" for policy in OURS)
+    return table(("condition", "workload", *ours, "best other policy", f"`{DEFAULT_POLICY}` against it"), rows)
 
 
 def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
@@ -146,4 +168,11 @@ def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
     return ()
 
 
-SECTION: Final = Section(name="robust", title="Robustness", cells=_cells, page=_page, claims=_claims)
+SECTION: Final = Section(
+    name="robust",
+    title="Robustness",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"robust": _excerpt, "routers": _routers},
+)

@@ -59,27 +59,42 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 def _page(results: Results, extent: Extent, _plots: Path) -> str:
+    return "\n".join(
+        (
+            "The prefill speed is `spec.engine.prefillTokensPerSecond`, the length of blocks "
+            "`spec.routing.prefix.blockTokens`, and the memories `spec.engine.cacheTokens` and `kvTokens`. Stated "
+            "memories change nothing if the engines report the same. In brackets, the change from the shipped "
+            "defaults.\n",
+            *(_table(results, extent, policy) for policy in _POLICIES),
+        )
+    )
+
+
+def _table(results: Results, extent: Extent, policy: str) -> str:
     columns = [(workload, model) for workload in extent.workloads for model in MODELS]
 
-    def rate(stated: str, policy: str, column: tuple[str, str]) -> float | None:
+    def rate(stated: str, column: tuple[str, str]) -> float | None:
         figures = results.figures(_cell(extent, stated, *column, policy))
         return None if figures is None else figures["goodput_qps"]
 
-    parts = [
-        "The prefill speed is `spec.engine.prefillTokensPerSecond`, the length of blocks "
-        "`spec.routing.prefix.blockTokens`, and the memories `spec.engine.cacheTokens` and `kvTokens`. Stated memories "
-        "change nothing if the engines report the same. In brackets, the change from the shipped defaults.\n"
-    ]
-    for policy in _POLICIES:
-        rows = []
-        for stated in (_NOTHING, *_STATED):
-            rates = [(rate(stated, policy, each), rate(_NOTHING, policy, each)) for each in columns]
-            rows.append(
-                [stated, *(number(now) + f" ({change(now, base)})" * (stated != _NOTHING) for now, base in rates)]
-            )
-        heads = (f"stated, `{policy}`: goodput/s", *(f"{TITLES[workload]} {model}" for workload, model in columns))
-        parts.append(table(heads, rows))
-    return "\n".join(parts)
+    rows = []
+    for stated in (_NOTHING, *_STATED):
+        rates = [(rate(stated, each), rate(_NOTHING, each)) for each in columns]
+        rows.append(
+            [
+                stated,
+                *(
+                    number(now) + f" ({change(now, base)})" * (stated != _NOTHING and now is not None)
+                    for now, base in rates
+                ),
+            ]
+        )
+    heads = (f"stated, `{policy}`: goodput/s", *(f"{TITLES[workload]} {model}" for workload, model in columns))
+    return table(heads, rows)
+
+
+def _excerpt(results: Results, extent: Extent) -> str:
+    return _table(results, extent, _POLICIES[0])
 
 
 def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
@@ -87,4 +102,11 @@ def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
     return ()
 
 
-SECTION: Final = Section(name="stated", title="What stating more is worth", cells=_cells, page=_page, claims=_claims)
+SECTION: Final = Section(
+    name="stated",
+    title="What stating more is worth",
+    cells=_cells,
+    page=_page,
+    claims=_claims,
+    excerpts={"stated": _excerpt},
+)

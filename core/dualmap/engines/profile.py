@@ -83,8 +83,8 @@ class EngineProfile:
         return problem or ("the engine is asleep" if self.asleep else "")
 
     def lacks(self, name: str) -> bool:
-        """Whether the engine's list of models is known and does not contain a name."""
-        return bool(self.models) and name not in self.models
+        """Whether the engine's list of models is known and does not contain a name; an empty name stands for any."""
+        return bool(name) and bool(self.models) and name not in self.models
 
     def served_instead(self, names: Iterable[str]) -> str:
         """Return which of the names the engine lacks, and what it lists instead; empty if it lacks none."""

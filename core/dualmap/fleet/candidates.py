@@ -127,9 +127,18 @@ class Candidates:
         instance = self._instances.get(member)
         return None if instance is None else instance.endpoint
 
-    def view(self, now: float, chain: BlockChain, *, client: int = 0, tokens: PromptTokens | None = None) -> View:
+    def view(
+        self,
+        now: float,
+        chain: BlockChain,
+        *,
+        client: int = 0,
+        priority: int = 0,
+        tokens: PromptTokens | None = None,
+    ) -> View:
         """Return a view of the members for one prompt of a client."""
-        behind_s = partial(self._behind_s, client) if self._shares.has_rivals(client) else None
+        overtakes = self._shares.has_rivals(client) or self._pool.objectives.priorities
+        behind_s = partial(self._behind_s, client, priority) if overtakes else None
         reported = self._reported.matches(now, tokens, chain, self._caches.reuse_step)
         return View(
             now,
@@ -145,8 +154,8 @@ class Candidates:
         """Return all members of a ring for the view's prompt."""
         return Everyone(view, partial(self._roster, view.now, ring))
 
-    def _behind_s(self, client: int, queue: MemberQueue) -> float:
-        return queue.behind_s(client, self._shares.counter)
+    def _behind_s(self, client: int, priority: int, queue: MemberQueue) -> float:
+        return queue.behind_s(client, priority, self._shares.counter)
 
     def _roster(self, now: float, ring: DualRing) -> Roster:
         """Return a ring's instances with current summaries."""

@@ -58,7 +58,7 @@ class Capacity:
         return self._ledger.loads[member].ends_s(now, self._stall_s)
 
     def is_open(self, now: float, member: str, *, waited_s: float) -> bool:
-        """Whether the backlog of a member permits to send it a request that has waited for ``waited_s``."""
+        """Whether a member's backlog leaves a place for a request that has waited for ``waited_s``."""
         window_s = self._open_window_s(now) + _WINDOW_SLACK_S
         if self.backlog_s(now, member) <= window_s:
             return True

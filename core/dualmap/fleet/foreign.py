@@ -1,4 +1,4 @@
-"""The requests at the members that came through none of the pool's routers, such as another gateway's or a batch job's.
+"""The requests at the members that came through no router of the pool, such as those of another gateway or a batch job.
 
 An engine reports all its requests. The requests that this router and the other replicas have in flight there are
 subtracted. Router and engine observe a request's start and end at slightly different times. Therefore, a foreign

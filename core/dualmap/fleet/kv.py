@@ -102,7 +102,7 @@ class KvAccount:
             self._later_tokens -= self._later.pop(request.request_id, 0)
 
     def learn_silence(self, silence_s: float) -> None:
-        """Add a silence before a request's end to the mean silence."""
+        """Add the time between a request's last report and its end to the mean."""
         self._mean_silence_s += _SILENCE_WEIGHT * (silence_s - self._mean_silence_s)
 
     def overdue_s(self) -> float:

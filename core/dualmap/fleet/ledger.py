@@ -35,7 +35,7 @@ class _Loads(dict[str, MemberLoad]):
 
 
 class _Ended(NamedTuple):
-    """What remains of a request after its end: without its blocks, since engines may never report its counts."""
+    """What the ledger keeps of an ended request. It keeps no blocks, because engines may never report the counts."""
 
     member: str
     prediction: Prediction

@@ -1,7 +1,10 @@
 """Which members list a model's name or a LoRA adapter, as their engines' lists of models say."""
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# The members of at most this many names are stored: in a pool for any name, clients choose the names.
+_NAMES_MAX: Final = 4096
 
 
 class ModelMembers(NamedTuple):
@@ -36,6 +39,8 @@ class ListedModels:
         if found is None:
             loaded = frozenset(member for member, models in self._models.items() if name in models)
             found = ModelMembers(loaded, self._members - loaded, frozenset(self._models) - loaded)
+            if len(self._of) >= _NAMES_MAX:
+                self._of.clear()
             self._of[name] = found
         return found
 

@@ -64,8 +64,8 @@ class HotnessTree:
         self._requests = 0
         self._nodes: dict[int, int] = {}
         self._split: set[int] = set()
-        self._told_split: frozenset[int] = frozenset()
-        self._told_bucket_s = 0.0
+        self._sent_split: frozenset[int] = frozenset()
+        self._sent_bucket_s = 0.0
 
     @property
     def nodes(self) -> int:
@@ -122,9 +122,9 @@ class HotnessTree:
 
     def _take_split(self) -> tuple[int, ...]:
         bucket_s = self._buckets[-1].began_s if self._buckets else 0.0
-        if self._split == self._told_split and (not self._split or bucket_s == self._told_bucket_s):
+        if self._split == self._sent_split and (not self._split or bucket_s == self._sent_bucket_s):
             return ()
-        self._told_split, self._told_bucket_s = frozenset(self._split), bucket_s
+        self._sent_split, self._sent_bucket_s = frozenset(self._split), bucket_s
         return tuple(self._split)
 
     def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
@@ -43,6 +43,8 @@ API_VERSION: Final = f"{GROUP}/v1alpha1"
 ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
 UNLIMITED: Final = "Unlimited"
+# The fields of ``spec`` that only the operator reads.
+_OPERATORS_OWN: Final = ("replicas", "workload", "drain")
 _LISTS: Final = ("List", "InferencePoolList")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -88,6 +90,37 @@ def read_pools(document: object) -> tuple[Pool, ...]:
         pools = (_read_pool(root),)
     check_distinct(pools)
     return pools
+
+
+class PoolSettings(NamedTuple):
+    """The settings of a pool that do not say what it serves: ``spec.engine``, ``spec.slo`` and ``spec.routing``."""
+
+    engine: Engine = Engine()
+    slo: Slo = Slo()
+    routing: Routing = Routing()
+
+
+def read_settings(document: object) -> PoolSettings:
+    """Read the settings of a pool from an InferencePool, or from a document with ``spec`` alone. Raises PoolError.
+
+    The other fields of ``spec`` may have any content.
+    """
+    root = _Fields(document, "")
+    for name, expected in (("apiVersion", API_VERSION), ("kind", "InferencePool")):
+        if root.raw.get(name, expected) != expected:
+            raise PoolError(root.at(name), root.raw.get(name), f"{expected}, or no {name}")
+    if "spec" not in root.raw:
+        raise PoolError("spec", None, "a mapping with engine, slo and routing, as in an InferencePool")
+    spec = root.sub("spec")
+    settings = PoolSettings(
+        engine=_read_engine(spec.sub("engine")),
+        slo=_read_slo(spec.sub("slo")),
+        routing=_read_routing(spec.sub("routing")),
+    )
+    for other in ("model", *_OPERATORS_OWN):
+        spec.get(other)
+    spec.refuse_others()
+    return settings
 
 
 def is_pod_address(address: str) -> bool:
@@ -279,7 +312,7 @@ def _read_pool(root: _Fields) -> Pool:
     engine = _read_engine(spec.sub("engine"))
     slo = _read_slo(spec.sub("slo"))
     routing = _read_routing(spec.sub("routing"))
-    for operators_own in ("replicas", "workload", "drain"):
+    for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
     spec.refuse_others()
     ring = root.sub("status").sub("ring")

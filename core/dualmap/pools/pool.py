@@ -55,6 +55,8 @@ class Member:
 class Model:
     """The model that a pool serves: requests have ``name`` or one of ``aliases`` in their field "model".
 
+    An empty ``name`` stands for any name: the pool serves whatever models its engines serve, and requests with
+    different names share no cache keys.
     ``adapters`` are the LoRA adapters that the engines serve. Requests select an adapter in the field "model". Each
     adapter has its own cache keys, because its KV cache differs from the base model's.
     """
@@ -71,6 +73,10 @@ class Model:
     def names(self) -> tuple[str, ...]:
         """All values of the field "model" that map to the pool."""
         return (self.name, *self.aliases, *self.adapters)
+
+    def base_of(self, name: str) -> str:
+        """Return the model whose KV cache a request for ``name`` uses; an adapter's model is the pool's."""
+        return self.name or name
 
     def adapter_of(self, name: str) -> str:
         """Return the adapter of a request for ``name``; empty for the base model."""
@@ -264,6 +270,24 @@ class Routing:
     session: Session = Session()
 
 
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """The priority of requests by the objective that they name: pairs of an objective's name and its priority.
+
+    Requests of higher priority leave the queue first. If the queue is full, those of the lowest priority are rejected.
+    """
+
+    priorities: tuple[tuple[str, int], ...] = ()
+    _of: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_of", dict(self.priorities))
+
+    def priority_of(self, objective: str) -> int:
+        """Return the priority of requests that name an objective; 0 for an unknown one and for none."""
+        return self._of.get(objective, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
@@ -280,6 +304,7 @@ class Pool:
     routing: Routing = field(default_factory=Routing)
     members: tuple[Member, ...] = ()
     ring_version: int = 0
+    objectives: Objectives = Objectives()
     foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property

@@ -2,11 +2,12 @@
 
 A queued request can move to another member without cost, which rebalancing uses (paper section 3.3).
 
-Clients take turns by their fair shares (``fair_shares``). The requests of one client have one of two orders: by
-arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO (Moore 1968, "An
-n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a request would be late,
-the algorithm defers the longest request so far. The number of requests that overtake the oldest request is bounded, so
-that no request starves.
+Requests of higher priority leave the queue first. Among requests of equal priority, clients take turns by their fair
+shares (``fair_shares``). The requests of one client with equal priority have one of two orders: by arrival, or with
+deferral of late requests. Deferral maximises the number of requests that meet the SLO (Moore 1968, "An n job, one
+machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a request would be late, the
+algorithm defers the longest request so far. The number of requests that overtake the oldest request is bounded, so that
+no request starves.
 """
 
 from collections import OrderedDict
@@ -54,11 +55,13 @@ class QueuedRequest:
 
 
 class _Line:
-    """The queued requests of one client for one member; the tokens and seconds of their prefills."""
+    """The queued requests of one client and priority for one member; the tokens and seconds of their prefills."""
 
-    __slots__ = ("compute_s", "in_time", "late_s", "requests", "tokens")
+    __slots__ = ("client", "compute_s", "in_time", "late_s", "priority", "requests", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, client: int, priority: int) -> None:
+        self.client = client
+        self.priority = priority
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         # The requests that can still meet the SLO. Requests that will miss it are removed and not examined again: only
         # an early end of the backlog could change the result.
@@ -117,8 +120,9 @@ class MemberQueue:
     A request that is added now overtakes the deferred requests that will miss the SLO, so these do not delay it
     (``ahead_s``). The few dispatches of the oldest request are neglected.
 
-    Each client has a line. The line of the client with the smallest counter is next, of equal ones that with the oldest
-    request. ``counter`` returns a client's counter (``FairShares``).
+    Each client has a line for each priority. A line of the highest priority is next, among these that of the client
+    with the smallest counter, and among equal ones that with the oldest request. ``counter`` returns a client's
+    counter (``FairShares``).
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
@@ -129,7 +133,7 @@ class MemberQueue:
         self._changed = changed
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         """The queued requests by id, in order of arrival."""
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[tuple[int, int], _Line] = {}
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -153,9 +157,10 @@ class MemberQueue:
         self.requests[queued.request.id] = queued
         if not is_last:
             self.requests = _by_arrival(self.requests)
-        line = self._lines.get(queued.request.client)
+        key = _line_of(queued)
+        line = self._lines.get(key)
         if line is None:
-            line = self._lines[queued.request.client] = _Line()
+            line = self._lines[key] = _Line(*key)
         line.add(queued)
         self.tokens += queued.new_tokens
         self.compute_s += queued.compute_s
@@ -164,12 +169,13 @@ class MemberQueue:
     def remove(self, queued: QueuedRequest) -> None:
         """Remove a request, at any position."""
         del self.requests[queued.request.id]
-        line = self._lines[queued.request.client]
+        key = _line_of(queued)
+        line = self._lines[key]
         late_s = line.late_s
         line.remove(queued)
         self._late_s += line.late_s - late_s
         if not line.requests:
-            del self._lines[queued.request.client]
+            del self._lines[key]
         self.tokens -= queued.new_tokens
         self.compute_s -= queued.compute_s
         if not self.requests:
@@ -197,46 +203,52 @@ class MemberQueue:
         return first or oldest
 
     def take(self, queued: QueuedRequest) -> None:
-        """Remove a request that is dispatched; the oldest of its client, if it is another, is overtaken."""
-        oldest = self._lines[queued.request.client].oldest
+        """Remove a request that is dispatched; the oldest of its line, if it is another, is overtaken."""
+        oldest = self._lines[_line_of(queued)].oldest
         if queued is not oldest:
             oldest.overtaken += 1
         self.remove(queued)
 
     def in_turn(self, counter: Callable[[int], int]) -> Iterator[QueuedRequest]:
-        """Yield the requests in the predicted order of clients' turns, each client's in order of arrival."""
+        """Yield the requests by priority and in the predicted order of clients' turns, each line's by arrival."""
         if len(self._lines) == 1 or len(self._lines) > _PREDICTED_CLIENTS:
             yield from self.requests.values()
             return
-        turns = [(counter(client), line.oldest.request.arrived_s, client) for client, line in self._lines.items()]
+        turns = [
+            (-line.priority, counter(line.client), line.oldest.request.arrived_s, line.client)
+            for line in self._lines.values()
+        ]
         heapify(turns)
-        waiting = {client: iter(line.requests.values()) for client, line in self._lines.items()}
-        upcoming = {client: next(requests) for client, requests in waiting.items()}
+        waiting = {key: iter(line.requests.values()) for key, line in self._lines.items()}
+        upcoming = {key: next(requests) for key, requests in waiting.items()}
         while turns:
-            start, _, client = turns[0]
-            queued = upcoming[client]
+            rank, start, _, client = turns[0]
+            key = (client, -rank)
+            queued = upcoming[key]
             yield queued
-            following = next(waiting[client], None)
+            following = next(waiting[key], None)
             if following is None:
                 heappop(turns)
             else:
-                upcoming[client] = following
-                heapreplace(turns, (start + queued.new_tokens, following.request.arrived_s, client))
+                upcoming[key] = following
+                heapreplace(turns, (rank, start + queued.new_tokens, following.request.arrived_s, client))
 
-    def behind_s(self, client: int, counter: Callable[[int], int]) -> float:
+    def behind_s(self, client: int, priority: int, counter: Callable[[int], int]) -> float:
         """Return how much of the prefill work will be dispatched after a request that the client adds now.
 
         The other clients' counters are taken to grow by dispatches from this queue only.
         """
-        own = self._lines.get(client)
+        own = self._lines.get((client, priority))
         others = len(self._lines) - (own is not None)
         if not 0 < others < _PREDICTED_CLIENTS:
             return 0.0
         start = counter(client) + (0 if own is None else own.tokens)
         behind_s = 0.0
-        for other, line in self._lines.items():
-            if other != client:
-                ahead_tokens = start - counter(other)
+        for line in self._lines.values():
+            if line.priority < priority:
+                behind_s += line.compute_s - line.late_s
+            elif line.priority == priority and line.client != client:
+                ahead_tokens = start - counter(line.client)
                 # The request that is next when the counters are equal is as likely the other's.
                 share = ahead_tokens / line.tokens + 1 / len(line.requests) if line.tokens else 1.0
                 behind_s += (line.compute_s - line.late_s) * (1.0 - min(max(share, 0.0), 1.0))
@@ -245,7 +257,13 @@ class MemberQueue:
     def _next_line(self, counter: Callable[[int], int]) -> _Line:
         if len(self._lines) == 1:
             return next(iter(self._lines.values()))
-        return min(self._lines.items(), key=lambda each: (counter(each[0]), each[1].oldest.request.arrived_s))[1]
+        return min(
+            self._lines.values(), key=lambda line: (-line.priority, counter(line.client), line.oldest.request.arrived_s)
+        )
+
+
+def _line_of(queued: QueuedRequest) -> tuple[int, int]:
+    return queued.request.client, queued.request.priority
 
 
 def _newest(queue: OrderedDict[str, QueuedRequest]) -> QueuedRequest:
@@ -272,8 +290,10 @@ class RequestQueue:
         self.unplaced_tokens = 0
         # In the order in which requests were first queued: a move to another member's queue does not change this order.
         self._since_s: OrderedDict[str, float] = OrderedDict()
-        # The ids of each client's requests, in the same order.
-        self._of_client: dict[int, dict[str, None]] = {}
+        # The requests of each client with one priority, in the same order, by priority and client.
+        self._levels: dict[int, dict[int, dict[str, Request]]] = {}
+        # The number of queued requests of each client.
+        self._clients: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -286,8 +306,8 @@ class RequestQueue:
         return self._placed.get(request_id)
 
     def unplaced(self) -> tuple[Request, ...]:
-        """Return the unplaced requests, in the order in which they were queued."""
-        return tuple(self._unplaced.values())
+        """Return the unplaced requests by priority, those of equal priority in the order in which they were queued."""
+        return tuple(sorted(self._unplaced.values(), key=lambda request: -request.priority))
 
     def enqueue(self, now: float, queued: QueuedRequest) -> None:
         """Queue a request for its member, for the first time or again."""
@@ -322,22 +342,31 @@ class RequestQueue:
         unplaced, placed = self._forget_unplaced(request_id), self._placed.pop(request_id, None)
         request = unplaced if placed is None else placed.request
         assert request is not None, "a queued request is placed or not"
-        of_client = self._of_client[request.client]
+        level = self._levels[request.priority]
+        of_client = level[request.client]
         del of_client[request_id]
         if not of_client:
-            del self._of_client[request.client]
+            del level[request.client]
+            if not level:
+                del self._levels[request.priority]
+        self._clients[request.client] -= 1
+        if not self._clients[request.client]:
+            del self._clients[request.client]
             self._shares.leave(request.client)
         return True
 
-    def excess(self, client: int) -> str | None:
-        """Return the newest request of the client with the most queued ones, if another of ``client`` has more right.
+    def excess(self, request: Request) -> Request | None:
+        """Return the queued request that has to leave a full queue for a new one; None if the new one has less right.
 
-        That is so if ``client`` has fewer queued requests, also with the other one: shares of a full queue are equal.
+        It is the newest request of the client with the most queued ones, among those of the lowest priority. The new
+        request has more right if its priority is higher. If its priority is equal, it has more right if its client has
+        fewer queued requests, also with the new one: shares of a full queue are equal.
         """
-        most = max(self._of_client.values(), key=len, default={})
-        if len(most) <= len(self._of_client.get(client, ())) + 1:
-            return None
-        return next(reversed(most))
+        lowest = min(self._levels, default=request.priority)
+        level = self._levels.get(lowest, {})
+        most = max(level.values(), key=len, default={})
+        share = len(level.get(request.client, ())) + 1 if lowest == request.priority else 0
+        return next(reversed(most.values())) if lowest <= request.priority and len(most) > share else None
 
     def next_expiry(self, max_wait_s: float) -> float | None:
         """Return the time at which the first request will have waited ``max_wait_s``; None for an empty queue."""
@@ -355,11 +384,11 @@ class RequestQueue:
         if request.id in self._since_s:
             return
         self._since_s[request.id] = now
-        of_client = self._of_client.get(request.client)
-        if of_client is None:
-            of_client = self._of_client[request.client] = {}
+        if request.client not in self._clients:
+            self._clients[request.client] = 0
             self._shares.wait(request.client)
-        of_client[request.id] = None
+        self._clients[request.client] += 1
+        self._levels.setdefault(request.priority, {}).setdefault(request.client, {})[request.id] = request
 
     def _forget_unplaced(self, request_id: str) -> Request | None:
         request = self._unplaced.pop(request_id, None)

@@ -27,6 +27,7 @@ from dualmap_edge.logs import get_logger
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
+_ABSENT: Final = (403, 404)
 # After a watch shorter than this time, the loop pauses: a proxy may end every watch at once.
 _SHORT_WATCH_S: Final = 1.0
 # 2^30 first pauses are longer than any limit; larger exponents would overflow.
@@ -105,7 +106,8 @@ class Reflector(Generic[T]):
     """Copies a collection into ``store``; ``read`` converts each object into its stored value.
 
     ``kind`` is the collection's name in logs. ``clock`` is monotonic, in seconds. Every failure calls ``on_failure``;
-    an exception from ``on_failure`` ends ``run``.
+    an exception from ``on_failure`` ends ``run``. With ``optional``, the collection counts as empty while the server
+    does not serve its kind (404), or does not permit to read it (403).
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class Reflector(Generic[T]):
         policy: WatchPolicy,
         clock: Callable[[], float],
         on_failure: Callable[[KubeError], None] = lambda _: None,
+        optional: bool = False,
     ) -> None:
+        self._optional = optional
         self._source = source
         self._store = store
         self._kind = kind
@@ -147,7 +151,19 @@ class Reflector(Generic[T]):
                 await self._list()
                 await self._follow()
             except KubeError as error:
-                await self._pause(error)
+                if self._optional and error.status in _ABSENT:
+                    await self._wait_for_kind(error)
+                else:
+                    await self._pause(error)
+
+    async def _wait_for_kind(self, error: KubeError) -> None:
+        """Take that the collection is empty, and sleep."""
+        self._heard_s = self._clock()
+        self._store.replace(())
+        if str(error) != self._logged:
+            self._logged = str(error)
+            _log.info("Going on without an optional Kubernetes kind", kind=self._kind, reason=str(error))
+        await asyncio.sleep(self._policy.pause_s(_MOST_DOUBLINGS))
 
     async def _list(self) -> None:
         """Replace the store's content with the present collection."""

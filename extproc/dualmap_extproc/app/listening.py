@@ -11,9 +11,10 @@ from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.transport import TransportMetrics
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.server import GrpcServers
-from dualmap_extproc.transport.tls import server_credentials
+from dualmap_extproc.transport.tls import server_certificates
 
 _log = get_logger(__name__)
 
@@ -32,6 +33,7 @@ class Listening:
         access_log: AccessLogSink,
         others: OtherRouters,
         status: StatusServer,
+        metrics: TransportMetrics,
     ) -> None:
         self._settings = settings
         self._program = program
@@ -46,7 +48,9 @@ class Listening:
             plain=(scaler.handler(),),
             access_log=(access_log.handler(),),
             limits=settings.limits,
+            transport=settings.transport,
         )
+        metrics.show(self._servers.http2)
 
     async def start(self) -> int:
         """Bind every port and serve, not ready yet; return the gRPC port. Raises AddressError and TlsError."""
@@ -64,7 +68,7 @@ class Listening:
             grpc_port=settings.grpc_port,
             health_port=settings.health_port,
             als_port=settings.als_port,
-            credentials=server_credentials(settings.tls, settings.tls_client_ca),
+            certificates=server_certificates(settings.tls, settings.tls_client_ca),
         )
         try:
             metrics_port = await self._status.start(settings.host, settings.metrics_port)

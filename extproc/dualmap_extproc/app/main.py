@@ -8,7 +8,14 @@ from typing import Any, Final
 
 import click
 
-from dualmap_extproc.app.options import configure_process, listen_options, process_options, replica_options, settings_of
+from dualmap_extproc.app.options import (
+    configure_process,
+    listen_options,
+    process_options,
+    replica_options,
+    settings_of,
+    transport_option,
+)
 from dualmap_extproc.settings import KubeSettings
 
 _DEFAULT_NAMESPACE: Final = "dualmap-system"
@@ -79,6 +86,7 @@ def _kube_settings(
     metavar="FILE",
     help="With --tls: accept only clients with a certificate of one of these CAs. PEM.",
 )
+@transport_option
 @replica_options(hash_key_default="random; a public key with --redis, --peer or --kube")
 @process_options
 def router(

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import click
@@ -16,7 +16,7 @@ from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettingsError
-from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings, Transport
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 _PORTS: Final = ("grpc_port", "health_port", "metrics_port", "als_port")
@@ -104,6 +104,16 @@ def listen_options(*, health_port: str = "--health-port") -> Callable[[_Function
             "--als-port", default=9004, type=PORT, help="gRPC port for Envoy's access log only. 0: any free port."
         ),
     )
+
+
+def transport_option(function: _Function) -> _Function:
+    """Add the option for the server of the gRPC port."""
+    return click.option(
+        "--transport",
+        default="grpc",
+        type=click.Choice(get_args(Transport)),
+        help="Server of --grpc-port: the router's own HTTP/2 server (h2), or grpc.aio. Both behave alike.",
+    )(function)
 
 
 def replica_options(*, hash_key_default: str) -> Callable[[_Function], _Function]:

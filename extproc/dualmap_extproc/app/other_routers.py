@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from dualmap.ownership.messages import Message
@@ -16,9 +17,11 @@ from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.peers_store import PeersStore, Unobserved
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.transport.processor import Handler
+from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.tls import peer_security
 
+CONNECT_S: Final = 2.0
+"""The longest time that a starting router waits for its first attempts to connect to the other routers."""
 # The interval in which a router checks whether it knows enough of the past to own pools.
 _WARM_CHECK_S: Final = 0.2
 
@@ -84,6 +87,16 @@ class OtherRouters:
         self._addresses.listen(grpc_port)
         history = None if self._settings.redis is None else self.exchange
         return self.exchange.run(), _run_peers(self.peers, picker, history)
+
+    async def tried(self) -> None:
+        """Wait until the first attempts to connect have ended, for CONNECT_S at most.
+
+        A router that serves before it knows the others decides about pools that another router owns.
+        """
+        if self.peers is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await self.peers.tried()
 
     def leave(self) -> None:
         """Announce that this router is about to end."""

@@ -31,6 +31,7 @@ from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Settings, TracingError
 from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.transport import TransportMetrics
 from dualmap_extproc.tokens.rendering import TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
 from dualmap_extproc.transport.deadlines import keep_deadlines
@@ -81,6 +82,7 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         log_prompts=settings.log_prompts,
         client_key=client_key(settings.hash_key),
         send=others.send if others.exist else None,
+        gateway=settings.gateway,
     )
     pool_demand = PoolDemand(demand, picker.demands, picker.pool, replicated=others.exist)
     scaler = Scaler(pool_demand)
@@ -124,6 +126,7 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
         dashboard=dashboard,
     )
+    transport_metrics = TransportMetrics(metrics.registry)
     listening = Listening(
         settings,
         program,
@@ -133,6 +136,7 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         access_log=access_log,
         others=others,
         status=status,
+        metrics=transport_metrics,
     )
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -145,10 +149,11 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
             reading.run(),
             tokenizers.run(),
             kv_events.run(),
+            transport_metrics.run(),
             *others.runs(picker, grpc_port),
         )
         tasks += [asyncio.create_task(each) for each in runs]
-        done = await _first_ended(tasks, before=source.known())
+        done = await _first_ended(tasks, before=_all(source.known(), others.tried()))
         if not done:
             await listening.ready()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -168,6 +173,10 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         await tokenizers.close()
         kv_events.close()
         await asyncio.to_thread(observers.close_tracing)
+
+
+async def _all(*awaited: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(*awaited)
 
 
 async def _first_ended(

@@ -195,6 +195,7 @@ def _request(request: Request) -> wire.Request:
         sequences=request.sequences,
         adapter=_text(request.adapter),
         model=_text(request.model),
+        priority=request.priority,
     )
 
 
@@ -337,6 +338,7 @@ def _read_request(told: wire.Request) -> Request:
         sequences=min(max(told.sequences, 1), SEQUENCES_MAX),
         adapter=_read_text(told.adapter, "adapter", most=MAX_NAME),
         model=_read_text(told.model, "model", most=MAX_NAME),
+        priority=told.priority,
     )
 
 

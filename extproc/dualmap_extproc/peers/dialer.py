@@ -62,6 +62,7 @@ class Dialer:
 
     ``connect`` serves a connection until it ends, and returns the name of the other router, or None if it is no peer.
     It may raise Unreachable.
+    ``on_attempt`` must be called when a connection is used, because an attempt otherwise ends with its connection.
     A router is not dialed while ``is_connected``, and this router (``name``) is never dialed again.
     """
 
@@ -84,6 +85,10 @@ class Dialer:
         self._clock = asyncio.get_running_loop().time
         self._unreachable = OncePerMinute(_log, "Cannot reach another router", self._clock)
         self._dials: dict[Address, asyncio.Task[None]] = {}
+        # The addresses that were found first and have no ended attempt.
+        self._untried: set[str] = set()
+        self.tried = asyncio.Event()
+        """Set when the first attempts to connect to the addresses that were found first have ended."""
 
     async def close(self) -> None:
         """Close the connections that this router opened."""
@@ -95,14 +100,27 @@ class Dialer:
     async def run(self) -> None:
         """Find and dial the other routers until cancelled."""
         async with asyncio.TaskGroup() as group:
+            found = await self._search()
+            self._untried = {address(*where) for where in found}
+            if not found:
+                self.tried.set()
             while True:
-                found = tuple(dict.fromkeys(Address(*each) for each in await self._find()))[: ROUTERS_MAX + 1]
                 for where in self._dials.keys() - set(found):
                     self._dials.pop(where)
                 for where in found:
                     if where not in self._dials:
                         self._dials[where] = group.create_task(self._dial(where))
                 await asyncio.sleep(FIND_S)
+                found = await self._search()
+
+    async def _search(self) -> tuple[Address, ...]:
+        return tuple(dict.fromkeys(Address(*each) for each in await self._find()))[: ROUTERS_MAX + 1]
+
+    def on_attempt(self, shown: str) -> None:
+        """Note that an attempt to connect to an address has ended, in a connection or without one."""
+        self._untried.discard(shown)
+        if not self._untried:
+            self.tried.set()
 
     async def _dial(self, where: Address) -> None:
         """Keep a connection to an address while the address is found."""
@@ -127,6 +145,7 @@ class Dialer:
                 known = None
                 if self._clock() - reached_s >= UNREACHABLE_S:
                     self._unreachable.warn(1, address=address(*where), reason=str(error))
+            self.on_attempt(address(*where))
 
     async def _open(self, where: Address) -> str | None:
         """Open a connection and serve it until it ends. Raises Unreachable."""

@@ -32,6 +32,7 @@ from dualmap_extproc.peers.dialer import Dialer, Finder, Security, Unreachable
 from dualmap_extproc.peers.handshake import Introduction, NotAPeer
 from dualmap_extproc.peers.link import Link, Stream, reason_of
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import router_of
 
 SERVICE: Final = "dualmap.v1.Peers"
 METHOD: Final = "Connect"
@@ -101,6 +102,7 @@ class Peers:
         self._state = RouterState(warm=False, leaving=False)
         self._owners: frozenset[str] | None = None
         self._handshakes = 0
+        self._has_warned_of_same_id = False
         self._refused = OncePerMinute(_log, "Not connecting to another router", self._clock)
         self._unreadable = OncePerMinute(_log, "Closed a connection with an unreadable frame", self._clock)
         self._failed = OncePerMinute(_log, "Failed to apply a message of another router", self._clock)
@@ -130,14 +132,14 @@ class Peers:
 
     def forward(self, entry: AccessLogEntry) -> bool:
         """Send an access log entry to the router that assigned its request id; return whether it is connected."""
-        link = self._links.get(_router_of(entry.request_id))
+        link = self._links.get(router_of(entry.request_id))
         if link is not None:
             self._send([link], encode_entry(entry))
         return link is not None
 
     def reaches(self, request_id: str) -> bool:
         """Return whether the router that assigned a request id is connected and not about to end."""
-        state = self._states.get(_router_of(request_id))
+        state = self._states.get(router_of(request_id))
         return state is not None and not state.leaving
 
     def orphan(self, entry: AccessLogEntry) -> None:
@@ -151,6 +153,10 @@ class Peers:
     def leave(self) -> None:
         """Announce that this router is about to end."""
         self._announce(RouterState(warm=self._state.warm, leaving=True))
+
+    async def tried(self) -> None:
+        """Wait until the first attempts to connect have ended: one for each address that was found first."""
+        await self._dialer.tried.wait()
 
     async def run(self) -> None:
         """Find the other routers and keep a connection to each, until cancelled."""
@@ -217,6 +223,7 @@ class Peers:
         Raises Unreachable.
         """
         name, link = await self._introduce(stream, address, dialed=True)
+        self._dialer.on_attempt(address)
         if link is not None:
             await self._keep(link)
         return name
@@ -249,6 +256,8 @@ class Peers:
             return other.name, None
         await stream.write(own.proof(other) + encode_state(self._state))
         state = own.check_proof(await _read(stream), other)
+        if _replica_of(other.name) == _replica_of(self._name) and not (state.leaving or self._state.leaving):
+            self._warn_of_same_id(address)
         if len(self._links) >= ROUTERS_MAX and other.name not in self._links:
             self._too_many.warn(1, connected=len(self._links), address=address)
             return None, None
@@ -271,6 +280,17 @@ class Peers:
             raise UnreadableFrame("a frame before the connection is accepted")
         self._lose(self._links.get(other.name), "it opened another connection")
         return other.name, self._use(other.name, stream, state, address)
+
+    def _warn_of_same_id(self, address: str) -> None:
+        """Log once that another router, which is no successor of this one, has the same replica id."""
+        if not self._has_warned_of_same_id:
+            self._has_warned_of_same_id = True
+            _log.warning(
+                "Another router has the same replica id, so metrics and traces mix the two; "
+                "give each router its own --replica-id",
+                replica_id=_replica_of(self._name),
+                address=address,
+            )
 
     def _use(self, name: str, stream: Stream, state: RouterState, address: str) -> Link:
         link = self._links[name] = Link(name, stream)
@@ -319,7 +339,7 @@ class Peers:
         for pool, message in frame.messages:
             yield partial(self._listener.on_message, self._clock(), pool, peer, message)
         for entry in frame.entries:
-            if entry.request_id.startswith(f"{self._name}-"):
+            if router_of(entry.request_id) == self._name:
                 yield partial(self._listener.access_log, self._clock(), entry)
             else:
                 yield partial(self._listener.on_orphan, self._clock(), entry)
@@ -331,9 +351,9 @@ class Peers:
         self._report_owners()
 
 
-def _router_of(request_id: str) -> str:
-    """Return the name of the router that assigned an id: its name, a number and a keyed hash (``request.ids``)."""
-    return request_id.rsplit("-", 2)[0]
+def _replica_of(router: str) -> str:
+    """Return the ``--replica-id`` of a router: its name without the random number of the process."""
+    return router.rpartition("-")[0]
 
 
 async def _read(stream: Stream) -> bytes:

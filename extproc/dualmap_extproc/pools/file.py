@@ -68,6 +68,16 @@ def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
     return _joined([(path, _parse(path, _read(path))) for path in paths])
 
 
+def load_documents(path: Path) -> tuple[object, ...]:
+    """Return the documents of a YAML file that are not empty, within the limits of pool files. Raises PoolFileError."""
+    return parse_documents(path, _read(path))
+
+
+def parse_documents(path: Path, data: bytes) -> tuple[object, ...]:
+    """Return the YAML documents in ``data`` that are not empty; errors name ``path``. Raises PoolFileError."""
+    return tuple(document for document in _load_yaml(path, data) if document is not None)
+
+
 @dataclass(slots=True)
 class _WatchedFile:
     """One file: the digest last read, the digest last applied, and the last valid pools.
@@ -247,7 +257,7 @@ def _digest(data: bytes) -> bytes:
 
 def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
     """Return the pools of one file's content. Raises PoolFileError."""
-    documents = [document for document in _load_yaml(path, data) if document is not None]
+    documents = parse_documents(path, data)
     pools: list[Pool] = []
     for number, document in enumerate(documents, start=1):
         try:

@@ -11,6 +11,7 @@ from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import MAX_BLOCKS, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.requests import Request
+from dualmap_extproc.names import OBJECTIVE_HEADER
 from dualmap_extproc.request.body import session_of
 from dualmap_extproc.request.client import client_of
 from dualmap_extproc.request.ids import RequestIds
@@ -47,15 +48,17 @@ class RequestBuilder:
         ids: "array[int] | None",
     ) -> Request:
         """Return the request with a prompt for a pool; ``ids`` are the prompt's token ids of the pool's tokenizer."""
-        adapter = pool.model.adapter_of(prompt.model)
+        adapter, model = pool.model.adapter_of(prompt.model), pool.model.base_of(prompt.model)
+        # An adapter that is the base has keys of its own before an engine says that it is an adapter.
+        named = "" if adapter == model else adapter
         if prompt.lora or prompt.cache_salt:
-            lora, salt = adapter or prompt.lora, prompt.cache_salt
-            root = chain_root(model=pool.model.name, lora=lora, cache_salt=salt, key=self._hash_key)
+            lora, salt = named or prompt.lora, prompt.cache_salt
+            root = chain_root(model=model, lora=lora, cache_salt=salt, key=self._hash_key)
         else:
-            root = self._common_root(model=pool.model.name, lora=adapter)
+            root = self._common_root(model=model, lora=named)
         client_header = pool.routing.fairness.header
         # Without headers, only the salt may name the client.
-        named = client_of(headers, client_header, "", key=self._client_key) if headers else 0
+        client = client_of(headers, client_header, "", key=self._client_key) if headers else 0
         return Request(
             id=self._ids.new(peer),
             chain=chain_blocks(
@@ -70,13 +73,14 @@ class RequestBuilder:
             subset=subset,
             streamed=prompt.streamed,
             session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
-            client=named or client_of(headers, client_header, prompt.cache_salt, key=self._client_key),
-            client_is_salt=not named,
+            client=client or client_of(headers, client_header, prompt.cache_salt, key=self._client_key),
+            client_is_salt=not client,
             comparable=prompt.comparable,
             tokens=self._tokens(pool, prompt, adapter, ids),
             sequences=prompt.sequences,
             adapter=adapter or pool.model.adapter_of(prompt.lora_name),
             model=prompt.model,
+            priority=pool.objectives.priority_of(headers.get(OBJECTIVE_HEADER, "")),
         )
 
     def _tokens(self, pool: Pool, prompt: Prompt, adapter: str, ids: "array[int] | None") -> PromptTokens | None:

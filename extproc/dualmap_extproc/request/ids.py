@@ -16,6 +16,11 @@ KEY_BYTES: Final = 32
 """The length of the secret key of the hashes."""
 
 
+def router_of(request_id: str) -> str:
+    """Return the name of the router that made an id, whichever router that is."""
+    return request_id.rsplit("-", 2)[0]
+
+
 class RequestIds:
     """The request ids of this process.
 

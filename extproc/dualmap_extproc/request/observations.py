@@ -94,6 +94,14 @@ class RemotelyDecided(NamedTuple):
     seconds: float
 
 
+class OwnerChanged(NamedTuple):
+    """Another router than ``before`` owns a pool, as far as this router knows (``dualmap.shared_router``)."""
+
+    pool: str
+    before: str
+    owner: str
+
+
 class FirstTokenSeen(NamedTuple):
     """The first chunk of a response's event stream arrived."""
 
@@ -134,6 +142,13 @@ class ServedElsewhere(NamedTuple):
     pool: str
 
 
+class PickNotFollowed(NamedTuple):
+    """The gateway reported that it sent a request to none of the endpoints that the pick named."""
+
+    now: float
+    pool: str
+
+
 class Tokenized(NamedTuple):
     """The router computed a request's token ids, or gave up, in ``seconds``."""
 
@@ -158,11 +173,13 @@ Observation: TypeAlias = (
     | Abandoned
     | Decided
     | RemotelyDecided
+    | OwnerChanged
     | FirstTokenSeen
     | Ended
     | Expired
     | Measured
     | ServedElsewhere
+    | PickNotFollowed
     | Tokenized
     | TokensMismatched
 )

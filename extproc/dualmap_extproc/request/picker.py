@@ -45,7 +45,7 @@ from dualmap_extproc.errors import (
     no_endpoint,
     refused_by_router,
 )
-from dualmap_extproc.names import cluster_name
+from dualmap_extproc.names import SELECTION_HEADER, cluster_name
 from dualmap_extproc.request.body import quoted_of, read_body
 from dualmap_extproc.request.builder import RequestBuilder
 from dualmap_extproc.request.ended import EndedRequests
@@ -61,6 +61,8 @@ from dualmap_extproc.request.observations import (
     Expired,
     FirstTokenSeen,
     Measured,
+    OwnerChanged,
+    PickNotFollowed,
     Rejected,
     RemotelyDecided,
     Report,
@@ -75,7 +77,7 @@ from dualmap_extproc.request.served_pools import Mesh, Outcomes, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.request.waiting import WaitingRequest, WaitingRequests
-from dualmap_extproc.settings import Limits
+from dualmap_extproc.settings import OWN_GATEWAY, Gateway, Limits
 
 _log = get_logger(__name__)
 
@@ -97,7 +99,7 @@ class Picker:
     If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). With ``send``,
     each pool has an owner among the routers (``dualmap.shared_router``), and the picker sends messages about a pool to
     the router of a name; ``id_prefix`` is then this router's name. If ``log_prompts`` is true, debug lines quote
-    prompts.
+    prompts. ``gateway`` says what the gateway in front of this picker supports.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class Picker:
         log_prompts: bool = False,
         client_key: bytes = b"",
         send: Callable[[str, str, Message], None] | None = None,
+        gateway: Gateway = OWN_GATEWAY,
     ) -> None:
+        self.gateway = gateway
         self._limits = limits
         self._report = report
         self.ids = RequestIds(id_prefix, id_key)
@@ -122,7 +126,10 @@ class Picker:
         self._log_prompts = log_prompts
         self._builder = RequestBuilder(limits, self.ids, hash_key=hash_key, client_key=client_key)
         self._send = send
-        mesh = None if send is None else Mesh(name=id_prefix, send=send, decided=self._decided_remotely)
+        mesh = None
+        if send is not None:
+            changed = self._owner_changed
+            mesh = Mesh(name=id_prefix, send=send, decided=self._decided_remotely, owner_changed=changed)
         self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
@@ -151,7 +158,7 @@ class Picker:
 
     @property
     def kept_headers(self) -> frozenset[str]:
-        """The lower-case names of the headers that ``pick`` accepts: those of sessions, clients and traces."""
+        """The lower-case names of the headers that ``pick`` accepts: of sessions, clients, objectives and traces."""
         return self._kept_headers
 
     @property
@@ -173,7 +180,11 @@ class Picker:
         """
         removed, effects = self._served.replace(now, pools)
         self._counts.set_pools(pool.id for pool in pools)
-        self._kept_headers = self._served.session_headers | self._served.client_headers | self._trace_headers
+        served = self._served
+        routing_headers = served.session_headers | served.client_headers | served.objective_headers
+        self._kept_headers = routing_headers | self._trace_headers
+        if self.gateway.conformance_hooks:
+            self._kept_headers |= {SELECTION_HEADER}
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
         for request_id, waiting in self._waiting.of_pools(removed):
@@ -288,7 +299,7 @@ class Picker:
             return self._reject(now, no_endpoint(""), None)
         self._report(RoutedBodiless(now=now, pool=pool.id))
         return Picked(
-            destination=",".join(endpoints),
+            destination=self._destination(endpoints),
             cluster=cluster_name(pool.namespace, pool.name),
             max_body_bytes=pool.routing.max_body_bytes,
         )
@@ -326,6 +337,12 @@ class Picker:
         if elsewhere:
             self._report(ServedElsewhere(now=now, pool=router.pool.id))
         self._release(now, (router, outcomes))
+
+    def not_followed(self, now: float, request_id: str) -> None:
+        """Record that the gateway sent a request to none of the endpoints that the pick named."""
+        router = self._owners.get(request_id)
+        if router is not None:
+            self._report(PickNotFollowed(now=now, pool=router.pool.id))
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """End a request after its complete response. The usage may be known now, later, or never."""
@@ -474,13 +491,16 @@ class Picker:
         if _log.debugging:
             _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
         return Picked(
-            destination=outcome.destination,
+            destination=self._destination(outcome.endpoints),
             cluster=cluster_name(pool.namespace, pool.name),
             max_body_bytes=pool.routing.max_body_bytes,
             request_id=outcome.request_id,
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             decision=outcome,
         )
+
+    def _destination(self, endpoints: Sequence[str]) -> str:
+        return endpoints[0] if self.gateway.single_destination else ",".join(endpoints)
 
     def _reject(self, now: float, refused: Refused, arrival: Arrival | None, queued_s: float | None = None) -> Refused:
         """Report a rejection, and return it."""
@@ -489,6 +509,9 @@ class Picker:
 
     def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
+
+    def _owner_changed(self, pool: str, before: str, owner: str) -> None:
+        self._report(OwnerChanged(pool=pool, before=before, owner=owner))
 
     def _await(
         self, now: float, request_id: str, waiting: WaitingRequest, outcomes: tuple[Outcome, ...]

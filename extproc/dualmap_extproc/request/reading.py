@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
 
 
 BoundsOfModels: TypeAlias = Mapping[str, Bounds]
-"""The bounds by the name of each model that the router serves."""
+"""The bounds by the name of each model that the router serves; the empty name stands for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +155,13 @@ def read_large(large: LargeBody, render: Render = _unknown) -> Prompt | Refused:
     if has_more_elements(body, most):
         return invalid_body(f"the body has more than {most} JSON elements")
     names = model_names(body)
-    if names and not any(name in large.bounds for name in names):
+    if names and not any(name in large.bounds for name in (*names, "")):
         return model_not_found(names[-1])
     parsed = parse_body(body)
     prompt = parsed if isinstance(parsed, Refused) else prompt_of(parsed, large.api)
     if isinstance(prompt, Refused):
         return prompt
-    bounds = large.bounds.get(prompt.model)
+    bounds = large.bounds.get(prompt.model) or large.bounds.get("")
     if bounds is None:
         return model_not_found(prompt.model)
     if len(body) > bounds.body_bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum, auto
 from typing import ClassVar, TypeAlias
 
-from dualmap_extproc.names import DECISION_HEADER
+from dualmap_extproc.names import DECISION_HEADER, SERVED_HEADER
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import read_response
 from dualmap_extproc.request.modes import Modes, ResponseBody
@@ -41,11 +41,14 @@ class Response:
     """The response to one request, and the request's id in the picker between its pick and its end.
 
     ``request_id`` is the request's id in the picker. The id is empty before the pick, after the end, and for a request
-    without a prompt. ``receipt`` is the value of the decision header, or None without this header. ``ending`` is the
-    request's ending by the response's status.
+    without a prompt. ``destination`` lists the endpoints of the pick. ``receipt`` is the value of the decision header,
+    or None without this header. ``ending`` is the request's ending by the response's status.
     """
 
-    __slots__ = ("_alive_due_s", "_limits", "_modes", "_picker", "_whole", "ending", "phase", "receipt", "request_id")
+    __slots__ = (
+        *("_alive_due_s", "_limits", "_modes", "_picker", "_whole"),
+        *("destination", "ending", "phase", "receipt", "request_id"),
+    )
 
     def __init__(self, picker: Picker, limits: Limits, modes: Modes, arrived_s: float) -> None:
         self._picker = picker
@@ -56,7 +59,7 @@ class Response:
         self._whole = modes.response_body is _WHOLE
         self.phase = _AWAITED
         self.ending = _ABORTED
-        self.request_id = ""
+        self.request_id = self.destination = ""
         self.receipt: str | None = None
 
     def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
@@ -82,18 +85,24 @@ class Response:
         headers = message.response_headers
         self.ending, whole = read_response(headers.headers, self.ending)
         self._whole |= whole
-        if self.request_id and message.HasField("metadata_context"):
-            served = answers.served_endpoint(message.metadata_context)
-            if served:
-                self._picker.served(now, self.request_id, served)
+        served = answers.served_endpoint(message.metadata_context) if message.HasField("metadata_context") else ""
+        if served and self.request_id:
+            if served not in self.destination.split(","):
+                self._picker.not_followed(now, self.request_id)
+            self._picker.served(now, self.request_id, served)
         if headers.end_of_stream or self.ending is not _FINISHED:
             self.end(now, self.ending)
         if headers.end_of_stream:
             self._leave()
-        if self.receipt is None:
+        hooks = self._picker.gateway.conformance_hooks
+        if self.receipt is None and not hooks:
             return [answers.PLAIN_RESPONSE_HEADERS]
         answer = wire.ProcessingResponse()
-        answers.set_header(answer.response_headers.response.header_mutation, DECISION_HEADER, self.receipt)
+        mutation = answer.response_headers.response.header_mutation
+        if self.receipt is not None:
+            answers.set_header(mutation, DECISION_HEADER, self.receipt)
+        if hooks:
+            answers.set_header(mutation, SERVED_HEADER, served or "not reported")
         return [answer]
 
     def _on_first_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:

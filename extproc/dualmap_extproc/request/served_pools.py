@@ -6,10 +6,11 @@ from functools import partial
 
 from dualmap.ownership.messages import Message
 from dualmap.pools.pool import Pool, TokenSource
+from dualmap.prompts.prompt import MAX_NAME
 from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.shared_router import RemoteDecision, Router, SharedRouter
-from dualmap_extproc.names import FAIRNESS_HEADER
+from dualmap_extproc.names import FAIRNESS_HEADER, OBJECTIVE_HEADER
 from dualmap_extproc.request.reading import Bounds, BoundsOfModels
 
 Outcomes = tuple[Router, tuple[Outcome, ...]]
@@ -21,12 +22,14 @@ class Mesh:
     """This process among the other routers: its name, and the functions that its pools' routers use.
 
     ``send`` takes a pool, the name of a router and the message to this router. ``decided`` takes a pool and how one of
-    its decisions was made of which another router is the owner.
+    its decisions was made of which another router is the owner. ``owner_changed`` takes a pool, its last owner and its
+    new one.
     """
 
     name: str
     send: Callable[[str, str, Message], None]
     decided: Callable[[str, RemoteDecision], None]
+    owner_changed: Callable[[str, str, str], None]
 
 
 class ServedPools:
@@ -53,6 +56,8 @@ class ServedPools:
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify clients, over all pools."""
+        self.objective_headers: frozenset[str] = frozenset()
+        """The lower-case names of the headers that select priorities, over all pools."""
         self.bounds: BoundsOfModels = {}
         """The bounds on request bodies, by model."""
         self.max_body_bytes: int | None = None
@@ -76,8 +81,12 @@ class ServedPools:
         return self._routers.get(pool)
 
     def of_model(self, model: str) -> Router | None:
-        """Return the router of the pool that serves a model, or None if no pool serves the model."""
-        return self._models.get(model)
+        """Return the router of the pool that serves a model, or None if no pool serves the model.
+
+        A pool without a model's name serves any name of at most MAX_NAME characters.
+        """
+        router = self._models.get(model)
+        return self._models.get("") if router is None and len(model) <= MAX_NAME else router
 
     def queue_no_more(self) -> None:
         """Disable queueing in all pools, starting at the next ``replace``."""
@@ -121,6 +130,8 @@ class ServedPools:
         self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
         named = (pool.routing.fairness.header for pool in pools)
         self.client_headers = frozenset((FAIRNESS_HEADER, *(header for header in named if header)))
+        has_objectives = any(pool.objectives.priorities for pool in pools)
+        self.objective_headers = frozenset((OBJECTIVE_HEADER,) if has_objectives else ())
         self.name_pools()
         self.max_body_bytes = max((pool.routing.max_body_bytes for pool in pools), default=None)
         return removed, effects
@@ -159,6 +170,7 @@ class ServedPools:
             name=mesh.name,
             send=partial(mesh.send, pool.id),
             decided=partial(mesh.decided, pool.id),
+            owner_changed=partial(mesh.owner_changed, pool.id),
             hash_key=self._hash_key,
             replicated=self._replicated,
         )

@@ -31,7 +31,7 @@ from typing import ClassVar, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
-from dualmap_extproc.names import FAIRNESS_HEADER
+from dualmap_extproc.names import ECHO_HEADER, FAIRNESS_HEADER, SELECTION_HEADER, SERVED_HEADER
 from dualmap_extproc.request.body import ReceivedBody, read_body
 from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.client import NAME_CHARACTERS
@@ -99,8 +99,8 @@ class Stream:
 
     # Slots make the access to attributes faster: 2 us per request.
     __slots__ = (
-        *("_arrived_s", "_body", "_buffered", "_cancel_reading", "_deliver", "_head", "_heard_s", "_limits"),
-        *("_max_body_bytes", "_modes", "_peer", "_picker", "_reader", "_response", "_retries", "_tokens"),
+        *("_arrived_s", "_body", "_buffered", "_cancel_reading", "_deliver", "_head", "_heard_s", "_hooks"),
+        *("_limits", "_max_body_bytes", "_modes", "_peer", "_picker", "_reader", "_response", "_retries", "_tokens"),
         "_unanswered",
         *("deadline_s", "decided", "held_bytes", "phase"),
     )
@@ -117,6 +117,7 @@ class Stream:
         peer: str = "",
     ) -> None:
         self._picker = picker
+        self._hooks = picker.gateway.conformance_hooks
         self._peer = peer
         self._limits = limits
         self._deliver = deliver
@@ -327,6 +328,8 @@ class Stream:
         ``retries`` is true if Envoy may retry the request.
         """
         self._retries = retries
+        if self._hooks and (chosen := self._head.kept.get(SELECTION_HEADER)):
+            self._head.subset = answers.endpoints_of(chosen)
         chunks = self._body.take()
         if self._modes.answering is DUPLEX:
             chunks = (b"".join(chunks),)
@@ -452,6 +455,9 @@ class Stream:
             strip=self._head.strip,
             retries=self._retries,
         )
+        self._response.destination = outcome.destination
+        if self._hooks:
+            answers.add_header(out[0], ECHO_HEADER, f"{SERVED_HEADER}:{outcome.destination.partition(',')[0]}")
         return out
 
     def _refuse(self, now: float, refused: Refused) -> _Answers:

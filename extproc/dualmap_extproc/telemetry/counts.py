@@ -28,6 +28,7 @@ from dualmap_extproc.request.observations import (
     FanOut,
     FirstTokenSeen,
     Measured,
+    PickNotFollowed,
     Rejected,
     RemotelyDecided,
     Routed,
@@ -126,6 +127,7 @@ class _PoolCounts:
     tokenizer_mismatches: int = 0
     bodiless: int = 0
     served_elsewhere: int = 0
+    picks_not_followed: int = 0
     clients_limited: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
@@ -175,6 +177,11 @@ _POOL_COUNTERS: Final[tuple[tuple[str, str, Callable[[_PoolCounts], int]], ...]]
         "dualmap_served_elsewhere",
         "Requests served by another endpoint than the chosen one.",
         lambda counts: counts.served_elsewhere,
+    ),
+    (
+        "dualmap_picks_not_followed",
+        "Requests that the gateway sent to none of the endpoints that the pick named.",
+        lambda counts: counts.picks_not_followed,
     ),
     (
         "dualmap_clients_limited",
@@ -248,6 +255,7 @@ class RequestCounts(Collector):
         observations.subscribe(Expired, self._expired)
         observations.subscribe(Measured, self._measured)
         observations.subscribe(ServedElsewhere, self._served_elsewhere)
+        observations.subscribe(PickNotFollowed, self._pick_not_followed)
         observations.subscribe(Tokenized, self._tokenized)
         observations.subscribe(TokensMismatched, self._tokens_mismatched)
 
@@ -395,6 +403,10 @@ class RequestCounts(Collector):
     def _served_elsewhere(self, served: ServedElsewhere) -> None:
         if served.pool in self._pools:
             self._pools[served.pool].served_elsewhere += 1
+
+    def _pick_not_followed(self, not_followed: PickNotFollowed) -> None:
+        if not_followed.pool in self._pools:
+            self._pools[not_followed.pool].picks_not_followed += 1
 
     def _tokenized(self, tokenized: Tokenized) -> None:
         if tokenized.pool in self._pools:

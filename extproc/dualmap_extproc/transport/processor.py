@@ -1,14 +1,13 @@
-"""The ext_proc service in grpc.aio: passes messages to each stream's state machine and writes the answers."""
+"""The ext_proc service, shared by both transports: its streams, their number, and their deadlines.
+
+``grpc_processor`` and ``http2_processor`` pass messages between a transport and the streams of this module.
+"""
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-import grpc
-from google.protobuf.message import DecodeError
-
-from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import Decided, Report
 from dualmap_extproc.request.picker import Picker
@@ -17,12 +16,10 @@ from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
-from dualmap_extproc.wire.peer import peer_of
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
-Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
+Answers: TypeAlias = Sequence[wire.ProcessingResponse]
+Write: TypeAlias = Callable[[Answers], None]
 
-_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # grpc-stubs declares only the type
 # The poll interval of streams' deadlines. Deadlines are at least 0.1 s away, and only requests with trailers or slow
 # clients reach them.
 _POLL_S: Final = 0.02
@@ -31,8 +28,10 @@ _POLL_BUSY_S: Final = 0.005
 
 
 class ExternalProcessor:
-    """The ext_proc service: one state machine per stream, driven by the clock of the event loop.
+    """The open streams of the ext_proc service: one state machine per stream, driven by the event loop's clock.
 
+    A transport calls ``open`` at the begin of a call, ``receive`` for each of its messages, and ``close`` once after
+    the call's end.
     ``reader`` reads large bodies; without one, the streams read them on the event loop. ``tokens`` gives token ids.
     """
 
@@ -50,20 +49,12 @@ class ExternalProcessor:
         self._buffered = BufferedBodies(limits.buffered_bytes)
         self._report = report
         self._limits = limits
+        self._clock = asyncio.get_running_loop().time
         self._deadlines = _StreamDeadlines()
         self._streams = 0
         self._last_began_s = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def handler(self) -> Handler:
-        """Return the service's handler, for registration in grpc.aio."""
-        method = grpc.stream_stream_rpc_method_handler(
-            self._process,
-            request_deserializer=wire.ProcessingRequest.FromString,
-            response_serializer=wire.ProcessingResponse.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method})
 
     @property
     def open_requests(self) -> int:
@@ -86,83 +77,41 @@ class ExternalProcessor:
 
     def stop_queueing(self) -> None:
         """Dispatch or reject all queued requests, and queue no further requests."""
-        self._picker.stop_queueing(asyncio.get_running_loop().time())
+        self._picker.stop_queueing(self._clock())
 
-    async def _process(self, _: object, context: _Context) -> None:
-        """Serve one stream, and close its state machine after any end of the stream."""
-        clock = asyncio.get_running_loop().time
-        writer = _UnpromptedWriter(context)
-        stream = Stream(
-            *(self._picker, self._limits, writer.write, self._buffered, self._reader),
-            tokens=self._tokens,
-            peer=peer_of(context),
-        )
-        writer.on_written = stream.written
-        cancelled = True
+    def open(self, write: Write, peer: str) -> Stream:
+        """Return the state machine of a new stream of the client ``peer``.
+
+        ``write`` sends the answers that follow no message: after a decision about a queued request.
+        """
         self._streams += 1
-        self._last_began_s = clock()
+        self._last_began_s = self._clock()
         self._idle.clear()
-        try:
-            while not stream.ended:
-                message = await context.read()
-                if writer.writing is not None:
-                    await writer.writing
-                if message is _EOF:
-                    break
-                now = clock()
-                undecided = not stream.decided
-                answers = stream.receive(now, message)
-                if undecided and stream.decided:
-                    done_s = clock()
-                    self._report(Decided(now=done_s, seconds=done_s - now))
-                for answer in answers:
-                    await context.write(answer)
-                stream.written()
-                # The next message may come much later; what this one and its answers contain is not stored until then.
-                del message, answers
-                self._deadlines.watch(stream, writer)
-            cancelled = False
-        except DecodeError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            self._deadlines.forget(stream)
-            stream.close(clock(), cancelled=cancelled)
-            writer.cancel()
-            self._streams -= 1
-            if not self._streams:
-                self._idle.set()
+        return Stream(
+            *(self._picker, self._limits, write, self._buffered, self._reader), tokens=self._tokens, peer=peer
+        )
 
+    def receive(self, stream: Stream, message: wire.ProcessingRequest) -> Answers:
+        """Return a stream's answers to a message. The transport calls ``watch`` after it has sent them."""
+        now = self._clock()
+        undecided = not stream.decided
+        answers = stream.receive(now, message)
+        if undecided and stream.decided:
+            done_s = self._clock()
+            self._report(Decided(now=done_s, seconds=done_s - now))
+        return answers
 
-class _UnpromptedWriter:
-    """The writer of answers without a preceding message: after a stream's deadline or a queued request's decision.
+    def watch(self, stream: Stream, write: Write) -> None:
+        """Call the stream at its deadline, if it has one; ``write`` sends the answers."""
+        self._deadlines.watch(stream, write)
 
-    The stream's handler awaits the next message meanwhile. gRPC accepts only one write at a time, so the handler must
-    await ``writing`` before it writes anything.
-    """
-
-    def __init__(self, context: _Context) -> None:
-        self._context = context
-        self.writing: asyncio.Task[None] | None = None
-        self.on_written: Callable[[], None] = lambda: None
-
-    def write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
-        """Start to write answers after the current write ends."""
-        self.writing = asyncio.create_task(self._write(answers, after=self.writing))
-        # If the call ends meanwhile, the write fails. The handler also detects the end, so the callback drops the
-        # error.
-        self.writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    def cancel(self) -> None:
-        """Stop writing, because the stream has ended."""
-        if self.writing is not None:
-            self.writing.cancel()
-
-    async def _write(self, answers: Sequence[wire.ProcessingResponse], after: asyncio.Task[None] | None) -> None:
-        if after is not None:
-            await after
-        for answer in answers:
-            await self._context.write(answer)
-        self.on_written()
+    def close(self, stream: Stream, *, cancelled: bool) -> None:
+        """Report the end of a stream. ``cancelled`` is true if Envoy or its client cancelled, or the call failed."""
+        self._deadlines.forget(stream)
+        stream.close(self._clock(), cancelled=cancelled)
+        self._streams -= 1
+        if not self._streams:
+            self._idle.set()
 
 
 class _StreamDeadlines:
@@ -170,17 +119,17 @@ class _StreamDeadlines:
 
     One timer checks all deadlines 50 times a second while there are any, and pauses if many streams are due at once.
     Nearly every request sets a deadline, but few requests reach their deadline. A timer for each request would cost
-    6 us per request. If an answer ends its stream (a rejection), Envoy closes the call, so the handler's read returns.
+    6 us per request. If an answer ends its stream (a rejection), Envoy closes the call.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Stream, _UnpromptedWriter] = {}
+        self._watched: dict[Stream, Write] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, stream: Stream, writer: _UnpromptedWriter) -> None:
-        """Watch the stream if it has a deadline; ``writer`` writes the answers at this deadline."""
+    def watch(self, stream: Stream, write: Write) -> None:
+        """Watch the stream if it has a deadline; ``write`` writes the answers at this deadline."""
         if stream.deadline_s is not None:
-            self._watched[stream] = writer
+            self._watched[stream] = write
             if self._timer is None:
                 self._set_timer()
 
@@ -192,13 +141,13 @@ class _StreamDeadlines:
         clock = asyncio.get_running_loop().time
         now = clock()
         pause_s = _POLL_S
-        for stream, writer in tuple(self._watched.items()):
+        for stream, write in tuple(self._watched.items()):
             if stream.deadline_s is None:
                 self.forget(stream)
             elif stream.deadline_s <= now:
                 answers = stream.on_deadline(now)
                 if answers:
-                    writer.write(answers)
+                    write(answers)
                 if clock() - now > _POLL_BUSY_S:
                     pause_s = 0.0
                     break

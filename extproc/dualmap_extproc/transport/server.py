@@ -3,21 +3,27 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from dualmap_edge.logs import get_logger
-from dualmap_edge.ports import AddressError, address
-from dualmap_extproc.names import EXT_PROC_SERVICE
-from dualmap_extproc.settings import Limits
-from dualmap_extproc.transport.processor import ExternalProcessor, Handler
+from dualmap_edge.ports import AddressError
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.settings import Limits, Transport
+from dualmap_extproc.transport.grpc_processor import grpc_handler
+from dualmap_extproc.transport.grpc_server import GrpcServer, Handler
+from dualmap_extproc.transport.http2.limits import Http2Limits
+from dualmap_extproc.transport.http2_processor import http2_method
+from dualmap_extproc.transport.http2_server import Http2Server
+from dualmap_extproc.transport.http2_services import Methods
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.tls import Certificates
 
-Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
-
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+EXT_PROC_PATH: Final = f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}".encode()
 LIVENESS_SERVICE: Final = "liveness"
 # Envoy and Kubernetes request the health of the empty name by default, which means the whole server.
 READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
@@ -32,17 +38,16 @@ SHARED_PROBE_WAIT_S = 15.0
 NOTICE_S = 1.0
 # The longest time that the port stays open. Clients without health checks send streams until the port closes.
 NOTICE_MAX_S = 5.0
-_NO_END_S: Final = 1e6
 # The time in which gRPC sends the end of calls after their handlers have returned. A call that is cut before its end
 # breaks the response in Envoy.
 _FLUSH_S: Final = 0.25
-# The most pending streams: as many as a pool may queue (docs/pool.md), and more than Envoy's circuit breakers allow.
-_STREAMS_PENDING_MAX: Final = 100_000
 # gRPC stores a message until it is complete, for any peer that reaches the port. These ports therefore accept only the
 # messages that they need. An access log batch has 64 KiB, or one entry more; an entry has at most the size of Envoy's
 # headers. The health port has requests of a few names.
 ALS_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 HEALTH_MESSAGE_BYTES: Final = 64 * 1024
+# The unsent bytes of a connection above the bodies that the router stores: the answers around them.
+_UNSENT_MARGIN_BYTES: Final = 1024 * 1024
 # The open streams of one connection. A worker of Envoy has one stream per access log on its connection. KEDA has a
 # stream per pool. A client with more streams opens another connection.
 _ALS_STREAMS_MAX: Final = 100
@@ -59,8 +64,27 @@ class Ports:
     als: int
 
 
+class Server(Protocol):
+    """A gRPC server on one port, in either transport."""
+
+    async def bind(self, host: str, port: int, certificates: Certificates | None) -> int:
+        """Bind the port (0: any), and return it. Raises OSError."""
+
+    async def start(self) -> None:
+        """Serve."""
+
+    async def drain(self) -> None:
+        """Reject new streams, and wait until all streams have ended."""
+
+    async def close(self) -> None:
+        """Stop immediately, and cut open streams."""
+
+
 class GrpcServers:
     """The router's three gRPC servers: all services for Envoy, health without TLS, and the access log.
+
+    ``transport`` serves the first of them: ``h2`` is the router's own HTTP/2 server (``http2``, which is None with the
+    other transport), ``grpc`` is grpc.aio. The other servers use grpc.aio.
 
     The main server offers ext_proc, health, ``services`` and ``access_log``. The server without TLS offers health and
     ``plain``, which change nothing. The access log server offers ``access_log``.
@@ -74,41 +98,27 @@ class GrpcServers:
         plain: Sequence[Handler] = (),
         access_log: Sequence[Handler],
         limits: Limits,
+        transport: Transport = "grpc",
     ) -> None:
         self._processor = processor
+        self.http2: Http2Server | None = None
         self._health = health_aio.HealthServicer()
         self._until_alive: asyncio.Task[None] | None = None
-        # The gRPC limit is above the body limit, so that the router can answer 413 to a larger body before gRPC fails
-        # the stream. The number of streams has no limit on the main port, because queued requests are open streams.
-        main = (("grpc.max_receive_message_length", limits.body_bytes * 5 // 2),)
-        health = (
-            ("grpc.max_receive_message_length", HEALTH_MESSAGE_BYTES),
-            ("grpc.max_concurrent_streams", _HEALTH_STREAMS_MAX),
+        health = (health_handler(self._health),)
+        handlers = (*services, *access_log, *health)
+        self._main: Server
+        if transport == "h2":
+            self._main = self.http2 = Http2Server(
+                lambda client: Methods({EXT_PROC_PATH: http2_method(processor)}, handlers, client),
+                _http2_limits(limits),
+            )
+        else:
+            # The number of streams has no limit on the main port, because queued requests are open streams.
+            self._main = GrpcServer((grpc_handler(processor), *handlers), message_bytes=_message_bytes(limits))
+        self._plain_health = GrpcServer(
+            (*plain, *health), message_bytes=HEALTH_MESSAGE_BYTES, streams_max=_HEALTH_STREAMS_MAX
         )
-        als = (
-            ("grpc.max_receive_message_length", ALS_MESSAGE_BYTES),
-            ("grpc.max_concurrent_streams", _ALS_STREAMS_MAX),
-        )
-        options = (
-            ("grpc.max_send_message_length", -1),
-            # A port in use must be an error: the router must not share the port with another process.
-            ("grpc.so_reuseport", 0),
-            # Queued requests are open streams. By default, if more than 1000 streams arrive together, gRPC itself
-            # rejects some of them. Envoy then forwards the requests of rejected streams without a pick.
-            ("grpc.server.max_pending_requests", _STREAMS_PENDING_MAX),
-            ("grpc.server.max_pending_requests_hard_limit", _STREAMS_PENDING_MAX),
-            # Envoy may send keepalive pings at any rate.
-            ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-        )
-        self._main = grpc.aio.server(options=(*options, *main))
-        self._plain_health = grpc.aio.server(options=(*options, *health))
-        self._als = grpc.aio.server(options=(*options, *als))
-        self._main.add_generic_rpc_handlers((processor.handler(), *services, *access_log))
-        self._plain_health.add_generic_rpc_handlers(tuple(plain))
-        self._als.add_generic_rpc_handlers(tuple(access_log))
-        for server in (self._main, self._plain_health):
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._als = GrpcServer(access_log, message_bytes=ALS_MESSAGE_BYTES, streams_max=_ALS_STREAMS_MAX)
 
     async def start(
         self,
@@ -117,18 +127,18 @@ class GrpcServers:
         grpc_port: int,
         health_port: int,
         als_port: int,
-        credentials: Credentials | None,
+        certificates: Certificates | None,
     ) -> Ports:
         """Bind the ports and start to serve, with the status not ready; return the ports. Raises AddressError.
 
-        ``credentials`` makes the TLS credentials of one port (None: no TLS).
+        ``certificates`` are those of the ports with TLS (None: no TLS).
         """
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
         ports = Ports(
-            grpc=_bind(self._main, host, grpc_port, "--grpc-port", credentials),
-            health=_bind(self._plain_health, host, health_port, "--health-port", None),
-            als=_bind(self._als, host, als_port, "--als-port", credentials),
+            grpc=await _bind(self._main, host, grpc_port, "--grpc-port", certificates),
+            health=await _bind(self._plain_health, host, health_port, "--health-port", None),
+            als=await _bind(self._als, host, als_port, "--als-port", certificates),
         )
         for server in (self._plain_health, self._als, self._main):
             await server.start()
@@ -154,8 +164,7 @@ class GrpcServers:
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._noticed(until_s=min(loop.time() + NOTICE_MAX_S, deadline_s))
         self._processor.stop_queueing()
-        # The grace period must not end: grpc.aio 1.85 crashes if a grace period ends while another `stop` is running.
-        stopping = asyncio.create_task(self._main.stop(_NO_END_S))
+        stopping = asyncio.create_task(self._main.drain())
         idle = asyncio.create_task(self._processor.idle())
         left_s = max(0.0, deadline_s - loop.time())
         await asyncio.wait((stopping, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +181,7 @@ class GrpcServers:
         """Stop immediately, and cut open streams."""
         if self._until_alive is not None:
             self._until_alive.cancel()
-        await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
+        await asyncio.gather(*(server.close() for server in (self._main, self._als, self._plain_health)))
 
     async def _noticed(self, *, until_s: float) -> None:
         """Wait until no stream has begun for NOTICE_S, or until ``until_s`` on the loop's clock."""
@@ -196,11 +205,36 @@ class GrpcServers:
         await self._health.set(SHARED_PROBE_SERVICE, HealthCheckResponse.SERVING)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, option: str, credentials: Credentials | None) -> int:
-    where = address(host, port)
+def health_handler(servicer: health_aio.HealthServicer) -> Handler:
+    """Return the handler of the health service: the methods that gRPC's health checking protocol has."""
+    methods = {
+        "Check": grpc.unary_unary_rpc_method_handler(
+            servicer.Check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+        ),
+        "Watch": grpc.unary_stream_rpc_method_handler(
+            servicer.Watch, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+        ),
+    }
+    return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
+
+
+def _message_bytes(limits: Limits) -> int:
+    """Return the limit of one message: above the body limit, so that the router can answer 413 to a larger body."""
+    return limits.body_bytes * 5 // 2
+
+
+def _http2_limits(limits: Limits) -> Http2Limits:
+    """Return the limits of a connection; all stored bodies may be on their way back to one Envoy."""
+    unsent_bytes = limits.buffered_bytes + _UNSENT_MARGIN_BYTES
+    return Http2Limits(
+        message_bytes=_message_bytes(limits),
+        unsent_stream_bytes=unsent_bytes,
+        unsent_connection_bytes=unsent_bytes,
+    )
+
+
+async def _bind(server: Server, host: str, port: int, option: str, certificates: Certificates | None) -> int:
     try:
-        if credentials is None:
-            return server.add_insecure_port(where)
-        return server.add_secure_port(where, credentials())
-    except RuntimeError as error:
-        raise AddressError(host, port, option, error) from None
+        return await server.bind(host, port, certificates)
+    except OSError as error:
+        raise AddressError(host, port, option, error.strerror) from None

@@ -9,13 +9,14 @@ Functions import the package cryptography only when they need it, because the im
 
 import asyncio
 import datetime
+import os
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import grpc
 
@@ -24,6 +25,8 @@ from dualmap_edge.logs import get_logger
 if TYPE_CHECKING:
     from cryptography import x509
 
+ALPN: Final = "h2"
+"""The protocol that clients must negotiate."""
 _LIFETIME = datetime.timedelta(days=3650)
 _CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
 # The pause after a change of certificates. A gRPC handshake creates its TLS object microseconds after it has requested
@@ -41,8 +44,8 @@ class TlsError(Exception):
     """The option ``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file, and the fault."""
 
 
-def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], grpc.ServerCredentials] | None:
-    """Return a function that makes the credentials of one gRPC port (call it once per port), or None without TLS.
+def server_certificates(tls: str, client_ca: Path | None = None) -> "Certificates | None":
+    """Return the certificates of the router's ports, or None without TLS.
 
     With ``client_ca`` (a file of PEM certificates), clients need a certificate that one of these CAs signed. Raises
     TlsError.
@@ -52,9 +55,9 @@ def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], 
             raise TlsError("--tls-client-ca: requires TLS; also give --tls self-signed or --tls DIR")
         return None
     if tls == "self-signed":
-        return Certificates(self_signed(), client_ca).for_port
+        return Certificates(self_signed(), client_ca)
     if Path(tls).is_dir():
-        return Certificates(Path(tls), client_ca).for_port
+        return Certificates(Path(tls), client_ca)
     raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
 
 
@@ -144,9 +147,9 @@ class Certificates:
     ``pair`` is a key with its certificates, or a folder with tls.key and tls.crt. The constructor raises TlsError for
     invalid files.
 
-    gRPC requests the certificates at every handshake, on its own threads. The class compares the contents of files, not
-    time stamps. To read three small files costs less than a handshake, and works with the symbolic links of a mounted
-    Secret.
+    Both transports request the certificates at every handshake, on any thread. The class compares the contents of
+    files, not time stamps. To read three small files costs less than a handshake, and works with the symbolic links of
+    a mounted Secret.
     """
 
     def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
@@ -154,11 +157,10 @@ class Certificates:
         self._client_ca = client_ca
         self._lock = threading.Lock()
         self._refused = ""
-        self._contents = self._read()
-        self._configuration = _configuration(*self._contents)
+        self._current = _loaded(*self._read())
 
     def for_port(self) -> grpc.ServerCredentials:
-        """Return the credentials of one port, which report each change to gRPC once."""
+        """Return the gRPC credentials of one port, which report each change to gRPC once."""
         given = self.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -172,22 +174,21 @@ class Certificates:
             # the old configuration after the pause.
             time.sleep(_SETTLED_S)
             given = current
-            return current
+            return current.configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            given,
+            given.configuration(),
             changed,  # type: ignore[arg-type] # grpc-stubs does not declare None, which means unchanged
             require_client_authentication=self._client_ca is not None,
         )
 
-    def current(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files and return the last valid configuration; log a repeated fault only once."""
+    def current(self) -> "Loaded":
+        """Read the files and return the last valid ones; log a repeated fault only once."""
         with self._lock:
             try:
                 contents = self._read()
-                if contents != self._contents:
-                    self._configuration = _configuration(*contents)
-                    self._contents = contents
+                if contents != (self._current.pair, self._current.client_ca):
+                    self._current = _loaded(*contents)
                     _log.info("Loaded changed certificate files")
                 self._refused = ""
             except TlsError as error:
@@ -195,7 +196,7 @@ class Certificates:
                 if str(error) != self._refused:
                     _log.warning("Rejected certificate files, keeping the last valid certificates", reason=str(error))
                 self._refused = str(error)
-            return self._configuration
+            return self._current
 
     def _read(self) -> tuple[Pair, bytes | None]:
         pair = self._pair
@@ -204,8 +205,21 @@ class Certificates:
         return pair, None if self._client_ca is None else _bytes_of(self._client_ca)
 
 
-def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificateConfiguration:
-    """Return gRPC's configuration. First make the checks that gRPC makes only at a handshake. Raises TlsError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The valid content of the files, and the context of connections that use it."""
+
+    pair: Pair
+    client_ca: bytes | None
+    context: ssl.SSLContext
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Return the content for gRPC."""
+        return grpc.ssl_server_certificate_configuration([self.pair], self.client_ca)
+
+
+def _loaded(pair: Pair, client_ca: bytes | None) -> Loaded:
+    """Check the content of the files, also as gRPC does only at a handshake. Raises TlsError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -221,7 +235,50 @@ def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificat
         raise TlsError("--tls: tls.key is not the key of tls.crt")
     if client_ca is not None:
         _certificates(client_ca, "--tls-client-ca")
-    return grpc.ssl_server_certificate_configuration([pair], client_ca)
+    try:
+        return Loaded(pair=pair, client_ca=client_ca, context=_context(pair, client_ca))
+    except ssl.SSLError as error:
+        raise TlsError(f"--tls or --tls-client-ca: OpenSSL rejects the files: {error}") from None
+
+
+def _context(pair: Pair, client_ca: bytes | None) -> ssl.SSLContext:
+    """Return the context of the HTTP/2 server's connections. Raises ssl.SSLError."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols([ALPN])
+    # Python loads a certificate's key only from a file. This file exists only in memory, and ends with the block.
+    with os.fdopen(os.memfd_create("dualmap-tls", os.MFD_CLOEXEC), "wb") as file:
+        file.write(b"\n".join(pair))
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        # As in gRPC, each certificate of the file is an authority, also without the authority that signed it.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        authorities = _certificates(client_ca, "--tls-client-ca")
+        context.load_verify_locations(cadata=b"".join(each.public_bytes(Encoding.DER) for each in authorities))
+    return context
+
+
+def names_of(certificate: bytes) -> tuple[bytes, ...]:
+    """Return the names in a client's certificate (DER), as gRPC's ``peer_identities`` does.
+
+    These are the alternative names, or the common name of a certificate without alternative names.
+    """
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    read = x509.load_der_x509_certificate(certificate)
+    try:
+        alternative = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        alternative = x509.SubjectAlternativeName([])
+    shown = (x509.DNSName, x509.RFC822Name, x509.UniformResourceIdentifier, x509.IPAddress)
+    names = tuple(str(name.value).encode() for name in alternative if isinstance(name, shown))
+    common = read.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return names or tuple(str(name.value).encode() for name in common[:1])
 
 
 def _certificates(content: bytes, name: str) -> "list[x509.Certificate]":

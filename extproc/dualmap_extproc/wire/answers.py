@@ -69,6 +69,13 @@ def add_pick(
         mutation.remove_headers.extend(key for key in strip if key not in replaced)
 
 
+def add_header(answer: wire.ProcessingResponse, key: str, value: str) -> None:
+    """Set one more request header in an answer that can change request headers."""
+    kind = answer.WhichOneof("response")
+    if kind in _WITH_HEADERS:
+        set_header(getattr(answer, kind).response.header_mutation, key, value)
+
+
 @lru_cache(maxsize=_PICKS)
 def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.ProcessingResponse:
     """Return the fields that all picks of a destination share. The message is cached and must not be modified.
@@ -137,6 +144,11 @@ def subset_hint(subset: Struct) -> frozenset[str] | None:
     if hint is None:
         return None
     texts = [each.string_value for each in hint.list_value.values] or [hint.string_value]
+    return endpoints_of(*texts)
+
+
+def endpoints_of(*texts: str) -> frozenset[str]:
+    """Return the endpoints (``ip:port`` or ``ip``) in comma-separated texts, in the spelling that pools use."""
     parts = (_endpoint(each.strip()) for text in texts for each in text.split(","))
     return frozenset(part for part in parts if part)
 

@@ -3,8 +3,7 @@
 The modules under go/ set the programs' versions, and the Go module proxy provides the sources. The results of each
 module are stored outside the repository, in a folder with a digest of the module's inputs in its name. A change of one
 module therefore does not rebuild the others. Another folder has links to all results; `cluster.py` starts the programs
-from this folder. `make e2e` runs this build first. To build without `make`, run this file with Python. Tests of other
-programs build their own `Catalogue`.
+from this folder. `make e2e` runs this build first. To build without `make`, run this file with Python.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KEDA_CRDS = (
     "keda.sh_triggerauthentications.yaml",
 )
 LWS_CRD = "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
-SOURCES = Path(__file__).parent / "go"
+_SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
 _VERSION_PACKAGE = "k8s.io/component-base/version"
@@ -64,27 +63,24 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One binary: its file name, Go package and linker flags. With ``test``, the binary runs the package's tests."""
+    """One binary: its file name, Go main package and linker flags."""
 
     name: str
     package: str
     link_flags: str = "-s -w"
-    # Not in the representation, so that the digests of the modules without tests are independent of this field.
-    test: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A Go module in a folder of ``sources`` and the programs that are built from the module."""
+    """A Go module under go/ and the programs that are built from the module."""
 
     name: str
     programs: tuple[Program, ...]
-    sources: Path = SOURCES
 
     @property
     def source(self) -> Path:
         """The folder that holds the module's go.mod."""
-        return self.sources / self.name
+        return _SOURCES / self.name
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -108,7 +104,7 @@ class Module:
 class Definitions:
     """Custom resource definitions, or other files and folders, from the folder ``base`` of a Go module.
 
-    The build downloads the module, because the tests' network namespace has no internet access.
+    The build downloads the definitions, because the tests' network namespace has no internet access.
     """
 
     name: str
@@ -118,7 +114,7 @@ class Definitions:
 
     @property
     def digest(self) -> str:
-        """A digest of the module's version and the file names."""
+        """A digest of the module's version and the definitions' file names."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -164,64 +160,30 @@ DEFINITIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
-    """Programs and definitions with one common folder. ``needs`` tells users what the first build needs."""
-
-    modules: tuple[Module, ...]
-    definitions: tuple[Definitions, ...]
-    needs: str
-
-    @property
-    def folder(self) -> Path:
-        """The folder of all programs and definitions; `build` fills it."""
-        together = "".join(part.digest for part in (*self.modules, *self.definitions))
-        return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
-
-    def missing(self) -> list[str]:
-        """Return the names of the files that `build` has not created yet."""
-        here = self.folder
-        return [
-            file for part in (*self.modules, *self.definitions) for file in part.files if not (here / file).exists()
-        ]
-
-    def build(self) -> Path:
-        """Build and download all missing files; return the folder.
-
-        Raises `BuildError` if Go is missing or too old, or if a build fails.
-        """
-        target = self.folder
-        if self.missing():
-            go = _find_go()
-            target.mkdir(parents=True, exist_ok=True)
-            with _only_one(_cache() / "build.lock"):
-                _build_all(go, self, target)
-        return target
-
-
-CONTROL_PLANE = Catalogue(
-    modules=MODULES,
-    definitions=DEFINITIONS,
-    needs="all of them need 18 minutes on 2 idle cores, 750 MB, and 8 GB for Go's own caches",
-)
-
-
 def binaries_folder() -> Path:
-    """Return the folder of the control plane's programs and definitions; `build` fills it."""
-    return CONTROL_PLANE.folder
+    """Return the folder of all programs and definitions; `build` fills it."""
+    together = "".join(part.digest for part in (*MODULES, *DEFINITIONS))
+    return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
 
 
 def missing() -> list[str]:
-    """Return the names of the control plane's files that `build` has not created yet."""
-    return CONTROL_PLANE.missing()
+    """Return the names of the files that `build` has not created yet."""
+    here = binaries_folder()
+    return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
 
 
 def build() -> Path:
-    """Build and download the control plane's missing files; return the folder of the binaries.
+    """Build and download all missing files; return the folder of the binaries.
 
     Raises `BuildError` if Go is missing or too old, or if a build fails.
     """
-    return CONTROL_PLANE.build()
+    target = binaries_folder()
+    if missing():
+        go = _find_go()
+        target.mkdir(parents=True, exist_ok=True)
+        with _only_one(_cache() / "build.lock"):
+            _build_all(go, target)
+    return target
 
 
 def _cache() -> Path:
@@ -229,19 +191,19 @@ def _cache() -> Path:
     return cache / "dualmap" / "controlplane"
 
 
-def _build_all(go: str, catalogue: Catalogue, target: Path) -> None:
-    for definitions in catalogue.definitions:
+def _build_all(go: str, target: Path) -> None:
+    for definitions in DEFINITIONS:
         folder = _folder(definitions)
         if not folder.is_dir():
             _fetch(go, definitions, folder)
         _link(folder, definitions.files, target)
-    left = [module for module in catalogue.modules if not _folder(module).is_dir()]
+    left = [module for module in MODULES if not _folder(module).is_dir()]
     if left:
         names = ", ".join(program.name for module in left for program in module.programs)
         _say(f"building {names} into {_cache()}")
-        _say(f"once per machine; {catalogue.needs}")
+        _say("once per machine; all of them need 18 minutes on 2 idle cores, 750 MB, and 8 GB for Go's own caches")
     started_s = time.monotonic()
-    for module in catalogue.modules:
+    for module in MODULES:
         folder = _folder(module)
         if module in left:
             with _whole(folder) as partial:
@@ -276,7 +238,7 @@ def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
 
 
 def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
-    """Download the Go module of the definitions and copy the files to ``folder``."""
+    """Download the Go module of the definitions and copy the definitions to ``folder``."""
     found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
     if found.returncode != 0:
         raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
@@ -322,8 +284,7 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
     """Run `go build` and regularly print the number of compiled packages."""
-    action = ["test", "-c"] if program.test else ["build", "-v"]
-    command = [go, *action, "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
+    command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
     _say(f"{program.name} ...")
     started_s = said_s = time.monotonic()
     said: list[str] = []

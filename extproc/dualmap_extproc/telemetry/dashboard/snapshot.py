@@ -131,7 +131,7 @@ class Snapshots:
         pool, status, past = moment.pool, moment.status, moment.past
         return {
             "name": pool.id,
-            "model": pool.model.name,
+            "model": pool.model.name or "any model",
             "policy": pool.routing.policy,
             "algorithm": pool.routing.ring.algorithm.value,
             "ring_version": status.ring_version,

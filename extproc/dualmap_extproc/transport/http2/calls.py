@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from dualmap_extproc.transport.http2.hpack import Header
 from dualmap_extproc.transport.http2.status import Status
 
 
@@ -36,10 +35,6 @@ class Call(Protocol):
     @property
     def path(self) -> str:
         """The method, such as ``/package.Service/Method``."""
-
-    @property
-    def headers(self) -> tuple[Header, ...]:
-        """The request's headers in order, with pseudo-headers such as ``:authority``; names are in lower case."""
 
     @property
     def peer(self) -> str:

@@ -8,7 +8,7 @@ from dualmap_extproc.transport.http2 import frames, opening
 from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.ended import EndedStreams
 from dualmap_extproc.transport.http2.flow import Bucket, Output
-from dualmap_extproc.transport.http2.frames import ErrorCode
+from dualmap_extproc.transport.http2.frames import END_STREAM, FRAME_BYTES, HEADER_BYTES, ErrorCode
 from dualmap_extproc.transport.http2.hpack import Header, HpackDecoder, HpackError
 from dualmap_extproc.transport.http2.limits import Http2Counters, Http2Limits
 from dualmap_extproc.transport.http2.status import Status
@@ -237,13 +237,13 @@ class Http2Connection:
             self._prefaced = True
             rest.clear()
             return view
-        view = self._fill(frames.HEADER_BYTES, view)
-        if len(rest) < frames.HEADER_BYTES:
+        view = self._fill(HEADER_BYTES, view)
+        if len(rest) < HEADER_BYTES:
             return view
         length = frames.HEADER.unpack_from(rest)[0] >> 8
-        if length <= frames.FRAME_BYTES:
-            view = self._fill(frames.HEADER_BYTES + length, view)
-            if len(rest) < frames.HEADER_BYTES + length:
+        if length <= FRAME_BYTES:
+            view = self._fill(HEADER_BYTES + length, view)
+            if len(rest) < HEADER_BYTES + length:
                 return view
         self._rest = bytearray()
         self._frames(now, memoryview(rest))
@@ -266,22 +266,23 @@ class Http2Connection:
         half_window = self.limits.stream_window_bytes // 2
         received = messages = at = 0
         end = len(view)
-        while at + frames.HEADER_BYTES <= end:
+        while at + HEADER_BYTES <= end:
             word, flags, stream_id = unpack(view, at)
-            start = at + frames.HEADER_BYTES
+            start = at + HEADER_BYTES
             length = word >> 8
             stop = start + length
-            if length > frames.FRAME_BYTES:
+            if length > FRAME_BYTES:
                 raise _size("frame above SETTINGS_MAX_FRAME_SIZE")
             if stop > end:
                 break
             at = stop
-            if word & 0xFF:
-                self._frame(now, word & 0xFF, flags, stream_id & frames.STREAM_MAX, view[start:stop])
+            kind = word & 0xFF
+            if kind:
+                self._frame(now, kind, flags, stream_id & frames.STREAM_MAX, view[start:stop])
             else:
                 received += length
                 # The usual frame: without padding, on an open stream, one or more whole messages of one.
-                if flags <= frames.END_STREAM and length >= PREFIX_BYTES and not self._block_stream:
+                if flags <= END_STREAM and length >= PREFIX_BYTES and not self._block_stream:
                     stream = streams.get(stream_id)
                     if (
                         stream is not None
@@ -323,7 +324,7 @@ class Http2Connection:
     # Frames of streams.
 
     def _headers(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
-        if flags & ~frames.END_STREAM == frames.END_HEADERS:
+        if flags & ~END_STREAM == frames.END_HEADERS:
             block = bytes(payload)
             known = self._openings.get(block)
             if known is not None and stream_id > self._last_id and stream_id & 1:
@@ -389,7 +390,7 @@ class Http2Connection:
                 asked = None
             if asked is None or flags & _DEPENDS_ON_ITSELF:
                 self._last_id = stream_id
-                self._stream_error(now, stream_id, ErrorCode.PROTOCOL_ERROR, both=bool(flags & frames.END_STREAM))
+                self._stream_error(now, stream_id, ErrorCode.PROTOCOL_ERROR, both=bool(flags & END_STREAM))
                 return
             if unchanged and len(block) <= _OPENING_BYTES:
                 if len(self._openings) >= _OPENINGS_MAX:
@@ -402,7 +403,7 @@ class Http2Connection:
         if self._final:
             return
         self._last_id = stream_id
-        last = flags & frames.END_STREAM
+        last = flags & END_STREAM
         if len(self._streams) >= self.limits.streams:
             self._counters.refused_streams += 1
             self._reset(now, stream_id, ErrorCode.REFUSED_STREAM, both=bool(last))
@@ -433,7 +434,7 @@ class Http2Connection:
             opening.check_trailers(headers)
         except opening.MalformedError:
             flags = 0
-        if flags & frames.END_STREAM and not flags & _DEPENDS_ON_ITSELF:
+        if flags & END_STREAM and not flags & _DEPENDS_ON_ITSELF:
             self._half_close(now, stream)
         else:
             self._stream_error(now, stream.id, ErrorCode.PROTOCOL_ERROR, both=False)
@@ -458,7 +459,7 @@ class Http2Connection:
             raise _protocol("the first frame is not SETTINGS")
         length = len(payload)
         payload = _without_padding(flags, payload)
-        last = flags & frames.END_STREAM
+        last = flags & END_STREAM
         stream = self._streams.get(stream_id)
         if stream is None:
             self._late_data(now, stream_id)
@@ -569,7 +570,7 @@ class Http2Connection:
                 self._output.set_initial_window(value)
             elif name == frames.MAX_FRAME_SIZE:
                 # Our frames stay at the least maximum.
-                if not frames.FRAME_BYTES <= value < 2**24:
+                if not FRAME_BYTES <= value < 2**24:
                     raise _protocol("SETTINGS_MAX_FRAME_SIZE")
             elif name == frames.ENABLE_PUSH and value > 1:
                 raise _protocol("SETTINGS_ENABLE_PUSH")

@@ -29,11 +29,11 @@ class Opening:
     """The headers of a request, read once for all requests with the same block.
 
     ``factory`` serves the call. Without one, ``refusal`` is the block of the whole response. ``timeout_s`` is the
-    client's ``grpc-timeout``. ``content_bytes`` is ``content-length``, or -1 without this header.
+    client's ``grpc-timeout``. ``content_bytes`` is ``content-length``, or -1 without this header. No other header is
+    stored, because very many calls may be open.
     """
 
     path: str
-    headers: tuple[Header, ...]
     factory: Factory | None
     refusal: bytes
     timeout_s: float | None
@@ -59,7 +59,6 @@ def read(headers: Sequence[Header], methods: Mapping[bytes, Factory]) -> Opening
     timeout = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
     return Opening(
         path=path.decode("latin-1"),
-        headers=tuple(headers),
         factory=factory,
         refusal=refusal,
         timeout_s=int(timeout[1]) * _UNIT_S[timeout[2]] if timeout else None,

@@ -7,7 +7,8 @@ from typing import Final, Protocol
 from dualmap_extproc.transport.http2 import frames
 from dualmap_extproc.transport.http2.calls import CallHandler
 from dualmap_extproc.transport.http2.flow import Bucket, Output
-from dualmap_extproc.transport.http2.hpack import Header, encode
+from dualmap_extproc.transport.http2.frames import FRAME_BYTES
+from dualmap_extproc.transport.http2.hpack import encode
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from dualmap_extproc.transport.http2.opening import GRPC_HEADERS, Opening
 from dualmap_extproc.transport.http2.status import Status, encoded
@@ -142,11 +143,6 @@ class Stream:
         return self._opening.path
 
     @property
-    def headers(self) -> tuple[Header, ...]:
-        """See ``Call``."""
-        return self._opening.headers
-
-    @property
     def peer(self) -> str:
         """See ``Call``."""
         return self._connection.peer
@@ -163,7 +159,7 @@ class Stream:
             or size > output.room
             or size > output.window
             or size > self.send_window + output.initial_window
-            or size > frames.FRAME_BYTES
+            or size > FRAME_BYTES
         ):
             self._queue(message, size)
         else:

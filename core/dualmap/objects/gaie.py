@@ -1,0 +1,136 @@
+"""Converts the objects of the Gateway API Inference Extension: its InferencePool, InferenceObjectives and their pods.
+
+Both versions of the pool are read: ``v1`` of the group ``inference.networking.k8s.io``, and ``v1alpha2`` of the group
+``inference.networking.x-k8s.io``. A member of such a pool is one target port of one ready pod, so that each rank of an
+engine with data parallelism is a member.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dualmap.errors import PoolError
+from dualmap.objects.pods import PodFacts, mapping_in, mappings_in, pod_facts, text_in
+from dualmap.pools.pool import Member, MemberState, Objectives
+
+GROUP_VERSIONS: Final = {"inference.networking.k8s.io": "v1", "inference.networking.x-k8s.io": "v1alpha2"}
+"""The groups of the InferencePool, each with the version that is read."""
+OBJECTIVES_GROUP_VERSION: Final = "inference.networking.x-k8s.io/v1alpha2"
+PORTS_MAX: Final = 8
+"""The most target ports of a pool."""
+ACTIVE_PORTS: Final = "inference.networking.k8s.io/active-ports"
+"""The annotation with those target ports, separated by commas, on which a pod serves; without it, all."""
+_PRIORITY_MAX: Final = 2**31
+_LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY: Final = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL}", re.ASCII)
+_LABEL_VALUE: Final = re.compile(rf"({_LABEL})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaiePool:
+    """The members of a pool: the pods that the label ``selector`` matches, each at each of the ``ports``."""
+
+    selector: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaiePod:
+    """A pod, and the target ports on which it serves (None: on all)."""
+
+    facts: PodFacts
+    active_ports: frozenset[int] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pod may get requests."""
+        return self.facts.ready and not self.facts.terminating and bool(self.facts.address)
+
+
+def read_gaie_pool(body: Mapping[str, Any]) -> GaiePool:
+    """Return what an InferencePool of either version says. Raises PoolError."""
+    spec = mapping_in(body, "spec")
+    selector = mapping_in(spec, "selector")
+    if "targetPortNumber" in spec:
+        labels, path, ports = selector, "spec.selector", [("spec.targetPortNumber", spec["targetPortNumber"])]
+    else:
+        labels, path = mapping_in(selector, "matchLabels"), "spec.selector.matchLabels"
+        ports = [
+            (f"spec.targetPorts[{position}].number", each.get("number"))
+            for position, each in enumerate(mappings_in(spec, "targetPorts"))
+        ]
+    if not ports or len(ports) > PORTS_MAX:
+        raise PoolError("spec.targetPorts", len(ports), f"1 to {PORTS_MAX} ports")
+    numbers = tuple(dict.fromkeys(_read_port(each, field) for field, each in ports))
+    return GaiePool(selector=selector_of(labels, path), ports=numbers)
+
+
+def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
+    """Return the facts of a pod; never raises."""
+    metadata = mapping_in(body, "metadata")
+    listed = text_in(mapping_in(metadata, "annotations"), ACTIVE_PORTS)
+    ports = frozenset(int(each) for each in listed.replace(" ", "").split(",") if each.isdecimal() and len(each) < 6)
+    return GaiePod(facts=pod_facts(body), active_ports=ports or None)
+
+
+def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Member]) -> tuple[Member, ...]:
+    """Return the members of a pool, sorted by id.
+
+    A pod that is ready is a member at each port. A pod that was one ``before``, and is not ready or terminates, stays a
+    Draining member: it gets no new requests, and the router keeps the member's cache index and requests in flight.
+    """
+    was = {member.id: member for member in before}
+    members: dict[str, Member] = {}
+    endpoints: set[str] = set()
+    # Ready pods come first: the address of a pod that has ended may already be another pod's.
+    for pod in sorted(pods, key=lambda pod: (not pod.ready, pod.facts.name)):
+        facts = pod.facts
+        for port in pool.ports:
+            id = facts.name if len(pool.ports) == 1 else f"{facts.name}:{port}"
+            active = pod.active_ports is None or port in pod.active_ports
+            known = was.get(id)
+            if pod.ready and active:
+                state, address = MemberState.ACTIVE, facts.address
+            elif known is not None and not facts.ended:
+                state, address = MemberState.DRAINING, known.address
+            else:
+                continue
+            member = Member(id=id, address=address, port=port, state=state, incarnation=facts.incarnation)
+            if member.endpoint not in endpoints:
+                endpoints.add(member.endpoint)
+                members[id] = member
+    return tuple(sorted(members.values(), key=lambda member: member.id))
+
+
+def read_objectives(bodies: Iterable[Mapping[str, Any]], pool: str) -> Objectives:
+    """Return the priorities of the InferenceObjectives for ``pool``; an objective without a priority has priority 0."""
+    priorities: dict[str, int] = {}
+    for body in bodies:
+        spec, name = mapping_in(body, "spec"), text_in(mapping_in(body, "metadata"), "name")
+        priority = spec.get("priority", 0)
+        if name and text_in(mapping_in(spec, "poolRef"), "name") == pool and _is_priority(priority):
+            priorities[name] = priority
+    return Objectives(tuple(sorted(priorities.items())))
+
+
+def _is_priority(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_PRIORITY_MAX <= value < _PRIORITY_MAX
+
+
+def selector_of(labels: Mapping[str, Any], path: str) -> str:
+    """Return labels as a selector of the Kubernetes API. Raises PoolError for the field at ``path``."""
+    if not labels:
+        raise PoolError(path, None, "one or more labels")
+    for key, value in labels.items():
+        if not isinstance(key, str) or not _LABEL_KEY.fullmatch(key):
+            raise PoolError(path, key, "keys of labels")
+        if not isinstance(value, str) or not _LABEL_VALUE.fullmatch(value):
+            raise PoolError(f"{path}.{key}", value, "the value of a label")
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+def _read_port(value: object, path: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65_535:
+        raise PoolError(path, value, "a whole number from 1 to 65535")
+    return value

@@ -1,0 +1,272 @@
+"""The command ``dualmap epp``: takes the seat of a picker of the Gateway API Inference Extension.
+
+The command accepts the flags and the configuration file of other pickers, and runs the router for the members of one
+InferencePool (``epp.pools``).
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from dualmap.errors import PoolError
+from dualmap.objects.gaie import GROUP_VERSIONS, PORTS_MAX, GaiePool, selector_of
+from dualmap.objects.pool_reader import PoolSettings, read_settings
+from dualmap_edge.kube.client import KubeClient
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.app.options import (
+    configure_process,
+    listen_options,
+    process_options,
+    replica_options,
+    settings_of,
+    transport_option,
+)
+from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
+from dualmap_extproc.epp import other_flags, plugins
+from dualmap_extproc.epp.pools import GaiePools, PoolRef
+from dualmap_extproc.pools.file import PoolFileError, load_documents, parse_documents
+from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.settings import Gateway
+
+_PROGRAM: Final = "dualmap epp"
+_UNNEEDED: Final = "unneeded_flags"
+_GROUP: Final = "inference.networking.k8s.io"
+# The other pickers' log verbosity from which they write debug lines.
+_DEBUG_VERBOSITY: Final = 4
+_ZAP_LEVELS: Final = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
+_log = get_logger(__name__)
+
+
+class _PickerCommand(click.Command):
+    """A command that reads its arguments as the other pickers do (``epp.other_flags``)."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; remember the flags that are known and not needed. Raises UsageError."""
+        if any(each in ("--help", "-help", "-h") for each in args):
+            return super().parse_args(ctx, ["--help"])
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        flags = {opt.lstrip("-") for each in options if each.is_flag for opt in (*each.opts, *each.secondary_opts)}
+        boolean = {opt.lstrip("-") for each in options if each.type is click.BOOL for opt in each.opts}
+        valued = {opt.lstrip("-") for each in options for opt in each.opts} - flags - boolean
+        try:
+            read = other_flags.read_arguments(args, valued=valued, boolean=boolean | flags)
+        except other_flags.UnknownFlagError as error:
+            own = ", ".join(f"--{each}" for each in sorted(valued | boolean | flags))
+            others = ", ".join(f"--{each}" for each in sorted(other_flags.UNNEEDED))
+            raise click.UsageError(f"{error}\naccepted: {own}\naccepted without effect: {others}", ctx) from None
+        ctx.meta[_UNNEEDED] = read.unneeded
+        own_arguments: list[str] = []
+        for argument in read.own:
+            name, _, value = argument.removeprefix("--").partition("=")
+            if name not in flags:
+                own_arguments.append(argument)
+            elif value == "true":
+                own_arguments.append(f"--{name}")
+        return super().parse_args(ctx, own_arguments)
+
+
+@click.command(cls=_PickerCommand, context_settings={"show_default": True})
+@click.option("--pool-name", help="Name of the InferencePool to serve.")
+@click.option("--pool-namespace", help="Namespace of the InferencePool. [default: env NAMESPACE, or default]")
+@click.option(
+    "--pool-group",
+    default=_GROUP,
+    type=click.Choice(list(GROUP_VERSIONS)),
+    help=f"API group of the InferencePool: v1 of {_GROUP}, or v1alpha2 of the older group.",
+)
+@click.option(
+    "--endpoint-selector",
+    metavar="KEY=VALUE[,...]",
+    help="Serve the pods with these labels, without an InferencePool. Requires --endpoint-target-ports.",
+)
+@click.option("--endpoint-target-ports", metavar="PORT[,...]", help="The ports of these pods.")
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Kubeconfig. [default: KUBECONFIG or the pod's]")
+@click.option(
+    "--routing",
+    "routing_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="YAML with spec.routing, spec.slo and spec.engine, as in a DualMap InferencePool. A DualMap InferencePool of "
+    "the pool's name and namespace has precedence.",
+)
+@click.option("--config-file", type=click.Path(path_type=Path), help="EndpointPickerConfig of another picker.")
+@click.option("--config-text", help="EndpointPickerConfig as text, instead of --config-file.")
+@click.option("--secure-serving", type=click.BOOL, default=True, help="Use TLS on --grpc-port and --als-port.")
+@click.option(
+    "--cert-path",
+    type=click.Path(path_type=Path),
+    help="Folder with tls.crt and tls.key. [default: a self-signed certificate]",
+)
+@click.option(
+    "--single-destination",
+    type=click.BOOL,
+    default=False,
+    help="Name one member in each pick, for a gateway that cannot read a list, such as an Envoy with ORIGINAL_DST.",
+)
+@click.option(
+    "--conformance-hooks",
+    type=click.BOOL,
+    default=False,
+    help="Obey and set the headers of the Inference Extension's conformance tests. Clients then choose the endpoint.",
+)
+@click.option("--zap-encoder", type=click.Choice(["json", "console"]), help="Same as --log-format json or text.")
+@click.option("--zap-log-level", help="Same as --log-level: debug, info, error, panic, or a number for debug.")
+@click.option("--v", "verbosity", type=int, help=f"{_DEBUG_VERBOSITY} or more: same as --log-level debug.")
+@listen_options(health_port="--grpc-health-port")
+@transport_option
+@replica_options(hash_key_default="a public key")
+@process_options
+def epp(
+    pool_name: str | None,
+    pool_namespace: str | None,
+    pool_group: str,
+    endpoint_selector: str | None,
+    endpoint_target_ports: str | None,
+    kubeconfig: Path | None,
+    routing_file: Path | None,
+    config_file: Path | None,
+    config_text: str | None,
+    secure_serving: bool,
+    cert_path: Path | None,
+    single_destination: bool,
+    conformance_hooks: bool,
+    zap_encoder: str | None,
+    zap_log_level: str | None,
+    verbosity: int | None,
+    **options: Any,
+) -> None:
+    """Run the endpoint picker of a gateway with the Gateway API Inference Extension.
+
+    \b
+    Example:
+      dualmap epp --pool-name qwen --pool-namespace llm
+      dualmap epp --pool-name qwen --secure-serving=false --routing routing.yaml
+
+    This command takes the place of the picker of the Inference Extension or of llm-d: change the image, and keep the
+    arguments. Flags that it knows of and does not need have no effect; a warning says what is done instead. The members
+    are the ready pods of the InferencePool, at each of its target ports. Requests for any model's name are served.
+
+    Not ready before the pool exists. Needs permission to get, list and watch pods and InferencePools in the namespace;
+    InferenceObjectives and DualMap InferencePools are optional.
+    """
+    ctx = click.get_current_context()
+    namespace = pool_namespace or os.environ.get("NAMESPACE") or "default"  # noqa: TID251
+    wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
+    pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)
+    named_plugins = _read_plugins(config_file, config_text)
+    _set_logs(ctx, options, zap_encoder, zap_log_level, verbosity)
+    settings = settings_of(
+        alone=False,
+        tls="off" if not secure_serving else "self-signed" if cert_path is None else str(cert_path),
+        tls_client_ca=None,
+        gateway=Gateway(single_destination=single_destination, conformance_hooks=conformance_hooks),
+        **options,
+    )
+    configure_process(settings)
+    for instead, names in other_flags.explained(ctx.meta[_UNNEEDED], other_flags.UNNEEDED).items():
+        _log.warning("Flags have no effect", flags=[f"--{each}" for each in names], instead=instead)
+    for instead, names in other_flags.explained(named_plugins, plugins.UNNEEDED).items():
+        _log.warning("Plugins have no effect", plugins=names, instead=instead)
+    from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
+
+    sys.exit(run(settings, program=_PROGRAM, pools=_opener(kubeconfig, wanted, pool_settings)))
+
+
+def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None, ports: str | None) -> PoolRef:
+    """Return the pool to serve. Raises UsageError."""
+    if (name is None) == (selector is None):
+        raise click.UsageError("give --pool-name NAME, or --endpoint-selector with --endpoint-target-ports")
+    if (selector is None) != (ports is None):
+        raise click.UsageError("--endpoint-selector and --endpoint-target-ports require each other")
+    if selector is None or ports is None:
+        return PoolRef(namespace=namespace, name=name or "", group=group)
+    labels = dict(each.partition("=")[::2] for each in selector.split(","))
+    numbers = [int(each) if each.isdecimal() and len(each) < 6 else 0 for each in ports.split(",")]
+    if not all(0 < each <= 65_535 for each in numbers) or len(numbers) > PORTS_MAX:
+        raise click.UsageError(f"--endpoint-target-ports: {ports!r} is not accepted; give 1 to {PORTS_MAX} ports")
+    try:
+        fixed = GaiePool(selector=selector_of(labels, "--endpoint-selector"), ports=tuple(dict.fromkeys(numbers)))
+    except PoolError as error:
+        raise click.UsageError(str(error)) from None
+    return PoolRef(namespace=namespace, name="endpoints", group=group, fixed=fixed)
+
+
+def _read_routing(file: Path) -> PoolSettings:
+    """Return the settings in a file. Raises UsageError."""
+    try:
+        documents = load_documents(file)
+        if len(documents) != 1:
+            raise click.UsageError(f"--routing {file}: has {len(documents)} documents; give one")
+        return read_settings(documents[0])
+    except PoolFileError as error:
+        raise click.UsageError(f"--routing {error}") from None
+    except PoolError as error:
+        raise click.UsageError(f"--routing {file}: {error}") from None
+
+
+def _read_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
+    """Return the plugins that a configuration of another picker names. Raises UsageError."""
+    if file is not None and text is not None:
+        raise click.UsageError("--config-file and --config-text exclude each other; give one of them")
+    if file is None and text is None:
+        return ()
+    shown = Path("--config-text") if file is None else file
+    try:
+        documents = load_documents(shown) if text is None else parse_documents(shown, text.encode())
+        return plugins.read_plugins(documents)
+    except PoolFileError as error:
+        raise click.UsageError(str(error)) from None
+    except PoolError as error:
+        raise click.UsageError(f"{shown}: {error}") from None
+
+
+def _set_logs(
+    ctx: click.Context, options: dict[str, Any], encoder: str | None, level: str | None, verbosity: int | None
+) -> None:
+    """Set the options of logs from the other pickers' flags, unless they are given. Raises UsageError."""
+    given = click.core.ParameterSource.COMMANDLINE
+    if encoder is not None and ctx.get_parameter_source("log_format") is not given:
+        options["log_format"] = "json" if encoder == "json" else "text"
+    if ctx.get_parameter_source("log_level") is given:
+        return
+    if verbosity is not None and verbosity >= _DEBUG_VERBOSITY:
+        options["log_level"] = "debug"
+    if level is not None:
+        if level not in _ZAP_LEVELS and not level.isdecimal():
+            accepted = f"{', '.join(_ZAP_LEVELS)}, or a number"
+            raise click.UsageError(f"--zap-log-level: {level!r} is not accepted; give {accepted}")
+        options["log_level"] = _ZAP_LEVELS.get(level, "debug")
+
+
+def _opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> OpenPools:
+    async def open_source(user: PoolUser) -> PoolSource:
+        return _GaieSource(await KubeClient.connect(kubeconfig), wanted, settings, user)
+
+    return open_source
+
+
+class _GaieSource:
+    """The pool of the Inference Extension (PoolSource)."""
+
+    def __init__(self, client: KubeClient, wanted: PoolRef, settings: PoolSettings, user: PoolUser) -> None:
+        self._client = client
+        self._user = user
+        observer = KubeMetrics(user.metrics.registry, user.metrics.pools_refused)
+        self._pools = GaiePools(client, wanted, settings, observer)
+        observer.show_ages(self._pools.ages_s)
+
+    async def run(self) -> None:
+        await self._pools.run(self._user.adopt)
+
+    async def known(self) -> None:
+        await self._pools.known()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def ages_s(self) -> Mapping[str, float]:
+        return self._pools.ages_s()

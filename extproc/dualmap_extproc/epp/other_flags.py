@@ -1,0 +1,116 @@
+"""Reads arguments as other pickers do, and knows the flags of these pickers that this one does not need.
+
+The other pickers are those of the Gateway API Inference Extension and of llm-d.
+
+Both take flags with one or two hyphens (Go's packages ``flag`` and ``pflag``). The value of a boolean flag is
+true if it is not given.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_ENGINES: Final = "the router reads the engines' load by spec.engine of the settings (docs/gateways.md)"
+_METRICS: Final = "metrics are computed at each scrape"
+_LOGS: Final = "--log-level and --log-format control the logs"
+
+UNNEEDED: Final = {
+    "refresh-metrics-interval": _ENGINES,
+    "metrics-staleness-threshold": _ENGINES,
+    "model-server-metrics-scheme": _ENGINES,
+    "model-server-metrics-path": _ENGINES,
+    "model-server-metrics-port": _ENGINES,
+    "model-server-metrics-https-insecure-skip-verify": _ENGINES,
+    "total-queued-requests-metric": _ENGINES,
+    "total-running-requests-metric": _ENGINES,
+    "kv-cache-usage-percentage-metric": _ENGINES,
+    "lora-info-metric": _ENGINES,
+    "cache-info-metric": _ENGINES,
+    "refresh-prometheus-metrics-interval": _METRICS,
+    "tracing": "--otlp-endpoint URL sends spans",
+    "enable-pprof": "there are no profiles to fetch",
+    "metrics-endpoint-auth": "the metrics port needs no token; a NetworkPolicy can restrict it",
+    "ha-enable-leader-election": "every replica serves; --peer lets replicas decide together",
+    "health-checking": "the gRPC port always serves health checks",
+    "disable-endpoint-subset-filter": "the endpoints that a gateway allows are always respected",
+    "enable-cert-reload": "the certificate is read again whenever its files change",
+    "zap-devel": _LOGS,
+    "zap-stacktrace-level": _LOGS,
+    "zap-time-encoding": _LOGS,
+}
+"""What is done instead, by the name of the flag."""
+_BOOLEAN: Final = frozenset(
+    {
+        "model-server-metrics-https-insecure-skip-verify",
+        "tracing",
+        "enable-pprof",
+        "metrics-endpoint-auth",
+        "ha-enable-leader-election",
+        "health-checking",
+        "disable-endpoint-subset-filter",
+        "enable-cert-reload",
+        "zap-devel",
+    }
+)
+# Without these functions, there is nothing to do instead.
+_OFF_IS_GIVEN: Final = frozenset(
+    {"tracing", "enable-pprof", "metrics-endpoint-auth", "ha-enable-leader-election", "disable-endpoint-subset-filter"}
+)
+_TRUE: Final = frozenset({"1", "t", "T", "true", "TRUE", "True"})
+_FALSE: Final = frozenset({"0", "f", "F", "false", "FALSE", "False"})
+
+
+class UnknownFlagError(Exception):
+    """An argument that is not accepted; the message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Arguments in the form ``--name=value``, and the names of the flags that were left out because of UNNEEDED."""
+
+    own: tuple[str, ...]
+    unneeded: tuple[str, ...]
+
+
+def read_arguments(arguments: Sequence[str], *, valued: Collection[str], boolean: Collection[str]) -> Arguments:
+    """Return the arguments in one form. ``valued`` and ``boolean`` are the names of this command's own flags.
+
+    Raises UnknownFlagError for an argument that is no flag of this command or of UNNEEDED.
+    """
+    own: list[str] = []
+    unneeded: list[str] = []
+    left = list(reversed(arguments))
+    while left:
+        argument = left.pop()
+        name, given, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or argument.startswith("---") or not name:
+            raise UnknownFlagError(f"{_shown(argument)} is not a flag")
+        if name in boolean or name in _BOOLEAN:
+            # The chart of the Gateway API Inference Extension 1.1 passes the value as the next argument.
+            if not given:
+                value = left.pop() if left and left[-1] in _TRUE | _FALSE else "true"
+            if value not in _TRUE | _FALSE:
+                raise UnknownFlagError(f"--{name}: {_shown(value)} is not accepted; give true or false")
+        elif name not in valued and name not in UNNEEDED:
+            raise UnknownFlagError(f"no such flag: {_shown(argument.partition('=')[0])}")
+        elif not given:
+            if not left:
+                raise UnknownFlagError(f"--{name} needs a value")
+            value = left.pop()
+        if name not in UNNEEDED:
+            own.append(f"--{name}={'true' if name in boolean and value in _TRUE else value}")
+        elif not (name in _OFF_IS_GIVEN and value in _FALSE):
+            unneeded.append(name)
+    return Arguments(own=tuple(own), unneeded=tuple(dict.fromkeys(unneeded)))
+
+
+def explained(names: Iterable[str], instead: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names by what is done instead of them, so that one line explains several."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(instead[name], []).append(name)
+    return groups
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -1,0 +1,137 @@
+"""Reads the EndpointPickerConfig of the pickers of the Gateway API Inference Extension and of llm-d.
+
+The router has a policy of its own, so plugins that score, pick, order or collect have no effect. Plugins that change
+which pods may serve a request, or how a request is read, cannot be left out: the picker refuses them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from dualmap.errors import PoolError
+
+API_VERSIONS: Final = ("inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1alpha1")
+_KIND: Final = "EndpointPickerConfig"
+_FIELDS: Final = (
+    *("apiVersion", "kind", "metadata", "featureGates", "plugins", "schedulingProfiles", "saturationDetector"),
+    *("data", "dataLayer", "flowControl", "parser"),
+)
+_POLICY: Final = "spec.routing.policy chooses the member"
+_CACHE: Final = "the router has its own index of cached prefixes; spec.engine.kvEvents adds what the engines report"
+_LOAD: Final = "the router counts each member's load itself, and reads the engines' own"
+_QUEUE: Final = "spec.routing.queue and spec.routing.fairness control the queue"
+_TTFT: Final = "the router predicts the time to first token itself; spec.slo has the objective"
+_DISCOVERY: Final = "spec.engine.discovery reads the engines' metrics and models"
+_TOKENS: Final = "spec.engine.tokenizer gives token ids"
+_HOOKS: Final = "--conformance-hooks switches the headers of the conformance tests on"
+
+UNNEEDED: Final = {
+    **dict.fromkeys(
+        (
+            *("single-profile-handler", "data-parallel-profile-handler", "max-score-picker", "random-picker"),
+            *("weighted-random-picker", "lora-affinity-scorer", "context-length-aware"),
+        ),
+        _POLICY,
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "prefix-cache-scorer",
+                "precise-prefix-cache-scorer",
+                "approx-prefix-cache-producer",
+                "no-hit-lru-scorer",
+            ),
+            "prefix-cache-affinity-filter",
+        ),
+        _CACHE,
+    ),
+    "session-affinity-scorer": "spec.routing.session binds sessions to members",
+    **dict.fromkeys(
+        (
+            *("queue-scorer", "kv-cache-utilization-scorer", "running-requests-size-scorer", "token-load-scorer"),
+            *("load-aware-scorer", "active-request-scorer", "inflight-load-producer"),
+        ),
+        _LOAD,
+    ),
+    **dict.fromkeys(
+        (
+            *("global-strict-fairness-policy", "round-robin-fairness-policy", "fcfs-ordering-policy"),
+            *("edf-ordering-policy", "slo-deadline-ordering-policy", "static-usage-limit-policy"),
+            *("concurrency-detector", "utilization-detector", "sheddable-eviction-filter", "eviction-sheddable-filter"),
+            *("priority-then-time-eviction-order-policy", "eviction-priority-then-time-ordering"),
+            *("probabilistic-admitter", "latency-slo-admitter"),
+        ),
+        _QUEUE,
+    ),
+    **dict.fromkeys(
+        (
+            *("latency-scorer", "slo-headroom-tier-filter", "predicted-latency-producer", "predicted-latency-scorer"),
+            *("slo-aware-routing", "slo-aware-profile-handler"),
+        ),
+        _TTFT,
+    ),
+    **dict.fromkeys(
+        (
+            *("metrics-data-source", "core-metrics-extractor", "model-server-protocol-metrics", "models-data-source"),
+            *("models-data-extractor", "model-server-protocol-models", "k8s-notification-source"),
+            "endpoint-notification-source",
+        ),
+        _DISCOVERY,
+    ),
+    **dict.fromkeys(("tokenizer", "token-producer"), _TOKENS),
+    **dict.fromkeys(("header-based-testing-filter", "destination-endpoint-served-verifier"), _HOOKS),
+    "openai-parser": "the router reads OpenAI's and Anthropic's requests",
+    "request-attribute-reporter": "requests' attributes are not reported to the gateway",
+}
+"""What is done instead, by the type of a plugin that has no effect."""
+
+_ROLES: Final = "prefill and decode on different pods are not supported; give pods that do both, and remove the plugin"
+_LABELS: Final = "every ready pod of the pool is a member; put the labels into the pool's selector"
+_BODIES: Final = "the router reads JSON bodies only, as openai-parser does"
+UNSUPPORTED: Final = {
+    **dict.fromkeys(
+        (
+            *("decode-filter", "prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
+            *("prefill-header-handler", "disagg-headers-handler", "prefix-based-pd-decider"),
+            *("always-disagg-pd-decider", "always-disagg-multimodal-decider"),
+        ),
+        _ROLES,
+    ),
+    **dict.fromkeys(("by-label", "by-label-selector", "label-selector-filter"), _LABELS),
+    **dict.fromkeys(("vllmgrpc-parser", "vertexai-parser", "passthrough-parser"), _BODIES),
+}
+"""Why a plugin cannot be left out, by its type."""
+
+
+def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
+    """Return the types of the plugins that a configuration names, all of which are in UNNEEDED. Raises PoolError."""
+    found: list[str] = []
+    for document in documents:
+        fields = _mapping(document, "document")
+        for key, accepted in (("apiVersion", API_VERSIONS), ("kind", (_KIND,))):
+            if fields.get(key) not in accepted:
+                raise PoolError(key, fields.get(key), " or ".join(accepted))
+        for name in fields:
+            if name not in _FIELDS:
+                raise PoolError(str(name)[:80], fields[name], f"a field of {_KIND}: {', '.join(_FIELDS)}")
+        plugins = fields.get("plugins") or []
+        if not isinstance(plugins, list):
+            raise PoolError("plugins", plugins, "a list of plugins")
+        found += [
+            _read_type(_mapping(plugin, f"plugins[{position}]").get("type"), f"plugins[{position}].type")
+            for position, plugin in enumerate(plugins)
+        ]
+    return tuple(dict.fromkeys(found))
+
+
+def _mapping(value: object, field: str) -> Mapping[object, object]:
+    if not isinstance(value, Mapping):
+        raise PoolError(field, value, "a mapping of field names to values")
+    return value
+
+
+def _read_type(type: object, field: str) -> str:
+    if isinstance(type, str) and type in UNSUPPORTED:
+        raise PoolError(field, type, f"another plugin: {UNSUPPORTED[type]}")
+    if not isinstance(type, str) or type not in UNNEEDED:
+        raise PoolError(field, type, f"a plugin of these: {', '.join(sorted(UNNEEDED))}")
+    return type

@@ -1,0 +1,5 @@
+"""Fixtures of the router's tests."""
+
+from extproc import transports
+
+transport = transports.transport

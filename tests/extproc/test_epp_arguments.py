@@ -1,0 +1,160 @@
+"""The arguments and the configuration file of other pickers: accepted, accepted without effect, or refused by name."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dualmap.errors import PoolError
+from dualmap_extproc.app.epp import epp
+from dualmap_extproc.epp.other_flags import UNNEEDED, UnknownFlagError, read_arguments
+from dualmap_extproc.epp.plugins import UNSUPPORTED, read_plugins
+
+OWN = {"pool-name", "grpc-port", "v"}
+
+
+def read(*arguments: str) -> tuple[str, ...]:
+    return read_arguments(arguments, valued=OWN, boolean={"secure-serving"}).own
+
+
+def unneeded(*arguments: str) -> tuple[str, ...]:
+    return read_arguments(arguments, valued=OWN, boolean={"secure-serving"}).unneeded
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(epp, arguments)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "arguments",
+        [("--pool-name", "a"), ("-pool-name", "a"), ("--pool-name=a",), ("-pool-name=a",)],
+        ids=" ".join,
+    )
+    def test_arguments_with_one_or_two_hyphens_are_equal(self, arguments: tuple[str, ...]) -> None:
+        assert read(*arguments) == ("--pool-name=a",)
+
+    @pytest.mark.parametrize(
+        ("arguments", "value"),
+        [
+            (("--secure-serving",), "true"),
+            (("--secure-serving=T",), "true"),
+            (("--secure-serving=false",), "false"),
+            (("--secure-serving", "false"), "false"),
+            (("-secure-serving=0",), "0"),
+        ],
+        ids=str,
+    )
+    def test_boolean_flag_takes_its_value_as_go_does(self, arguments: tuple[str, ...], value: str) -> None:
+        assert read(*arguments, "--v", "4") == (f"--secure-serving={value}", "--v=4")
+
+    def test_value_of_a_flag_may_look_like_a_flag(self) -> None:
+        assert read("--pool-name", "--v") == ("--pool-name=--v",)
+
+    @pytest.mark.parametrize("name", UNNEEDED)
+    def test_known_flag_is_left_out_with_its_value(self, name: str) -> None:
+        assert read(f"--{name}=true", "--v=1") == read(f"--{name}", "true", "--v=1") == ("--v=1",)
+        assert unneeded(f"-{name}", "true") == (name,)
+
+    def test_function_that_is_switched_off_needs_no_warning(self) -> None:
+        arguments = "--tracing", "false", "--metrics-endpoint-auth=false", "--enable-pprof=false"
+        assert unneeded(*arguments) == ()
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--no-such-flag=3",), "no such flag: '--no-such-flag'"),
+            (("pool",), "'pool' is not a flag"),
+            (("--",), "'--' is not a flag"),
+            (("--pool-name",), "--pool-name needs a value"),
+            (("--secure-serving=maybe",), "--secure-serving: 'maybe' is not accepted; give true or false"),
+        ],
+        ids=str,
+    )
+    def test_unknown_argument_is_refused_by_name(self, arguments: tuple[str, ...], said: str) -> None:
+        with pytest.raises(UnknownFlagError) as refused:
+            read(*arguments)
+        assert str(refused.value) == said
+
+
+class TestPlugins:
+    def config(self, *types: str, **fields: object) -> dict[str, object]:
+        head = {"apiVersion": "inference.networking.x-k8s.io/v1alpha1", "kind": "EndpointPickerConfig"}
+        return {**head, "plugins": [{"type": each} for each in types], **fields}
+
+    def test_known_plugins_are_accepted(self) -> None:
+        profiles = [{"name": "default", "plugins": [{"pluginRef": "queue-scorer", "weight": 2}]}]
+        config = self.config("queue-scorer", "prefix-cache-scorer", "queue-scorer", schedulingProfiles=profiles)
+        assert read_plugins([config]) == ("queue-scorer", "prefix-cache-scorer")
+
+    @pytest.mark.parametrize("name", UNSUPPORTED)
+    def test_plugin_that_cannot_be_left_out_is_refused(self, name: str) -> None:
+        with pytest.raises(PoolError) as refused:
+            read_plugins([self.config("queue-scorer", name)])
+        assert (refused.value.field, refused.value.value) == ("plugins[1].type", name)
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"plugins": [{"type": "my-scorer"}]}, "plugins[0].type"),
+            ({"plugins": [{"type": 3}]}, "plugins[0].type"),
+            ({"plugins": ["queue-scorer"]}, "plugins[0]"),
+            ({"plugins": {}, "pluginz": []}, "pluginz"),
+            ({"plugins": "queue-scorer"}, "plugins"),
+            ({"kind": "Pod"}, "kind"),
+            ({"apiVersion": "v2"}, "apiVersion"),
+        ],
+        ids=str,
+    )
+    def test_invalid_configuration_is_refused_by_field(self, changes: dict[str, object], field: str) -> None:
+        with pytest.raises(PoolError) as refused:
+            read_plugins([self.config(**changes)])
+        assert refused.value.field == field
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ((), "give --pool-name NAME, or --endpoint-selector"),
+            (("--pool-name", "a", "--endpoint-selector", "a=b"), "give --pool-name NAME, or --endpoint-selector"),
+            (("--endpoint-selector", "a=b"), "require each other"),
+            (("--endpoint-selector", "a", "--endpoint-target-ports", "0"), "give 1 to 8 ports"),
+            (("--endpoint-selector", "a b=c", "--endpoint-target-ports", "1"), "--endpoint-selector: 'a b'"),
+            (("--pool-name", "a", "--pool-group", "b"), "inference.networking.x-k8s.io"),
+            (("--pool-name", "a", "--shiny"), "no such flag: '--shiny'"),
+            (("--pool-name", "a", "--shiny"), "accepted: --als-port, --cert-path"),
+            (("--pool-name", "a", "--config-file", "/nowhere"), "/nowhere: No such file"),
+            (("--pool-name", "a", "--config-text", "a: ["), "--config-text: line 2"),
+            (("--pool-name", "a", "--config-text", "{}", "--config-file", "b"), "exclude each other"),
+            (("--pool-name", "a", "--routing", "/nowhere"), "--routing /nowhere: No such file"),
+            (("--pool-name", "a", "--zap-log-level", "loud"), "--zap-log-level: 'loud' is not accepted"),
+            (("--pool-name", "a", "--metrics-port", "9003"), "--grpc-health-port and --metrics-port are both 9003"),
+        ],
+        ids=str,
+    )
+    def test_command_refuses_invalid_arguments(self, arguments: tuple[str, ...], said: str) -> None:
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert said in result.output
+
+    def test_command_refuses_plugins_by_name(self, tmp_path: Path) -> None:
+        file = tmp_path / "plugins.yaml"
+        file.write_text("apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: decode-filter}]")
+        result = invoke("--pool-name", "a", "--config-file", str(file))
+        assert result.exit_code == 2
+        assert "decode-filter" in result.output
+        assert "not supported" in result.output
+
+    def test_command_refuses_an_invalid_routing_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "routing.yaml"
+        file.write_text("spec: {routing: {policy: best}}")
+        result = invoke("--pool-name", "a", "--routing", str(file))
+        assert result.exit_code == 2
+        assert f"--routing {file}: spec.routing.policy: 'best'" in result.output
+
+    @pytest.mark.parametrize("flag", ["--help", "-h", "-help"])
+    def test_command_explains_itself(self, flag: str) -> None:
+        result = invoke(flag)
+        assert result.exit_code == 0
+        assert "takes the place of the picker" in result.output
