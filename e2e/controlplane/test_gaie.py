@@ -26,6 +26,8 @@ from emulated_cluster.control_plane.build import binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
+pytestmark = pytest.mark.skip("these tests have not run yet on a control plane")
+
 GAIE_IMAGE = "registry.k8s.io/gateway-api-inference-extension/epp:v1.5.0"
 PICKER = f"inferencepool={POOL}-epp"
 DEPENDENCIES = "helm dependency update inferencepool"
