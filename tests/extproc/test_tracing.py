@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from dualmap_extproc.app import main as main_module
+from dualmap_extproc.app import options as options_module
 from dualmap_extproc.app.main import router
 from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.observations import Arrival, FanOut, Observation, Rejected
@@ -360,7 +360,7 @@ def test_router_without_tracing_extra_error_names_the_package(monkeypatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(main_module, "find_spec", missing)
+    monkeypatch.setattr(options_module, "find_spec", missing)
     result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", "http://collector:4317"])
     assert result.exit_code == 2
     assert "pip install 'dualmap[otlp]'" in result.stderr
