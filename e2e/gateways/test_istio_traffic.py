@@ -77,6 +77,9 @@ async def test_large_bodies_arrive_complete(gateway: Gateway) -> None:
     await gateway.check_large_bodies()
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the engine gets another body: Istio sets retries, and Envoy 1.40 repeats bodies"
+)
 async def test_body_with_trailers_arrives_once(gateway: Gateway) -> None:
     await gateway.check_trailers()
 
