@@ -22,9 +22,10 @@ from dualmap.engines.source import (
     replays_to_begin,
 )
 from dualmap.pools.pool import Member, Pool
+from dualmap_edge import ports
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.engines.metrics import KvEventMetrics
-from dualmap_extproc.engines.source_connection import RETRY_S, Publisher, SourceConnection, failure_of, host_port
+from dualmap_extproc.engines.source_connection import RETRY_S, Publisher, SourceConnection, failure_of
 
 TURN_S: Final = 0.005
 """The work on events without a pause. If the loop has other work, the pause after it is as long, so that events take
@@ -187,7 +188,7 @@ class KvEvents:
                 "Members have the same port of KV events",
                 pool=pool,
                 members=sorted(shared[port]),
-                address=host_port(host, number),
+                address=ports.address(host, number),
             )
         self._shared = shared.keys()
 
@@ -288,7 +289,7 @@ class KvEvents:
                     pool=address.pool,
                     member=address.member,
                     rank=address.rank,
-                    address=host_port(address.host, address.port),
+                    address=ports.address(address.host, address.port),
                     state=status.state.value,
                     reason=status.reason,
                 )

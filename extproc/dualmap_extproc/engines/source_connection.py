@@ -309,11 +309,6 @@ class SourceConnection:
             self._replay = None
 
 
-def host_port(host: str, port: int) -> str:
-    """Return an address as log lines contain it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def failure_of(error: Exception) -> str:
     """Return what happened to a connection, such as "connection refused"."""
     return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
