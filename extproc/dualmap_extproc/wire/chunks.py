@@ -77,10 +77,14 @@ def _prefix(size: int) -> bytes:
     """Return what precedes a ``StreamedBodyResponse`` of ``size`` bytes in an answer."""
     prefix = b""
     for tag in _AROUND:
-        length = size + len(prefix)
-        # The largest length is that of a chunk of 16 KB and of the prefixes inside.
-        encoded = (length,) if length < 0x80 else (length & 0x7F | 0x80, length >> 7)
-        if length >= _TWO_BYTES:
-            encoded = (length & 0x7F | 0x80, length >> 7 & 0x7F | 0x80, length >> 14)
-        prefix = bytes((tag, *encoded)) + prefix
+        prefix = bytes((tag, *_varint(size + len(prefix)))) + prefix
     return prefix
+
+
+def _varint(value: int) -> bytes:
+    """Return a length in protobuf's encoding: seven bits in each byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
