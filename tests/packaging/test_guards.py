@@ -185,9 +185,9 @@ PLANTED_INDIRECT = [
         "Servers and autoscaling never reach prometheus_client",
     ),
     (
-        "extproc/dualmap_extproc/pools/file.py",
-        "import dualmap_extproc.envoy.discovery.service",
-        "Only discovery and the generator reach Envoy's typed configuration",
+        "extproc/dualmap_extproc/envoy/discovery/service.py",
+        "import dualmap_extproc.envoy.config.clusters",
+        "Only the configuration generator reaches Envoy's typed configuration",
     ),
     (
         "extproc/dualmap_extproc/request/stream.py",
