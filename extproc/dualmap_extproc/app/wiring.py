@@ -144,7 +144,6 @@ async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools
         runs = (
             stop.wait(),
             source.run(),
-            discovery.run(),
             keep_deadlines(picker),
             reading.run(),
             tokenizers.run(),
