@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dualmap.errors import PoolError
-from dualmap.objects.gaie import GaiePod, GaiePool, gaie_members, gaie_pod, read_gaie_pool, read_objectives
+from dualmap.objects.gaie import PORTS_MAX, GaiePod, GaiePool, gaie_members, gaie_pod, read_gaie_pool, read_objectives
 from dualmap.objects.pool_reader import PoolSettings, read_settings
 from dualmap.pools.pool import Engine, Member, MemberState
 from kube_api import pod_body
@@ -57,6 +57,12 @@ class TestPool:
         with pytest.raises(PoolError) as refused:
             read_gaie_pool(pool_v1(**spec))
         assert refused.value.field == field
+
+    def test_pool_with_more_ports_than_the_limit_is_refused(self) -> None:
+        ports = [{"number": 8000 + rank} for rank in range(PORTS_MAX + 1)]
+        assert len(read_gaie_pool(pool_v1(targetPorts=ports[:PORTS_MAX])).ports) == PORTS_MAX
+        with pytest.raises(PoolError, match="1 to 8 ports"):
+            read_gaie_pool(pool_v1(targetPorts=ports))
 
 
 class TestMembers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ plugins:
 - type: queue-scorer
 - type: kv-cache-utilization-scorer
 - type: prefix-cache-scorer
+- type: decode-filter
 schedulingProfiles:
 - name: default
   plugins: [{pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
@@ -79,6 +81,7 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
         async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false") as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")
             assert "queue-scorer" in await line_with(process, "Plugins have no effect")
+            assert '"plugins": ["decode-filter"]' in await line_with(process, "whatever its label llm-d.ai/role")
             await line_with(process, "Waiting for the pool, which does not exist")
             await api.put(gaie_pool())
             router = await ready(process)
@@ -113,3 +116,22 @@ async def test_epp_without_the_right_to_list_pods_says_so(tmp_path: Path) -> Non
         api.refuse["pods"] = 403
         async with seat(api, "--pool-name=qwen", "--pool-namespace=llm") as process:
             assert "kind=pods" in await line_with(process, "Kubernetes list or watch failed")
+
+
+async def test_epp_names_its_own_option_for_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with kube_api(tmp_path) as api, seat(api, "--pool-name=qwen", f"--grpc-health-port={port}") as process:
+            line = await line_with(process, "cannot listen")
+            assert line.startswith(f"dualmap epp: cannot listen on 127.0.0.1:{port}: ")
+            assert line.endswith("; give another --grpc-health-port")
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
+
+
+async def test_epp_without_its_kubeconfig_exits_with_a_reason(tmp_path: Path) -> None:
+    process = await launch("--pool-name=qwen", command="epp", KUBECONFIG=str(tmp_path / "none"))
+    _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 2
+    assert said.decode() == (
+        f"dualmap epp: kubeconfig {tmp_path / 'none'} does not exist; set KUBECONFIG to an existing kubeconfig\n"
+    )

@@ -26,13 +26,13 @@ from dualmap_extproc.app.options import (
     transport_option,
 )
 from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
+from dualmap_extproc.app.program import EPP
 from dualmap_extproc.epp import other_flags, plugins
 from dualmap_extproc.epp.pools import GaiePools, PoolRef
 from dualmap_extproc.pools.file import PoolFileError, load_documents, parse_documents
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.settings import Gateway
 
-_PROGRAM: Final = "dualmap epp"
 _UNNEEDED: Final = "unneeded_flags"
 _GROUP: Final = "inference.networking.k8s.io"
 # The other pickers' log verbosity from which they write debug lines.
@@ -57,7 +57,7 @@ class _PickerCommand(click.Command):
         except other_flags.UnknownFlagError as error:
             own = ", ".join(f"--{each}" for each in sorted(valued | boolean | flags))
             others = ", ".join(f"--{each}" for each in sorted(other_flags.UNNEEDED))
-            raise click.UsageError(f"{error}\naccepted: {own}\naccepted without effect: {others}", ctx) from None
+            raise click.UsageError(f"{error}; accepted: {own}; accepted without effect: {others}", ctx) from None
         ctx.meta[_UNNEEDED] = read.unneeded
         own_arguments: list[str] = []
         for argument in read.own:
@@ -116,7 +116,7 @@ class _PickerCommand(click.Command):
 @click.option("--zap-encoder", type=click.Choice(["json", "console"]), help="Same as --log-format json or text.")
 @click.option("--zap-log-level", help="Same as --log-level: debug, info, error, panic, or a number for debug.")
 @click.option("--v", "verbosity", type=int, help=f"{_DEBUG_VERBOSITY} or more: same as --log-level debug.")
-@listen_options(health_port="--grpc-health-port")
+@listen_options(health_port=EPP.health_port)
 @transport_option
 @replica_options(hash_key_default="a public key")
 @process_options
@@ -158,6 +158,7 @@ def epp(
     wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
     pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)
     named_plugins = _read_plugins(config_file, config_text)
+    _check_files(kubeconfig, cert_path if secure_serving else None)
     _set_logs(ctx, options, zap_encoder, zap_log_level, verbosity)
     settings = settings_of(
         alone=False,
@@ -173,16 +174,18 @@ def epp(
         _log.warning("Plugins have no effect", plugins=names, instead=instead)
     from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
 
-    sys.exit(run(settings, program=_PROGRAM, pools=_opener(kubeconfig, wanted, pool_settings)))
+    sys.exit(run(settings, program=EPP, pools=_opener(kubeconfig, wanted, pool_settings)))
 
 
 def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None, ports: str | None) -> PoolRef:
     """Return the pool to serve. Raises UsageError."""
-    if (name is None) == (selector is None):
+    if bool(name) == bool(selector):
         raise click.UsageError("give --pool-name NAME, or --endpoint-selector with --endpoint-target-ports")
-    if (selector is None) != (ports is None):
-        raise click.UsageError("--endpoint-selector and --endpoint-target-ports require each other")
-    if selector is None or ports is None:
+    if bool(selector) != bool(ports):
+        raise click.UsageError(
+            "--endpoint-selector and --endpoint-target-ports require each other; give both or neither"
+        )
+    if not selector or not ports:
         return PoolRef(namespace=namespace, name=name or "", group=group)
     labels = dict(each.partition("=")[::2] for each in selector.split(","))
     numbers = [int(each) if each.isdecimal() and len(each) < 6 else 0 for each in ports.split(",")]
@@ -193,6 +196,17 @@ def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None
     except PoolError as error:
         raise click.UsageError(str(error)) from None
     return PoolRef(namespace=namespace, name="endpoints", group=group, fixed=fixed)
+
+
+def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:
+    """Raise UsageError if a file that an option names does not exist."""
+    if kubeconfig is not None and not kubeconfig.is_file():
+        raise click.UsageError(f"--kubeconfig {kubeconfig}: no such file; give an existing kubeconfig")
+    if cert_path is not None:
+        missing = [each for each in ("tls.crt", "tls.key") if not (cert_path / each).is_file()]
+        if missing:
+            absent = " and ".join(missing)
+            raise click.UsageError(f"--cert-path {cert_path}: has no {absent}; give a folder with tls.crt and tls.key")
 
 
 def _read_routing(file: Path) -> PoolSettings:
@@ -215,13 +229,14 @@ def _read_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
     if file is None and text is None:
         return ()
     shown = Path("--config-text") if file is None else file
+    option = "" if file is None else "--config-file "
     try:
         documents = load_documents(shown) if text is None else parse_documents(shown, text.encode())
         return plugins.read_plugins(documents)
     except PoolFileError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(f"{option}{error}") from None
     except PoolError as error:
-        raise click.UsageError(f"{shown}: {error}") from None
+        raise click.UsageError(f"{option}{shown}: {error}") from None
 
 
 def _set_logs(

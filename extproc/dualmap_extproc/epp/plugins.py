@@ -37,6 +37,7 @@ UNNEEDED: Final = {
             *(
                 "prefix-cache-scorer",
                 "precise-prefix-cache-scorer",
+                "precise-prefix-cache-producer",
                 "approx-prefix-cache-producer",
                 "no-hit-lru-scorer",
             ),
@@ -79,18 +80,25 @@ UNNEEDED: Final = {
     ),
     **dict.fromkeys(("tokenizer", "token-producer"), _TOKENS),
     **dict.fromkeys(("header-based-testing-filter", "destination-endpoint-served-verifier"), _HOOKS),
+    "decode-filter": "every ready pod of the pool is a member, whatever its label llm-d.ai/role; put labels into the "
+    "pool's selector to leave pods out",
     "openai-parser": "the router reads OpenAI's and Anthropic's requests",
     "request-attribute-reporter": "requests' attributes are not reported to the gateway",
 }
 """What is done instead, by the type of a plugin that has no effect."""
+# llm-d's names of the profiles that choose a second pod for a request.
+_PROFILES_UNSUPPORTED: Final = ("prefill", "encode")
 
-_ROLES: Final = "prefill and decode on different pods are not supported; give pods that do both, and remove the plugin"
-_LABELS: Final = "every ready pod of the pool is a member; put the labels into the pool's selector"
-_BODIES: Final = "the router reads JSON bodies only, as openai-parser does"
+_ROLES: Final = (
+    "a configuration of pods that both prefill and decode, in which decode-filter is the only plugin for these roles: "
+    "different pods for them are not supported"
+)
+_LABELS: Final = "another plugin: every ready pod of the pool is a member; put the labels into the pool's selector"
+_BODIES: Final = "another parser: the router reads JSON bodies only, as openai-parser does"
 UNSUPPORTED: Final = {
     **dict.fromkeys(
         (
-            *("decode-filter", "prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
+            *("prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
             *("prefill-header-handler", "disagg-headers-handler", "prefix-based-pd-decider"),
             *("always-disagg-pd-decider", "always-disagg-multimodal-decider"),
         ),
@@ -99,7 +107,7 @@ UNSUPPORTED: Final = {
     **dict.fromkeys(("by-label", "by-label-selector", "label-selector-filter"), _LABELS),
     **dict.fromkeys(("vllmgrpc-parser", "vertexai-parser", "passthrough-parser"), _BODIES),
 }
-"""Why a plugin cannot be left out, by its type."""
+"""What is accepted instead of a plugin that cannot be left out, by its type."""
 
 
 def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
@@ -120,7 +128,15 @@ def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
             _read_type(_mapping(plugin, f"plugins[{position}]").get("type"), f"plugins[{position}].type")
             for position, plugin in enumerate(plugins)
         ]
+        _check_profiles(fields.get("schedulingProfiles"))
     return tuple(dict.fromkeys(found))
+
+
+def _check_profiles(profiles: object) -> None:
+    for position, profile in enumerate(profiles if isinstance(profiles, list) else ()):
+        name = profile.get("name") if isinstance(profile, Mapping) else None
+        if name in _PROFILES_UNSUPPORTED:
+            raise PoolError(f"schedulingProfiles[{position}].name", name, _ROLES)
 
 
 def _mapping(value: object, field: str) -> Mapping[object, object]:
@@ -131,7 +147,7 @@ def _mapping(value: object, field: str) -> Mapping[object, object]:
 
 def _read_type(type: object, field: str) -> str:
     if isinstance(type, str) and type in UNSUPPORTED:
-        raise PoolError(field, type, f"another plugin: {UNSUPPORTED[type]}")
+        raise PoolError(field, type, UNSUPPORTED[type])
     if not isinstance(type, str) or type not in UNNEEDED:
         raise PoolError(field, type, f"a plugin of these: {', '.join(sorted(UNNEEDED))}")
     return type
