@@ -56,6 +56,11 @@ class TestArguments:
         assert read(f"--{name}=true", "--v=1") == read(f"--{name}", "true", "--v=1") == ("--v=1",)
         assert unneeded(f"-{name}", "true") == (name,)
 
+    def test_flags_of_llm_ds_picker_are_accepted(self) -> None:
+        chart = "--allow-experimental-plugins", "--grpc-max-recv-msg-size=10MiB", "--tls-min-version", "VersionTLS12"
+        assert read(*chart, "--v=1") == ("--v=1",)
+        assert unneeded(*chart) == ("allow-experimental-plugins", "grpc-max-recv-msg-size", "tls-min-version")
+
     def test_function_that_is_switched_off_needs_no_warning(self) -> None:
         arguments = "--tracing", "false", "--metrics-endpoint-auth=false", "--enable-pprof=false"
         assert unneeded(*arguments) == ()
@@ -92,6 +97,11 @@ class TestPlugins:
         with pytest.raises(PoolError) as refused:
             read_plugins([self.config("queue-scorer", name)])
         assert (refused.value.field, refused.value.value) == ("plugins[1].type", name)
+
+    def test_parsers_of_http_requests_are_accepted(self) -> None:
+        parsers = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "sglanghttp-parser")
+        config = self.config(*parsers, requestHandler={"parsers": [{"pluginRef": each} for each in parsers]})
+        assert read_plugins([config]) == parsers
 
     def test_decode_filter_without_prefill_has_no_effect(self) -> None:
         profiles = [{"name": "default", "plugins": [{"pluginRef": "decode-filter"}]}]
@@ -144,10 +154,10 @@ class TestCommand:
             (("--pool-name", "a", "--config-text", "a: ["), "--config-text: line 2"),
             (("--pool-name", "a", "--config-text", "{}", "--config-file", "b"), "exclude each other"),
             (("--pool-name", "a", "--routing", "/nowhere"), "--routing /nowhere: No such file"),
-            (("--pool-name", "a", "--kubeconfig", "/nowhere"), "--kubeconfig /nowhere: no such file; give an existing"),
+            (("--pool-name", "a", "--kubeconfig", "/nowhere"), "--kubeconfig /nowhere: No such file or"),
             (
                 ("--pool-name", "a", "--cert-path", "/nowhere"),
-                "--cert-path /nowhere: has no tls.crt and tls.key; give a",
+                "--cert-path /nowhere: tls.crt: No such file or directory; give",
             ),
             (("--pool-name", "a", "--zap-log-level", "loud"), "--zap-log-level: 'loud' is not accepted"),
             (("--pool-name", "a", "--metrics-port", "9003"), "--grpc-health-port and --metrics-port are both 9003"),

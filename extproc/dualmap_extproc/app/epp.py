@@ -15,7 +15,7 @@ import click
 from dualmap.errors import PoolError
 from dualmap.objects.gaie import GROUP_VERSIONS, PORTS_MAX, GaiePool, selector_of
 from dualmap.objects.pool_reader import PoolSettings, read_settings
-from dualmap_edge.kube.client import KubeClient
+from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.app.options import (
     configure_process,
@@ -150,7 +150,7 @@ def epp(
     arguments. Flags that it knows of and does not need have no effect; a warning says what is done instead. The members
     are the ready pods of the InferencePool, at each of its target ports. Requests for any model's name are served.
 
-    Not ready before the pool exists. Needs permission to get, list and watch pods and InferencePools in the namespace;
+    Not ready before the pool exists. Needs permission to list and watch pods and InferencePools in the namespace;
     InferenceObjectives and DualMap InferencePools are optional.
     """
     ctx = click.get_current_context()
@@ -200,13 +200,17 @@ def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None
 
 def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:
     """Raise UsageError if a file that an option names does not exist."""
-    if kubeconfig is not None and not kubeconfig.is_file():
-        raise click.UsageError(f"--kubeconfig {kubeconfig}: no such file; give an existing kubeconfig")
-    if cert_path is not None:
-        missing = [each for each in ("tls.crt", "tls.key") if not (cert_path / each).is_file()]
-        if missing:
-            absent = " and ".join(missing)
-            raise click.UsageError(f"--cert-path {cert_path}: has no {absent}; give a folder with tls.crt and tls.key")
+    if kubeconfig is not None:
+        _check_exists(kubeconfig, f"--kubeconfig {kubeconfig}", "an existing kubeconfig")
+    for name in () if cert_path is None else ("tls.crt", "tls.key"):
+        _check_exists(cert_path / name, f"--cert-path {cert_path}: {name}", "a folder with tls.crt and tls.key")
+
+
+def _check_exists(file: Path, shown: str, accepted: str) -> None:
+    try:
+        file.stat()
+    except OSError as error:
+        raise click.UsageError(f"{shown}: {error.strerror}; give {accepted}") from None
 
 
 def _read_routing(file: Path) -> PoolSettings:
@@ -259,7 +263,11 @@ def _set_logs(
 
 def _opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> OpenPools:
     async def open_source(user: PoolUser) -> PoolSource:
-        return _GaieSource(await KubeClient.connect(kubeconfig), wanted, settings, user)
+        try:
+            client = await KubeClient.connect(kubeconfig)
+        except KubeConfigError as error:
+            raise error if kubeconfig is None else KubeConfigError(f"--kubeconfig: {error}") from None
+        return _GaieSource(client, wanted, settings, user)
 
     return open_source
 

@@ -70,7 +70,7 @@ class Listening:
             health_port=settings.health_port,
             als_port=settings.als_port,
             health_option=self._program.health_port,
-            certificates=server_certificates(settings.tls, settings.tls_client_ca),
+            certificates=server_certificates(settings.tls, settings.tls_client_ca, option=self._program.tls),
         )
         try:
             metrics_port = await self._status.start(settings.host, settings.metrics_port)

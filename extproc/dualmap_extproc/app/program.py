@@ -6,11 +6,12 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The command's ``name``, and the option for the port without TLS."""
+    """The command's ``name``, and its options for the port without TLS and for the certificate."""
 
     name: str
     health_port: str
+    tls: str
 
 
-ROUTER: Final = Program(name="dualmap router", health_port="--health-port")
-EPP: Final = Program(name="dualmap epp", health_port="--grpc-health-port")
+ROUTER: Final = Program(name="dualmap router", health_port="--health-port", tls="--tls")
+EPP: Final = Program(name="dualmap epp", health_port="--grpc-health-port", tls="--cert-path")

@@ -246,7 +246,7 @@ def _read(path: Path) -> bytes:
         raise UnreadablePoolFileError(path, "file", error.strerror, "a readable file") from error
     if len(data) > MAX_BYTES:
         raise UnreadablePoolFileError(
-            path, "file", f"more than {MAX_BYTES} bytes", f"a pool file of at most {MAX_BYTES} bytes"
+            path, "file", f"more than {MAX_BYTES} bytes", f"a file of at most {MAX_BYTES} bytes"
         )
     return data
 
