@@ -202,8 +202,9 @@ def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:
     """Raise UsageError if a file that an option names does not exist."""
     if kubeconfig is not None:
         _check_exists(kubeconfig, f"--kubeconfig {kubeconfig}", "an existing kubeconfig")
-    for name in () if cert_path is None else ("tls.crt", "tls.key"):
-        _check_exists(cert_path / name, f"--cert-path {cert_path}: {name}", "a folder with tls.crt and tls.key")
+    if cert_path is not None:
+        for name in ("tls.crt", "tls.key"):
+            _check_exists(cert_path / name, f"--cert-path {cert_path}: {name}", "a folder with tls.crt and tls.key")
 
 
 def _check_exists(file: Path, shown: str, accepted: str) -> None:
