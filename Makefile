@@ -100,8 +100,9 @@ constraints: $(VENV)/.uv ## pin every package of pyproject.toml in constraints.t
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras --no-annotate \
 		--custom-compile-command 'make constraints' pyproject.toml --output-file constraints.txt $(ARGS)
 
-proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire
+proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire, and the cluster that routers send to Envoy
 	@$(BIN)/python -m grpc_tools.protoc -Iextproc/proto --python_out=extproc --pyi_out=extproc extproc/proto/dualmap_extproc/wire/*.proto
+	@$(BIN)/python -W ignore extproc/proto/pool_cluster.py
 
 manifests: $(VENV)/.dev ## regenerate manifests/install*.yaml and the chart's README from helm/dualmap
 	@$(BIN)/python helm/generate.py

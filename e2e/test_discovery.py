@@ -286,7 +286,6 @@ async def test_envoy_without_pools_starts_and_rejects_requests(engines: list[Ups
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     discovery.publish([])
-    running = asyncio.create_task(discovery.run())
     gateway = Gateway(tmp_path, routers=0)
     try:
         async with gateway.envoy_before([port]):
@@ -301,6 +300,4 @@ async def test_envoy_without_pools_starts_and_rejects_requests(engines: list[Ups
             discovery.publish([])
             await gateway.refused("qwen", "router_unreachable")
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await server.stop(None)

@@ -39,9 +39,10 @@ TOKENIZER = """
 status:"""
 ENGINE_URL = "http://10.0.0.1:8000"
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
-# These commands run until a signal. Another test in this file starts servers; e2e/test_demo.py runs `demo --serve`.
+# These commands run until a signal. Another test in this file starts servers; e2e/test_demo.py runs `demo --serve`, and
+# e2e/test_epp.py runs `epp`, which needs an API server.
 SERVERS = ("router", "engine-sim")
-LASTING = (*SERVERS, "demo")
+LASTING = (*SERVERS, "demo", "epp")
 # The test appends these options, because a run with the document's values takes minutes.
 SHORTER = {
     "simulate": ["--requests", "60", "--qps", "3"],

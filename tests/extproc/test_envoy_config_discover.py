@@ -8,6 +8,7 @@ import pytest
 
 from dualmap_extproc import names
 from dualmap_extproc.envoy.config.settings import Mode
+from dualmap_extproc.envoy.discovery.clusters import clusters_of
 from extproc.envoy_configs import clusters, config, http_filter, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
@@ -16,7 +17,6 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
     from dualmap_extproc.envoy.config.clusters import pool_cluster
-    from dualmap_extproc.envoy.config.discovered import Written
     from dualmap_extproc.envoy.config.sources import shared_stream
 
 
@@ -65,11 +65,10 @@ def test_discover_option_with_conflicts_is_a_usage_error(options: list[str], rea
 
 
 def test_discovered_resources_equal_the_generated_config() -> None:
-    written = Written()
-    found = written.clusters(["llm/qwen", "llm/llama"])
+    found = clusters_of(["llm/qwen", "llm/llama"])
     assert list(found) == ["llm/qwen", "llm/llama"]
     for name, data in found.items():
-        assert Cluster.parse(data) == pool_cluster(name, endpoints=shared_stream())
+        assert Cluster.parse(data) == pool_cluster(name, endpoints=shared_stream()), "run `make proto`"
 
 
 def test_discover_has_the_same_routes_as_pool_files(tmp_path: Path) -> None:

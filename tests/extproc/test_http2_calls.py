@@ -130,10 +130,12 @@ def test_content_types_of_grpc_are_served(value: bytes) -> None:
     assert client.calls[0].half_closes == 1
 
 
-def test_compressed_message_is_unimplemented() -> None:
+def test_compressed_message_gets_the_encodings_that_are_accepted() -> None:
     client = Client()
     output = client.asked(headers(1), data(1, b"\x01\0\0\0\x01x"), data(1, message(b"late")))
-    assert status_of(client, output)[0] == Status.UNIMPLEMENTED
+    trailers = client.decoded(output[0])
+    assert trailers[b"grpc-status"] == b"%d" % Status.UNIMPLEMENTED
+    assert trailers[b"grpc-accept-encoding"] == b"identity"
     assert client.calls[0].cancels == 1
     assert client.calls[0].received == []
 

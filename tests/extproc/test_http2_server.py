@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
@@ -15,11 +16,13 @@ from cryptography import x509
 from certificates import Authority, write_pair
 from dualmap_extproc.transport import http2_server
 from dualmap_extproc.transport.grpc_server import GrpcServer
+from dualmap_extproc.transport.http2 import frames
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from dualmap_extproc.transport.http2_server import Http2Server
 from dualmap_extproc.transport.http2_services import Methods
 from dualmap_extproc.transport.tls import Certificates, server_certificates
 from dualmap_extproc.wire.peer import peer_of
+from extproc.http2_client import REQUEST, data, headers, message
 from waiting import until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
@@ -168,6 +171,29 @@ async def test_messages_that_a_call_does_not_read_stop_its_connection():
         service.read.set()
         assert await call == b"100000000"
         await writing
+
+
+async def test_unread_messages_of_a_call_that_is_reset_at_once_are_not_counted():
+    service = Service()
+    async with serving(service) as (server, port):
+        _, writer = await opened(port)
+        (connection,) = server._connections
+        await until(lambda: connection._http2._settled)
+        begun = headers(1, {**dict(REQUEST), b":path": b"/test.Service/Read"}.items()) + data(1, message(bytes(1000)))
+        connection._http2.receive(0.0, begun)
+        assert connection._unread_bytes == 1000
+        connection._http2.receive(0.0, frames.rst_stream(1, frames.ErrorCode.CANCEL))
+        await until(lambda: connection._unread_bytes == 0)
+        writer.close()
+
+
+async def test_client_that_resets_at_once_is_forgotten(caplog):
+    async with serving(Service()) as (server, port), channel_to(port) as channel:
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert await channel.unary_unary("/test.Service/Echo")(b"hello") == b"hello"
+        assert server.connections == 1
+    assert not caplog.records
 
 
 async def test_client_that_reads_nothing_is_not_read_and_is_disconnected():

@@ -18,7 +18,7 @@ from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, requ
 
 
 def of(pools: Iterable[Pool]) -> Snapshot:
-    return Snapshot(assignments=assignments_of(pools))
+    return Snapshot(assignments=assignments_of(pools), clusters={})
 
 
 def whole(*names: str, version: str = "1") -> Snapshot:
@@ -196,18 +196,6 @@ class TestAggregatedDiscovery:
         conversation = self.begun(whole())
         conversation.on_request(request(of=CLUSTER_TYPE))
         assert conversation.respond(whole()) is None, "it was said once"
-
-    def test_ads_sends_endpoints_without_waiting_for_clusters(self) -> None:
-        """An Envoy that was connected to an earlier router already has clusters, and must receive members at once."""
-        conversation = Conversation()
-        for each in (request(of=CLUSTER_TYPE), request(QWEN)):
-            conversation.on_request(each)
-        unwritten = of([pool()])
-        endpoints = due(conversation, unwritten)
-        assert hosts(endpoints).keys() == {QWEN}
-        ack(conversation, endpoints, QWEN)
-        assert conversation.respond(unwritten) is None
-        assert due(conversation, whole(QWEN)).type_url == CLUSTER_TYPE
 
     def test_ads_sends_endpoints_again_for_a_changed_cluster(self) -> None:
         """Envoy uses a changed cluster when it has the endpoints; otherwise it uses the cluster without endpoints after

@@ -112,7 +112,7 @@ PLANTED = [
     (
         "extproc/dualmap_extproc/envoy/access_log/entry.py",
         "import dualmap_extproc.envoy.config.settings",
-        "Discovery imports the configuration generator",
+        "Discovery, the configuration generator",
     ),
     ("extproc/dualmap_extproc/pools/file.py", "import dualmap_extproc.autoscaling.demand", "Only app and telemetry"),
     (
@@ -201,9 +201,9 @@ PLANTED_INDIRECT = [
         "Servers and autoscaling never reach prometheus_client",
     ),
     (
-        "extproc/dualmap_extproc/pools/file.py",
-        "import dualmap_extproc.envoy.discovery.service",
-        "Only discovery and the generator reach Envoy's typed configuration",
+        "extproc/dualmap_extproc/envoy/discovery/service.py",
+        "import dualmap_extproc.envoy.config.clusters",
+        "Only the configuration generator reaches Envoy's typed configuration",
     ),
     (
         "extproc/dualmap_extproc/request/stream.py",
@@ -241,7 +241,7 @@ UNLISTED = [
     (
         "extproc/dualmap_extproc/envoy/planted.py",
         "dualmap_extproc.envoy.planted",
-        "Discovery imports the configuration generator",
+        "Discovery, the configuration generator",
     ),
     (
         "extproc/dualmap_extproc/attic/__init__.py",

@@ -143,7 +143,6 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         runs = (
             stop.wait(),
             source.run(),
-            discovery.run(),
             keep_deadlines(picker),
             reading.run(),
             tokenizers.run(),

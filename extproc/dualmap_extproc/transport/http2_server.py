@@ -203,7 +203,12 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._peer = _shown(transport.get_extra_info("peername"))
+        peername = transport.get_extra_info("peername")
+        if peername is None:
+            # The client has reset the connection already.
+            transport.abort()
+            return
+        self._peer = _shown(peername)
         secure: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if secure is not None:
             # A client without ALPN passes the handshake.

@@ -93,6 +93,8 @@ class _Served:
         self._changed = asyncio.Event()
         self._drained = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
+        # A task that is cancelled before its first step ends without `_run`.
+        self._task.add_done_callback(self._drop_unread)
 
     # What the connection reports.
 
@@ -163,9 +165,11 @@ class _Served:
             self._call.finish(Status.UNKNOWN, f"Unexpected {type(error).__name__}")
         else:
             self._call.finish()
-        finally:
-            self._client.add_unread(-sum(map(len, self._received)))
-            self._received.clear()
+
+    def _drop_unread(self, task: asyncio.Task[None]) -> None:
+        """The call has ended: nothing reads the messages that are left."""
+        self._client.add_unread(-sum(map(len, self._received)))
+        self._received.clear()
 
     async def _serve(self) -> None:
         """Call the method in the way of its kind, and send what it returns."""

@@ -12,28 +12,25 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
+from dualmap_extproc.envoy.discovery.clusters import clusters_of
 from dualmap_extproc.envoy.discovery.endpoints import assignments_of
 from dualmap_extproc.envoy.discovery.subscriptions import Conversation, Snapshot, SubscriptionError
 from dualmap_extproc.names import (
     ADS_METHOD,
     ADS_SERVICE,
     CLUSTER_LOAD_ASSIGNMENT_TYPE,
-    CLUSTER_TYPE,
     EDS_METHOD,
     EDS_SERVICE,
     LONGEST_WAIT_KEY,
     cluster_name,
 )
 from dualmap_extproc.wire import discovery_pb2
-
-if TYPE_CHECKING:
-    from dualmap_extproc.envoy.config.discovered import Written
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[discovery_pb2.DiscoveryRequest, discovery_pb2.DiscoveryResponse]"
 _log = get_logger(__name__)
@@ -70,7 +67,7 @@ class Discovery:
     """The discovery services. ``publish`` sends changed pools to all streams immediately.
 
     Before the first ``publish``, this router sends no answers. Envoy therefore keeps an earlier router's configuration
-    until this router has its pools. The services send clusters only while ``run`` runs.
+    until this router has its pools.
     """
 
     def __init__(self, observer: DiscoveryObserver) -> None:
@@ -78,9 +75,6 @@ class Discovery:
         self._pools: tuple[Pool, ...] = ()
         self._snapshot: Snapshot | None = None
         self._streams: set[_Stream] = set()
-        # Whether any Envoy requests clusters, and the event that the snapshot's clusters are outdated.
-        self._wanted = False
-        self._stale = asyncio.Event()
         self._warned: set[tuple[str, float]] = set()
 
     def handlers(self) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
@@ -108,43 +102,13 @@ class Discovery:
         )
 
     def publish(self, pools: Iterable[Pool]) -> None:
-        """Serve these pools. Returns immediately, because each stream sends in its own task.
-
-        Streams send changed members immediately. Streams send added and removed pools after ``run`` has made the
-        clusters.
-        """
+        """Serve these pools. Returns immediately, because each stream sends in its own task."""
         self._pools = tuple(pools)
-        known = self._snapshot or Snapshot(assignments={})
-        self._snapshot = Snapshot(assignments=assignments_of(self._pools), clusters=known.clusters)
-        if self._wanted:
-            self._stale.set()
+        names = sorted(cluster_name(pool.namespace, pool.name) for pool in self._pools)
+        self._snapshot = Snapshot(assignments=assignments_of(self._pools), clusters=clusters_of(names))
         self._warned &= {(pool.id, pool.routing.queue.max_wait_s) for pool in self._pools}
         for stream in self._streams:
             self._warn_of_long_waits(stream)
-        self._wake_streams()
-
-    async def run(self) -> None:
-        """Make clusters after each change of the pools, until cancelled.
-
-        The method does nothing until an Envoy requests clusters. After this request, the method imports
-        Envoy's types in a thread, because the import takes 24 MB and more than a second.
-        """
-        written: Written | None = None
-        while True:
-            await self._stale.wait()
-            self._stale.clear()
-            if written is None:
-                written = await asyncio.to_thread(_written)
-            if self._snapshot is None:
-                continue
-            names = tuple(sorted(cluster_name(pool.namespace, pool.name) for pool in self._pools))
-            if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
-                continue
-            self._snapshot = Snapshot(assignments=self._snapshot.assignments, clusters=written.clusters(names))
-            self._wake_streams()
-
-    def _wake_streams(self) -> None:
-        for stream in self._streams:
             stream.wake.set()
 
     async def _serve(
@@ -193,9 +157,6 @@ class Discovery:
                     with contextlib.suppress(ValueError):
                         stream.longest_wait_s = float(request.node.metadata.fields[LONGEST_WAIT_KEY].string_value)
                     self._warn_of_long_waits(stream)
-                if not self._wanted and stream.conversation.asks_for(CLUSTER_TYPE):
-                    self._wanted = True
-                    self._stale.set()
                 stream.wake.set()
         finally:
             stream.wake.set()
@@ -216,9 +177,3 @@ class Discovery:
                     longest_wait_s=stream.longest_wait_s,
                     envoy=stream.peer,
                 )
-
-
-def _written() -> "Written":
-    from dualmap_extproc.envoy.config.discovered import Written  # A slow import (see ``run``).
-
-    return Written()

@@ -28,13 +28,13 @@ class SubscriptionError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The configuration for all Envoys: serialized resources by name, or None for resources that are not made yet."""
+    """The configuration for all Envoys: serialized resources by name."""
 
     assignments: Mapping[str, bytes]
-    clusters: Mapping[str, bytes] | None = None
+    clusters: Mapping[str, bytes]
 
-    def resources(self, type_url: str, names: tuple[str, ...]) -> dict[str, bytes] | None:
-        """Return the named resources of a type, or None if they are not made yet.
+    def resources(self, type_url: str, names: tuple[str, ...]) -> dict[str, bytes]:
+        """Return the named resources of a type.
 
         For the cluster type, the result always contains all clusters.
 
@@ -44,7 +44,7 @@ class Snapshot:
         """
         if type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE:
             return {name: self.assignments.get(name) or no_endpoints(name) for name in names}
-        return None if self.clusters is None else dict(self.clusters)
+        return dict(self.clusters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,6 @@ class _Subscription:
 
     def respond(self, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse | None:
         content = snapshot.resources(self.type_url, self.names)
-        if content is None:
-            return None
         sent = self.sent or {}
         due = {name: resource for name, resource in content.items() if sent.get(name) != resource}
         if self.type_url == CLUSTER_TYPE:
@@ -122,10 +120,6 @@ class Conversation:
 
     only: str = ""
     _subscriptions: dict[str, _Subscription] = field(default_factory=dict)
-
-    def asks_for(self, *types: str) -> bool:
-        """Return whether the peer has subscribed to any of these types."""
-        return any(each in self._subscriptions for each in types)
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
         """Apply a subscription, an ACK or a NACK; return the rejection for a NACK. Raises SubscriptionError."""

@@ -367,6 +367,9 @@ class Stream:
             fields.append((b"grpc-status", b"%d" % status))
             if message:
                 fields.append((b"grpc-message", encoded(message)))
+            if status is Status.UNIMPLEMENTED:
+                # A compressed message gets this status, and the encodings that the server accepts.
+                fields.append((b"grpc-accept-encoding", b"identity"))
             output.write_end(self.id, encode(fields), peer_ended=self.peer_ended)
         self._connection.stream_closed(self)
         if not output.quiet:
