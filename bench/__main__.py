@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "transport": Benchmark(
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
     ),
+    "replay": Benchmark("bench.replay", "the router's whole work for a request without sockets (a minute)", "replay"),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),

@@ -241,7 +241,8 @@ _NAMES = {
 class Conversation:
     """A stream and its messages. The time ``now`` advances by a second with every message.
 
-    ``delivered`` has the answers without a message from Envoy: the answers to a queued request.
+    ``delivered`` has the answers without a message from Envoy: the answers to a queued request. As in the HTTP/2
+    transport, ``receive`` gets the messages that ``echo`` has not answered.
     """
 
     def __init__(
@@ -274,7 +275,11 @@ class Conversation:
         answers = []
         for message in messages:
             self.now += 1.0
-            answers += self.stream.receive(self.now, message)
+            echoed = self.stream.echo(self.now, message.SerializeToString())
+            if echoed is None:
+                answers += self.stream.receive(self.now, message)
+            else:
+                answers.append(wire.ProcessingResponse.FromString(echoed))
         return answers
 
     def close(self, *, cancelled=False) -> None:

@@ -14,7 +14,7 @@ from dualmap_extproc.request.head import read_response
 from dualmap_extproc.request.modes import Modes, ResponseBody
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import answers, chunks
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _Step: TypeAlias = Callable[["Response", float, wire.ProcessingRequest], list[wire.ProcessingResponse]]
@@ -66,6 +66,20 @@ class Response:
         """Return the answers to a response message."""
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
 
+    def echo(self, now: float, message: bytes | memoryview) -> bytes | None:
+        """Process an encoded message if it is a chunk after the first one that goes back; return its encoded answer.
+
+        Else, return None: ``receive`` must process the message.
+        """
+        if self.phase is not _STREAMING or len(message) > self._limits.chunk_bytes:
+            return None
+        echoed = chunks.echo(message)
+        if echoed is None:
+            return None
+        answer, last = echoed
+        self._note_chunk(now, last=last)
+        return answer
+
     def end(self, now: float, ending: Ending) -> None:
         """Report the end of the request to the picker, if it is not reported yet."""
         request_id, self.request_id = self.request_id, ""
@@ -116,11 +130,7 @@ class Response:
 
     def _on_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         chunk = message.response_body
-        if chunk.end_of_stream:
-            self.end(now, _FINISHED)
-        if self.request_id and now >= self._alive_due_s:
-            self._alive_due_s = now + self._limits.alive_interval_s
-            self._picker.heard(now, self.request_id)
+        self._note_chunk(now, last=chunk.end_of_stream)
         if self._modes.response_body is _DUPLEX:
             return list(answers.response_pieces(chunk.body, self._limits.chunk_bytes, last=chunk.end_of_stream))
         if self.phase is _STREAMING or chunk.end_of_stream:
@@ -128,6 +138,14 @@ class Response:
             self.request_id = ""
             self.phase = RESPONSE_ENDED
         return [answers.PLAIN_RESPONSE_BODY]
+
+    def _note_chunk(self, now: float, *, last: bool) -> None:
+        """Report the end of the request with its last chunk, and from time to time that it continues."""
+        if last:
+            self.end(now, _FINISHED)
+        elif now >= self._alive_due_s and self.request_id:
+            self._alive_due_s = now + self._limits.alive_interval_s
+            self._picker.heard(now, self.request_id)
 
     def _on_trailers(self, now: float, _: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         self.end(now, self.ending)

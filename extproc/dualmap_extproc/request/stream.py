@@ -88,13 +88,13 @@ def _row(
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` never raises an error, for any messages in any order. The transport calls ``on_deadline`` at
-    ``deadline_s`` if no message arrives before, ``written`` after it has written all answers, and ``close`` after the
-    stream's end. The stream passes answers without a preceding message to ``deliver``, during a call of the picker, the
-    reader or another stream. If ``ended`` is true, the transport must end the stream. ``decided`` is true after the
-    stream has read a body itself and called the picker. ``reader`` reads large bodies; without a reader, the stream
-    reads them. ``held_bytes`` is the number of bytes that ``buffered`` counts for the stream.
-    ``peer`` is the identity of the Envoy that opened the stream.
+    ``receive`` never raises an error, for any messages in any order; ``echo`` takes the messages that need no protobuf.
+    The transport calls ``on_deadline`` at ``deadline_s`` if no message arrives before, ``written`` after it has written
+    all answers, and ``close`` after the stream's end. The stream passes answers without a preceding message to
+    ``deliver``, during a call of the picker, the reader or another stream. If ``ended`` is true, the transport must
+    end the stream. ``decided`` is true after the stream has read a body itself and called the picker. ``reader``
+    reads large bodies; without a reader, the stream reads them. ``held_bytes`` is the number of bytes that
+    ``buffered`` counts for the stream. ``peer`` is the identity of the Envoy that opened the stream.
     """
 
     # Slots make the access to attributes faster: 2 us per request.
@@ -140,6 +140,13 @@ class Stream:
         """Process a message from Envoy; return the answers to send, in order."""
         self.deadline_s = None
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
+
+    def echo(self, now: float, message: bytes | memoryview) -> bytes | None:
+        """Process an encoded message and return its only answer, encoded; None if ``receive`` must process the message.
+
+        A chunk of a response that passes the router (FULL_DUPLEX_STREAMED) thus needs no protobuf.
+        """
+        return self._response.echo(now, message) if self.phase is _ANSWERED else None
 
     def on_deadline(self, now: float) -> _Answers:
         """Process the deadline: decide by the received messages, unless the body may continue (see the module)."""

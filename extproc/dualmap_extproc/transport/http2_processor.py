@@ -30,6 +30,10 @@ class _Exchange:
 
     def message(self, now: float, data: memoryview | bytes) -> None:
         stream, processor = self._stream, self._processor
+        echoed = stream.echo(now, data)
+        if echoed is not None:
+            self._call.send(echoed)
+            return
         try:
             # protobuf copies the fields, so nothing refers to ``data`` afterwards. Its stubs do not know memoryviews.
             answers = processor.receive(stream, wire.ProcessingRequest.FromString(data))  # type: ignore[arg-type]
