@@ -22,7 +22,7 @@ def _sigint_reaches_children() -> Iterator[None]:
 
 
 # The files whose tests stop no router. In the others, requests pass Envoy without a pick on purpose.
-_ALWAYS_PICKED = ("test_bodies", "test_routing", "test_streams")
+_ALWAYS_PICKED = ("test_bodies", "test_routing", "test_streams", "test_transport_grpc")
 
 
 @pytest.fixture(autouse=True)
