@@ -1,8 +1,12 @@
-"""Measures the latency of a decision: by the router itself, and by the pool's owner in another process on loopback.
+"""Measures the latency and the owner's CPU time of a decision by the pool's owner in another process on loopback.
 
-Both are real routers: a picker with its deadlines and, for the owner, its connections (``peers``). The time starts when
-the body of a request has arrived, and ends when the member is known. So it includes parsing the body and hashing the
-prompt, but no gRPC from Envoy. Each request ends as soon as it is decided. No request waits for a free member.
+Both are real routers: a picker with its deadlines and, for the owner, its connections (``peers``). The latency starts
+when the body of a request has arrived, and ends when the member is known. So it includes parsing the body and hashing
+the prompt, but no gRPC from Envoy. Each request ends as soon as it is decided. No request waits for a free member.
+Other rows have the latency of decisions by the router itself.
+
+The CPU time of the owner is that for all messages of a request, which another router has read and hashed. Its inverse
+is the rate of other routers' requests that fills the owner's CPU.
 
 A router without an answer of the owner decides by itself after a while, and then for some time without asking. On a
 busy machine this happens often. The rows contain these decisions, so the last column shows how many the owner answered.
@@ -12,13 +16,14 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle
 from statistics import quantiles
 from typing import Final
 
 import grpc.aio
 from bench.decisions import pool_of
+from bench.gateway.load import cpu_s
 from bench.picks import bodies
 
 from dualmap.ownership.messages import Message
@@ -34,6 +39,7 @@ from dualmap_extproc.transport.deadlines import keep_deadlines
 KEY: Final = b"benchmark of decisions"
 SIZES_KB: Final = (4, 32, 220)
 RATE: Final = 100
+AT_ONCE: Final = 8
 MEMBERS: Final = 8
 POLICY: Final = "dualmap"
 
@@ -103,11 +109,11 @@ async def own() -> None:
     await server.stop(None)
 
 
-async def decisions(port: int, seconds: float) -> None:
-    """Print the latencies of decisions by the router itself, and through the owner on ``port``."""
-    print(f"\ndecisions of `{POLICY}` at {RATE}/s, {MEMBERS} members\n")
-    print("| prompt | decided by | p50 ms | p99 ms | decisions | of them, the owner answered |")
-    print("|---|---|---|---|---|---|")
+async def decisions(pid: int, port: int, seconds: float) -> None:
+    """Print the latencies of decisions by the router itself and through the owner, and the owner's CPU time.
+
+    The owner is the process ``pid`` with this port.
+    """
     alone, asking = Deciding("alone-0123abcd"), Deciding("asking-0123abcd")
     peers = asking.connect([("127.0.0.1", port)])
     tasks = [asyncio.create_task(each) for each in (peers.run(), *(keep_deadlines(r.picker) for r in (alone, asking)))]
@@ -115,20 +121,55 @@ async def decisions(port: int, seconds: float) -> None:
     while not asking.results["answered"]:
         await asking.decide(first)
         await asyncio.sleep(0.05)
-    for size_kb in SIZES_KB:
-        prompts = [each.body for each in bodies(1000 * size_kb)[0]]
-        for router, shown in ((alone, "the router itself"), (asking, "the owner in another process")):
-            router.results.clear()
-            times_s = await _at_rate(router, prompts, seconds)
-            cuts = quantiles(times_s, n=100)
-            counts = f"{len(times_s)} | {router.results['answered'] if router is asking else '-'}"
-            print(f"| {size_kb} KB | {shown} | {1000 * cuts[49]:.2f} | {1000 * cuts[98]:.2f} | {counts} |", flush=True)
+    prompts = {size_kb: [each.body for each in bodies(1000 * size_kb)[0]] for size_kb in SIZES_KB}
+    await _latencies(alone, asking, prompts, seconds)
+    await _owner_cpu(asking, pid, prompts, seconds)
     for task in tasks:
         task.cancel()
     await peers.close()
 
 
-async def _at_rate(router: Deciding, prompts: list[bytes], seconds: float) -> list[float]:
+async def _latencies(alone: Deciding, asking: Deciding, prompts: Mapping[int, Sequence[bytes]], seconds: float) -> None:
+    print(f"\ndecisions of `{POLICY}` at {RATE}/s, {MEMBERS} members\n")
+    print("| prompt | decided by | p50 ms | p99 ms | decisions | of them, the owner answered |")
+    print("|---|---|---|---|---|---|")
+    for size_kb, sent in prompts.items():
+        for router, shown in ((alone, "the router itself"), (asking, "the owner in another process")):
+            router.results.clear()
+            times_s = await _at_rate(router, sent, seconds)
+            cuts = quantiles(times_s, n=100)
+            counts = f"{len(times_s)} | {router.results['answered'] if router is asking else '-'}"
+            print(f"| {size_kb} KB | {shown} | {1000 * cuts[49]:.2f} | {1000 * cuts[98]:.2f} | {counts} |", flush=True)
+
+
+async def _owner_cpu(asking: Deciding, pid: int, prompts: Mapping[int, Sequence[bytes]], seconds: float) -> None:
+    print(f"\nthe owner's CPU time for requests of another router, `{POLICY}`, {MEMBERS} members\n")
+    print("| prompt | requests | sent to the owner | us of the owner's CPU a request | requests/s that fill one CPU |")
+    print("|---|---|---|---|---|")
+    for size_kb, sent in prompts.items():
+        for decide, shown in ((_at_rate, f"{RATE}/s"), (_at_once, f"{AT_ONCE} at once")):
+            asking.results.clear()
+            before_s = cpu_s(pid)
+            await decide(asking, sent, seconds)
+            # The owner also decides requests for which the other router did not wait.
+            count = asking.results["answered"] + asking.results["timeout"]
+            used_s = (cpu_s(pid) - before_s) / max(1, count)
+            print(f"| {size_kb} KB | {shown} | {count} | {1e6 * used_s:.0f} | {1 / used_s:.0f} |", flush=True)
+
+
+async def _at_once(router: Deciding, prompts: Sequence[bytes], seconds: float) -> list[float]:
+    """Decide AT_ONCE requests at a time; return the seconds of each decision."""
+    until_s, left, times_s = time.perf_counter() + seconds, cycle(prompts), list[float]()
+
+    async def one_after_the_other() -> None:
+        while time.perf_counter() < until_s:
+            times_s.append(await router.decide(next(left)))
+
+    await asyncio.gather(*(one_after_the_other() for _ in range(AT_ONCE)))
+    return times_s
+
+
+async def _at_rate(router: Deciding, prompts: Sequence[bytes], seconds: float) -> list[float]:
     """Decide requests at the rate; return the seconds of each decision."""
     began_s, number = time.perf_counter(), 0
     async with asyncio.TaskGroup() as group:

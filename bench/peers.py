@@ -5,8 +5,8 @@ takes no part. Round trips include the event loops of both processes, gRPC and t
 the process that sends the question and receives the answer, so each question costs two of them there.
 
 A request that another router decides costs four messages: question, answer, first token and end. A table puts them
-beside the updates by which four routers that decide by themselves replicate their state. The very last one compares
-the latency of decisions by the router itself and through the owner (``decided``).
+beside the updates by which four routers that decide by themselves replicate their state. The last two have the latency
+of decisions by the router itself and through the owner, and the CPU time of the owner (``decided``).
 """
 
 import asyncio
@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import quantiles
@@ -327,13 +328,21 @@ def main(seconds: float, role: str | None) -> None:
     print(f"peers: {os.cpu_count()} cores, load average {load}\n")
     codec()
     requests()
-    for role, measuring in (("answering", measure), ("owner", decisions)):
-        with subprocess.Popen(
-            [sys.executable, "-m", "bench", "peers", "--as", role],
-            cwd=Path(__file__).parents[1],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as process:
-            assert process.stdout is not None
-            asyncio.run(measuring(int(process.stdout.readline()), seconds))
-            process.communicate()
+    with _other("answering") as (_, port):
+        asyncio.run(measure(port, seconds))
+    with _other("owner") as (pid, port):
+        asyncio.run(decisions(pid, port, seconds))
+
+
+@contextmanager
+def _other(role: str) -> Iterator[tuple[int, int]]:
+    """Run the other process while the context is open; yield its process id and its port."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench", "peers", "--as", role],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+        process.communicate()

@@ -21,20 +21,15 @@ def _sigint_reaches_children() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-# The files whose tests stop no router. In the others, requests pass Envoy without a pick on purpose.
-_ALWAYS_PICKED = ("test_bodies", "test_routing", "test_streams", "test_transport_grpc")
-
-
 @pytest.fixture(autouse=True)
 def _no_request_fails_open(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check in ``_ALWAYS_PICKED`` that no request passed Envoy without a pick; the mark ``fails_open`` allows it."""
-    if request.path.stem not in _ALWAYS_PICKED:
+    """Check that no request of a test with the mark ``always_picked`` passed Envoy without a pick."""
+    if request.node.get_closest_marker("always_picked") is None:
         yield
         return
     before = fail_open.counts()
     yield
-    if request.node.get_closest_marker("fails_open") is None:
-        assert not fail_open.counts() - before
+    assert not fail_open.counts() - before
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_engines")

@@ -12,7 +12,7 @@ from harness.documents import chat, error_of, padded, receipt
 from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 CHUNK_BYTES = 62_000
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from harness.documents import chat, error_of, prompt_of, receipt
 from harness.shared_engines import SharedEngines
 from harness.upstream import ENGINE_HEADER, Received, Upstream
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 DESTINATION = "x-gateway-destination-endpoint"
 MODEL = "/v1/models/scripted-model"

@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.clients import http1, in_halves, opened
 from harness.deployment import CHAT, Deployment
 from harness.documents import chat, prompt_of, receipt
+from harness.event_streams import check_event_stream
 from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, sse
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 EVENTS = [
     b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -46,24 +47,8 @@ async def test_event_stream_passes_unchanged(engines: SharedEngines, deployment:
 
 
 async def test_stream_event_is_forwarded_without_delay(engines: SharedEngines, deployment: Deployment) -> None:
-    gates = [asyncio.Event() for _ in range(4)]
-    # No event is `data: 0`, because a JSON scalar as an event crashes Envoy 1.40 in its sse_to_metadata filter.
-    events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
-
-    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for gate, event in zip(gates, events, strict=True):
-            await gate.wait()
-            await response.write(event)
-        return response
-
-    engines.left.answer = engines.right.answer = answer
-    async with opened(deployment.envoy.url + CHAT, json.dumps(chat("scripted", stream=True)).encode()) as response:
-        # The headers arrive before the first token, as the engine sent them.
-        for gate, event in zip(gates, events, strict=True):
-            gate.set()
-            assert await response.content.readexactly(len(event)) == event
+    body = json.dumps(chat("scripted", stream=True)).encode()
+    await check_event_stream([engines.left, engines.right], deployment.envoy.url + CHAT, body)
 
 
 async def test_usage_of_simulated_engines_is_counted(engines: SharedEngines, deployment: Deployment) -> None:

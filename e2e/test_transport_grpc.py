@@ -13,7 +13,7 @@ from harness.documents import chat, document, member_of, padded, receipt
 from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, sse
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(50)] + [b"data: [DONE]\n\n"]
 

@@ -129,7 +129,9 @@ class KubeApi:
         status = self.refuse_with or (self.refuse_watches_with if watch else None)
         status = status or self.refuse.get(request.path.rpartition("/")[2]) or self.refuse.get(request.path)
         if status is not None:
-            return web.json_response({"kind": "Status", "message": f"refused with {status}"}, status=status)
+            verb, resource = "watch" if watch else "list", request.path.rpartition("/")[2]
+            message = f'{resource} is forbidden: User "me" cannot {verb} resource "{resource}"'
+            return web.json_response({"kind": "Status", "message": message}, status=status)
         wanted = _wanted(request)
         return await self._watch(request, wanted) if watch else await self._list(request, wanted)
 

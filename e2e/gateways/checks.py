@@ -1,22 +1,20 @@
 """Checks of traffic through a gateway whose picker is DualMap: the same for every gateway."""
 
-import asyncio
 import json
 
 import aiohttp
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateways.site import METRICS_PORT, MODEL, Site
-from harness.clients import Reply, http1, http2, opened, sha256
+from harness.clients import Reply, http1, http2, sha256
 from harness.deployment import CHAT
-from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, plain
+from harness.event_streams import check_event_stream
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Upstream
 from harness.waiting import until
 
 DESTINATION = "x-gateway-destination-endpoint"
 LARGE_BYTES = 3_000_000
 _JSON = {"content-type": "application/json"}
-_EVENTS = 4
 _SERVES_WITHIN_S = 60.0
 
 
@@ -90,29 +88,7 @@ class Gateway:
 
     async def check_event_stream(self) -> None:
         """Each event of a stream arrives before the engine sends the next event."""
-        gates = [asyncio.Event() for _ in range(_EVENTS)]
-        events = [b'data: {"number": %d}\n\n' % number for number in range(_EVENTS)]
-
-        async def answer(request: web.Request, received: Received) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await response.prepare(request)
-            for gate, event in zip(gates, events, strict=True):
-                await gate.wait()
-                await response.write(event)
-            return response
-
-        for engine in self.site.engines.values():
-            engine.answer = answer
-        try:
-            async with opened(self.url + CHAT, chat("stream", stream=True)) as response:
-                assert response.status == 200
-                for gate, event in zip(gates, events, strict=True):
-                    gate.set()
-                    assert await response.content.readexactly(len(event)) == event
-                assert await response.content.read() == b""
-        finally:
-            for engine in self.site.engines.values():
-                engine.answer = plain
+        await check_event_stream(list(self.site.engines.values()), self.url + CHAT, chat("stream", stream=True))
 
     async def check_dead_first_pick(self) -> None:
         """If the first endpoint of the list refuses connections, the gateway uses the second endpoint."""

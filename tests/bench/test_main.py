@@ -39,6 +39,21 @@ def test_decision_of_one_router_ends_its_request(monkeypatch: pytest.MonkeyPatch
     assert in_flight == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_decisions_at_once_leave_no_open_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    decided, picks = importlib.import_module("bench.decided"), importlib.import_module("bench.picks")
+
+    async def decide() -> tuple[int, int]:
+        router = decided.Deciding("alone-0123abcd")
+        times_s = await decided._at_once(router, [each.body for each in picks.bodies(1000)[0]], 0.05)
+        return len(times_s), sum(each.in_flight for each in router.picker.statuses()[0].endpoints)
+
+    decisions, in_flight = asyncio.run(decide())
+    assert decisions >= decided.AT_ONCE
+    assert in_flight == 0
+
+
 def test_unknown_benchmark_is_refused_with_all_names() -> None:
     done = bench("rings", "peer")
     assert done.returncode == 1

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from dualmap.errors import PoolError
-from dualmap.objects.gaie import GaiePod, GaiePool, gaie_members, gaie_pod, read_gaie_pool, read_objectives
+from dualmap.objects.gaie import (
+    ACTIVE_PORTS,
+    PORTS_MAX,
+    GaiePod,
+    GaiePool,
+    gaie_members,
+    gaie_pod,
+    read_gaie_pool,
+    read_objectives,
+)
 from dualmap.objects.pool_reader import PoolSettings, read_settings
 from dualmap.pools.pool import Engine, Member, MemberState
 from kube_api import pod_body
@@ -58,6 +67,12 @@ class TestPool:
             read_gaie_pool(pool_v1(**spec))
         assert refused.value.field == field
 
+    def test_pool_with_more_ports_than_the_limit_is_refused(self) -> None:
+        ports = [{"number": 8000 + rank} for rank in range(PORTS_MAX + 1)]
+        assert len(read_gaie_pool(pool_v1(targetPorts=ports[:PORTS_MAX])).ports) == PORTS_MAX
+        with pytest.raises(PoolError, match="1 to 8 ports"):
+            read_gaie_pool(pool_v1(targetPorts=ports))
+
 
 class TestMembers:
     def members(self, pool: GaiePool, *pods: GaiePod, before: tuple[Member, ...] = ()) -> dict[str, tuple[str, str]]:
@@ -78,6 +93,24 @@ class TestMembers:
 
     def test_active_ports_of_a_pod_limit_its_members(self) -> None:
         assert list(self.members(TWO_PORTS, pod("m-0", ports="8001, 9999"))) == ["m-0:8001"]
+
+    def test_llm_ds_annotation_of_active_ports_has_precedence(self) -> None:
+        body = pod_body("m-0")
+        body["metadata"]["annotations"] = {ACTIVE_PORTS[1]: "8000", ACTIVE_PORTS[0]: "8001"}
+        assert list(self.members(TWO_PORTS, gaie_pod(body))) == ["m-0:8001"]
+
+    @pytest.mark.parametrize("ports", ["8001,", "eight", "0", "8001,70000", "8001;8000"])
+    def test_invalid_active_ports_are_named(self, ports: str) -> None:
+        (fault,) = pod("m-0", ports=ports).faults
+        assert fault.startswith(f"metadata.annotations[{ACTIVE_PORTS[1]}]: {ports!r} is not accepted; give numbers of")
+
+    @pytest.mark.parametrize("address", ["10.244.0.300", "127.0.0.1"])
+    def test_address_that_no_pod_may_have_is_named(self, address: str) -> None:
+        (fault,) = pod("m-0", address=address).faults
+        assert fault == f"status.podIP: {address!r} is not accepted; give an IP address that a pod may have"
+
+    def test_pod_without_address_or_annotation_has_no_fault(self) -> None:
+        assert pod("m-0", address="").faults == pod("m-1").faults == pod("m-2", ports="8000, 8001").faults == ()
 
     def test_member_that_becomes_unready_drains_with_its_address(self) -> None:
         before = gaie_members(ONE_PORT, [pod("m-0"), pod("m-1")], ())

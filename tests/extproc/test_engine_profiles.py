@@ -261,6 +261,25 @@ class TestProfiles:
                 await until(lambda: reports.of["m-0"][-1].mismatch == "")
         assert [each.message for each in caplog.records] == ["Engine does not fit its pool"] * 2
 
+    async def test_mismatch_that_outlasts_restarts_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        engine = vllm(**{"v1/models": {"data": [{"id": "other"}]}})
+        models = engine.answers["/v1/models"]
+        async with serving(engine) as member:
+            of = pool_of(member, interval_s=0.1)
+            async with asking(of) as (engines, reports):
+                assert (await reports.next()).mismatch == "serves [other], not m"
+                # The engine's process starts again, and serves its list of models only later.
+                del engine.answers["/v1/models"]
+                engine.answers["/metrics"] = METRICS % 200.0
+                await until(lambda: reports.of["m-0"][-1].mismatch == "")
+                engine.answers["/v1/models"] = models
+                await until(lambda: reports.of["m-0"][-1].mismatch != "")
+                # The pod's container restarts.
+                reports.of["m-0"].clear()
+                engines.set_pools([replace(of, members=(replace(member, incarnation="again"),))])
+                await until(lambda: [each for each in reports.of["m-0"] if each.mismatch])
+        assert [each.message for each in caplog.records] == ["Engine does not fit its pool"]
+
     async def test_long_list_of_models_names_nothing(self) -> None:
         engine = vllm(**{"v1/models": {"data": [{"id": f"o{n}"} for n in range(1025)]}})
         async with serving(engine) as member, asking(pool_of(member)) as (_, reports):

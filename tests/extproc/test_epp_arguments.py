@@ -56,6 +56,11 @@ class TestArguments:
         assert read(f"--{name}=true", "--v=1") == read(f"--{name}", "true", "--v=1") == ("--v=1",)
         assert unneeded(f"-{name}", "true") == (name,)
 
+    def test_flags_of_llm_ds_picker_are_accepted(self) -> None:
+        chart = "--allow-experimental-plugins", "--grpc-max-recv-msg-size=10MiB", "--tls-min-version", "VersionTLS12"
+        assert read(*chart, "--v=1") == ("--v=1",)
+        assert unneeded(*chart) == ("allow-experimental-plugins", "grpc-max-recv-msg-size", "tls-min-version")
+
     def test_function_that_is_switched_off_needs_no_warning(self) -> None:
         arguments = "--tracing", "false", "--metrics-endpoint-auth=false", "--enable-pprof=false"
         assert unneeded(*arguments) == ()
@@ -93,6 +98,23 @@ class TestPlugins:
             read_plugins([self.config("queue-scorer", name)])
         assert (refused.value.field, refused.value.value) == ("plugins[1].type", name)
 
+    def test_parsers_of_http_requests_are_accepted(self) -> None:
+        parsers = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "sglanghttp-parser")
+        config = self.config(*parsers, requestHandler={"parsers": [{"pluginRef": each} for each in parsers]})
+        assert read_plugins([config]) == parsers
+
+    def test_decode_filter_without_prefill_has_no_effect(self) -> None:
+        profiles = [{"name": "default", "plugins": [{"pluginRef": "decode-filter"}]}]
+        config = self.config("prefix-cache-scorer", "decode-filter", schedulingProfiles=profiles)
+        assert read_plugins([config]) == ("prefix-cache-scorer", "decode-filter")
+
+    @pytest.mark.parametrize("name", ["prefill", "encode"])
+    def test_profile_for_other_pods_is_refused_by_name(self, name: str) -> None:
+        config = self.config("decode-filter", schedulingProfiles=[{"name": "decode"}, {"name": name}])
+        with pytest.raises(PoolError, match="decode-filter is the only plugin for these roles") as refused:
+            read_plugins([config])
+        assert (refused.value.field, refused.value.value) == ("schedulingProfiles[1].name", name)
+
     @pytest.mark.parametrize(
         ("changes", "field"),
         [
@@ -118,16 +140,25 @@ class TestCommand:
         [
             ((), "give --pool-name NAME, or --endpoint-selector"),
             (("--pool-name", "a", "--endpoint-selector", "a=b"), "give --pool-name NAME, or --endpoint-selector"),
-            (("--endpoint-selector", "a=b"), "require each other"),
+            (("--pool-name", ""), "give --pool-name NAME, or --endpoint-selector"),
+            (("--endpoint-selector", "a=b"), "require each other; give both or neither"),
             (("--endpoint-selector", "a", "--endpoint-target-ports", "0"), "give 1 to 8 ports"),
             (("--endpoint-selector", "a b=c", "--endpoint-target-ports", "1"), "--endpoint-selector: 'a b'"),
             (("--pool-name", "a", "--pool-group", "b"), "inference.networking.x-k8s.io"),
             (("--pool-name", "a", "--shiny"), "no such flag: '--shiny'"),
-            (("--pool-name", "a", "--shiny"), "accepted: --als-port, --cert-path"),
-            (("--pool-name", "a", "--config-file", "/nowhere"), "/nowhere: No such file"),
+            (("--pool-name", "a", "--shiny"), "; accepted: --als-port, --cert-path"),
+            (
+                ("--pool-name", "a", "--config-file", "/nowhere"),
+                "--config-file /nowhere: No such file or directory; give a readable file",
+            ),
             (("--pool-name", "a", "--config-text", "a: ["), "--config-text: line 2"),
             (("--pool-name", "a", "--config-text", "{}", "--config-file", "b"), "exclude each other"),
             (("--pool-name", "a", "--routing", "/nowhere"), "--routing /nowhere: No such file"),
+            (("--pool-name", "a", "--kubeconfig", "/nowhere"), "--kubeconfig /nowhere: No such file or"),
+            (
+                ("--pool-name", "a", "--cert-path", "/nowhere"),
+                "--cert-path /nowhere: tls.crt: No such file or directory; give",
+            ),
             (("--pool-name", "a", "--zap-log-level", "loud"), "--zap-log-level: 'loud' is not accepted"),
             (("--pool-name", "a", "--metrics-port", "9003"), "--grpc-health-port and --metrics-port are both 9003"),
         ],
@@ -136,14 +167,19 @@ class TestCommand:
     def test_command_refuses_invalid_arguments(self, arguments: tuple[str, ...], said: str) -> None:
         result = invoke(*arguments)
         assert result.exit_code == 2
-        assert said in result.output
+        (line,) = [each for each in result.output.splitlines() if each.startswith("Error: ")]
+        assert said in line
+        assert result.output.endswith(f"{line}\n")
 
     def test_command_refuses_plugins_by_name(self, tmp_path: Path) -> None:
         file = tmp_path / "plugins.yaml"
-        file.write_text("apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: decode-filter}]")
+        file.write_text(
+            "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+            "plugins: [{type: decode-filter}, {type: prefill-filter}]"
+        )
         result = invoke("--pool-name", "a", "--config-file", str(file))
         assert result.exit_code == 2
-        assert "decode-filter" in result.output
+        assert f"--config-file {file}: plugins[1].type: 'prefill-filter'" in result.output
         assert "not supported" in result.output
 
     def test_command_refuses_an_invalid_routing_file(self, tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dualmap_extproc.transport.tls import self_signed
-from extproc.envoy_messages import DUPLEX, chat, destination, request_body, request_headers
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import DUPLEX, chat, destination, kinds, refused_with, request_body, request_headers
 from extproc.router_processes import WAIT_S, Router, launch, stream
 from extproc.test_main_kube import line_with
 from extproc.test_pools_gaie import gaie_pool, objective
-from kube_api import KubeApi, kube_api, pod_body
+from kube_api import KubeApi, kube_api, pod_body, write_kubeconfig
+from waiting import until
 
 READY = re.compile(r"dualmap epp ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
+PODS = "/api/v1/namespaces/llm/pods?serving.dualmap.dev/pool=qwen"
 # As the chart of the Gateway API Inference Extension 1.1 passes them.
 CHART = (
     *("--pool-name", "qwen", "--pool-namespace", "llm", "--pool-group", "inference.networking.k8s.io"),
@@ -31,6 +36,7 @@ plugins:
 - type: queue-scorer
 - type: kv-cache-utilization-scorer
 - type: prefix-cache-scorer
+- type: decode-filter
 schedulingProfiles:
 - name: default
   plugins: [{pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
@@ -61,12 +67,32 @@ async def health(router: Router, service: str) -> int:
         return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
-async def picked(channel: grpc.aio.Channel, body: bytes) -> str | None:
+async def answered(channel: grpc.aio.Channel, body: bytes) -> wire.ProcessingResponse:
+    """Return the first answer to a request in the gateways' mode."""
     call = stream(channel)
     await call.write(request_headers(DUPLEX))
     await call.write(request_body(body))
-    answer = await call.read()
+    async with asyncio.timeout(WAIT_S):
+        answer: wire.ProcessingResponse = await call.read()
     call.cancel()
+    return answer
+
+
+async def picked(channel: grpc.aio.Channel, body: bytes) -> str | None:
+    return destination(await answered(channel, body))
+
+
+async def picked_in_unknown_modes(channel: grpc.aio.Channel, body: bytes) -> str | None:
+    """Return the pick for a gateway with modes that no Envoy has, which waits for the answer to each message."""
+    call = stream(channel)
+    modes = wire.ProtocolConfiguration(request_body_mode=77, response_body_mode=78)  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S):
+        await call.write(request_headers(modes))
+        assert kinds([await call.read()]) == ["request_headers"]
+        await call.write(request_body(body))
+        answer = await call.read()
+    call.cancel()
+    assert kinds([answer]) == ["request_body"]
     return destination(answer)
 
 
@@ -79,6 +105,7 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
         async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false") as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")
             assert "queue-scorer" in await line_with(process, "Plugins have no effect")
+            assert '"plugins": ["decode-filter"]' in await line_with(process, "whatever its label llm-d.ai/role")
             await line_with(process, "Waiting for the pool, which does not exist")
             await api.put(gaie_pool())
             router = await ready(process)
@@ -86,6 +113,13 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
                 assert await health(router, service) == health_pb2.HealthCheckResponse.SERVING
             async with grpc.aio.insecure_channel(router.grpc) as channel:
                 assert await picked(channel, chat(model="any/name")) == "10.244.0.1:8000"
+                assert await picked_in_unknown_modes(channel, chat()) == "10.244.0.1:8000"
+                await api.delete(gaie_pool())
+                await line_with(process, "Reloaded pool")
+                assert refused_with([await answered(channel, chat())]) == 503
+                await api.put(gaie_pool())
+                await line_with(process, "Reloaded pool")
+                assert await picked(channel, chat()) == "10.244.0.1:8000"
             assert b"dualmap_picks_not_followed_total" in await router.get("/metrics")
             router.stop()
             assert await router.exited() == 0
@@ -112,4 +146,54 @@ async def test_epp_without_the_right_to_list_pods_says_so(tmp_path: Path) -> Non
         await api.put(gaie_pool())
         api.refuse["pods"] = 403
         async with seat(api, "--pool-name=qwen", "--pool-namespace=llm") as process:
-            assert "kind=pods" in await line_with(process, "Kubernetes list or watch failed")
+            line = await line_with(process, "Kubernetes list or watch failed")
+            assert "kind=pods" in line
+            assert 'cannot list resource "pods"' in line.replace("\\", "")
+            await until(lambda: api.lists.count(PODS) > 1)
+            del api.refuse["pods"]
+            # The next warning would be another line about the same refusal.
+            assert "Kubernetes watch recovered" in await line_with(process, "Kubernetes")
+            await ready(process)
+
+
+async def test_epp_names_its_own_option_for_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with kube_api(tmp_path) as api, seat(api, "--pool-name=qwen", f"--grpc-health-port={port}") as process:
+            line = await line_with(process, "cannot listen")
+            assert line.startswith(f"dualmap epp: cannot listen on 127.0.0.1:{port}: ")
+            assert line.endswith("; give another --grpc-health-port")
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shiny"], "Error: no such flag: '--shiny'; accepted: --als-port, "),
+        (
+            ["--config-text", CONFIG.replace("decode-", "shiny-")],
+            "'shiny-filter' is not accepted; give a plugin of these: ",
+        ),
+        (["--kubeconfig=/nope"], "Error: --kubeconfig /nope: No such file or directory; give an existing kubeconfig"),
+        (["--cert-path=/nope"], "Error: --cert-path /nope: tls.crt: No such file or directory; give a folder with "),
+        ([], "dualmap epp: kubeconfig {0}/none does not exist; set KUBECONFIG to an existing kubeconfig"),
+        (["--kubeconfig={0}/broken"], "dualmap epp: --kubeconfig: kubeconfig {0}/broken is invalid: "),
+        (
+            ["--kubeconfig={0}/kubeconfig", "--cert-path={0}"],
+            "dualmap epp: --cert-path: tls.key is not the key of tls.c",
+        ),
+    ],
+    ids=["flag", "plugin", "kubeconfig", "cert-path", "KUBECONFIG", "broken kubeconfig", "other key"],
+)
+async def test_epp_with_invalid_arguments_exits_with_a_reason(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "broken").write_text("- no\n- mapping")
+    write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")
+    (tmp_path / "tls.key").write_bytes(self_signed()[0])
+    (tmp_path / "tls.crt").write_bytes(self_signed()[1])
+    given = [each.replace("{0}", str(tmp_path)) for each in arguments]
+    process = await launch("--pool-name=qwen", *given, command="epp", KUBECONFIG=str(tmp_path / "none"))
+    _, written = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 2
+    *usage, line = written.decode().splitlines()
+    assert said.replace("{0}", str(tmp_path)) in line
+    assert all(each.startswith(("Usage: ", "Try ")) for each in usage if each)

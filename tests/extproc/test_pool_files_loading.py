@@ -108,7 +108,7 @@ class TestRejectedFiles:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (None, "No such file or directory; give a readable pool file"),
+            (None, "No such file or directory; give a readable file"),
             ("", "it contains no pool; give at least one InferencePool of serving.dualmap.dev/v1alpha1"),
             ("kind: [", "line 2, column 1: "),
             ("a: &a [*a]", "*a inside &a; give aliases that are not circular"),

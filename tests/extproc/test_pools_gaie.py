@@ -142,9 +142,41 @@ async def test_pool_that_does_not_exist_is_awaited(api: KubeApi, caplog: pytest.
         await asyncio.wait_for(found.source.known(), WAIT_S)
         assert found.states() == {"qwen-0": "Active"}
         await api.delete(gaie_pool())
-        await until(lambda: found.told[-1] == ())
+        await found.until_states()
         await api.put(gaie_pool())
         await found.until_states(qwen_0="Active")
+
+
+async def test_invalid_value_of_a_pod_is_logged_once_per_change(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+    def faults() -> list[tuple[str, str]]:
+        found = (each for each in caplog.records if each.message == "Ignoring an invalid value of a pod")
+        return [(each.details["pod"], each.details["reason"]) for each in found]
+
+    def annotated(ports: str) -> dict[str, Any]:
+        body = pod_body("qwen-1")
+        body["metadata"]["annotations"] = {"inference.networking.k8s.io/active-ports": ports}
+        return body
+
+    await api.put(gaie_pool())
+    await api.put(pod_body("qwen-0", address="169.254.0.1"))
+    await api.put(annotated("eight"))
+    async with seat(api) as found:
+        await api.put(pod_body("qwen-2"))
+        await found.until_states(qwen_1="Active", qwen_2="Active")
+        assert sorted(faults()) == [
+            ("qwen-0", "status.podIP: '169.254.0.1' is not accepted; give an IP address that a pod may have"),
+            (
+                "qwen-1",
+                "metadata.annotations[inference.networking.k8s.io/active-ports]: 'eight' is not accepted; give numbers "
+                "of ports separated by commas, such as 8000,8001",
+            ),
+        ]
+        await api.put(annotated("nine"))
+        await until(lambda: len(faults()) == 3)
+        await api.put(annotated("8000"))
+        await api.put(pod_body("qwen-0"))
+        await found.until_states(qwen_0="Active", qwen_1="Active", qwen_2="Active")
+        assert len(faults()) == 3
 
 
 async def test_pool_with_another_selector_has_other_members(api: KubeApi) -> None:

@@ -126,6 +126,22 @@ PLANTED = [
         "The store, pools, Envoy's configuration",
     ),
     ("extproc/dualmap_extproc/request/picked.py", "import time", "Request code reads no clock and does no I/O"),
+    ("extproc/dualmap_extproc/epp/pools.py", "import click", "The seat of other pickers imports pools"),
+    (
+        "extproc/dualmap_extproc/epp/pools.py",
+        "import dualmap_extproc.request.picker",
+        "The seat of other pickers imports pools",
+    ),
+    (
+        "extproc/dualmap_extproc/epp/plugins.py",
+        "import yaml",
+        "Flags and plugins of other pickers are read without I/O",
+    ),
+    (
+        "extproc/dualmap_extproc/epp/other_flags.py",
+        "import dualmap_edge.logs",
+        "Flags and plugins of other pickers are read without I/O",
+    ),
     ("extproc/dualmap_extproc/transport/http2/connection.py", "import time", "The HTTP/2 server reads no clock"),
     (
         "extproc/dualmap_extproc/transport/http2/flow.py",

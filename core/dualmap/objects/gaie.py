@@ -19,9 +19,14 @@ GROUP_VERSIONS: Final = {"inference.networking.k8s.io": "v1", "inference.network
 OBJECTIVES_GROUP_VERSION: Final = "inference.networking.x-k8s.io/v1alpha2"
 PORTS_MAX: Final = 8
 """The most target ports of a pool."""
-ACTIVE_PORTS: Final = "inference.networking.k8s.io/active-ports"
-"""The annotation with those target ports, separated by commas, on which a pod serves; without it, all."""
+ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+"""The annotations with those target ports, separated by commas, on which a pod serves; the first one present counts.
+
+Without an annotation, a pod serves on all target ports.
+"""
 _PRIORITY_MAX: Final = 2**31
+_PORT_MAX: Final = 65_535
+_PORT: Final = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 _LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY: Final = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL}", re.ASCII)
 _LABEL_VALUE: Final = re.compile(rf"({_LABEL})?", re.ASCII)
@@ -37,10 +42,11 @@ class GaiePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaiePod:
-    """A pod, and the target ports on which it serves (None: on all)."""
+    """A pod, the target ports on which it serves (None: on all), and a message for each value that is ignored."""
 
     facts: PodFacts
     active_ports: frozenset[int] | None = None
+    faults: tuple[str, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -68,10 +74,20 @@ def read_gaie_pool(body: Mapping[str, Any]) -> GaiePool:
 
 def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
     """Return the facts of a pod; never raises."""
-    metadata = mapping_in(body, "metadata")
-    listed = text_in(mapping_in(metadata, "annotations"), ACTIVE_PORTS)
-    ports = frozenset(int(each) for each in listed.replace(" ", "").split(",") if each.isdecimal() and len(each) < 6)
-    return GaiePod(facts=pod_facts(body), active_ports=ports or None)
+    facts = pod_facts(body)
+    faults: list[PoolError] = []
+    address = text_in(mapping_in(body, "status"), "podIP")
+    if address and not facts.address:
+        faults.append(PoolError("status.podIP", address, "an IP address that a pod may have"))
+    annotations = mapping_in(mapping_in(body, "metadata"), "annotations")
+    name = next((each for each in ACTIVE_PORTS if text_in(annotations, each)), "")
+    listed = text_in(annotations, name)
+    entries = listed.replace(" ", "").split(",") if listed else []
+    ports = frozenset(int(each) for each in entries if _PORT.fullmatch(each) and int(each) <= _PORT_MAX)
+    if len(ports) < len(set(entries)):
+        accepted = "numbers of ports separated by commas, such as 8000,8001"
+        faults.append(PoolError(f"metadata.annotations[{name}]", listed, accepted))
+    return GaiePod(facts=facts, active_ports=ports or None, faults=tuple(str(each) for each in faults))
 
 
 def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Member]) -> tuple[Member, ...]:
@@ -131,6 +147,6 @@ def selector_of(labels: Mapping[str, Any], path: str) -> str:
 
 
 def _read_port(value: object, path: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65_535:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _PORT_MAX:
         raise PoolError(path, value, "a whole number from 1 to 65535")
     return value

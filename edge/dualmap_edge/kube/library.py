@@ -171,6 +171,6 @@ async def _load_kubeconfig(config: Any, location: str, configuration: object) ->
         await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
     except Exception as error:  # the library raises any exception for a malformed file
         raise KubeConfigError(
-            f"kubeconfig {location} is invalid: {clipped(str(error) or repr(error))}; set KUBECONFIG to a "
-            "kubeconfig with clusters, users and a current-context"
+            f"kubeconfig {location} is invalid: {clipped(str(error) or repr(error))}; give a kubeconfig with clusters, "
+            "users and a current-context"
         ) from error

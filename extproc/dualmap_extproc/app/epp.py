@@ -15,7 +15,7 @@ import click
 from dualmap.errors import PoolError
 from dualmap.objects.gaie import GROUP_VERSIONS, PORTS_MAX, GaiePool, selector_of
 from dualmap.objects.pool_reader import PoolSettings, read_settings
-from dualmap_edge.kube.client import KubeClient
+from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.app.options import (
     configure_process,
@@ -26,13 +26,13 @@ from dualmap_extproc.app.options import (
     transport_option,
 )
 from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
+from dualmap_extproc.app.program import EPP
 from dualmap_extproc.epp import other_flags, plugins
 from dualmap_extproc.epp.pools import GaiePools, PoolRef
 from dualmap_extproc.pools.file import PoolFileError, load_documents, parse_documents
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.settings import Gateway
 
-_PROGRAM: Final = "dualmap epp"
 _UNNEEDED: Final = "unneeded_flags"
 _GROUP: Final = "inference.networking.k8s.io"
 # The other pickers' log verbosity from which they write debug lines.
@@ -57,7 +57,7 @@ class _PickerCommand(click.Command):
         except other_flags.UnknownFlagError as error:
             own = ", ".join(f"--{each}" for each in sorted(valued | boolean | flags))
             others = ", ".join(f"--{each}" for each in sorted(other_flags.UNNEEDED))
-            raise click.UsageError(f"{error}\naccepted: {own}\naccepted without effect: {others}", ctx) from None
+            raise click.UsageError(f"{error}; accepted: {own}; accepted without effect: {others}", ctx) from None
         ctx.meta[_UNNEEDED] = read.unneeded
         own_arguments: list[str] = []
         for argument in read.own:
@@ -116,7 +116,7 @@ class _PickerCommand(click.Command):
 @click.option("--zap-encoder", type=click.Choice(["json", "console"]), help="Same as --log-format json or text.")
 @click.option("--zap-log-level", help="Same as --log-level: debug, info, error, panic, or a number for debug.")
 @click.option("--v", "verbosity", type=int, help=f"{_DEBUG_VERBOSITY} or more: same as --log-level debug.")
-@listen_options(health_port="--grpc-health-port")
+@listen_options(health_port=EPP.health_port)
 @transport_option
 @replica_options(hash_key_default="a public key")
 @process_options
@@ -150,7 +150,7 @@ def epp(
     arguments. Flags that it knows of and does not need have no effect; a warning says what is done instead. The members
     are the ready pods of the InferencePool, at each of its target ports. Requests for any model's name are served.
 
-    Not ready before the pool exists. Needs permission to get, list and watch pods and InferencePools in the namespace;
+    Not ready before the pool exists. Needs permission to list and watch pods and InferencePools in the namespace;
     InferenceObjectives and DualMap InferencePools are optional.
     """
     ctx = click.get_current_context()
@@ -158,6 +158,7 @@ def epp(
     wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
     pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)
     named_plugins = _read_plugins(config_file, config_text)
+    _check_files(kubeconfig, cert_path if secure_serving else None)
     _set_logs(ctx, options, zap_encoder, zap_log_level, verbosity)
     settings = settings_of(
         alone=False,
@@ -173,16 +174,18 @@ def epp(
         _log.warning("Plugins have no effect", plugins=names, instead=instead)
     from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
 
-    sys.exit(run(settings, program=_PROGRAM, pools=_opener(kubeconfig, wanted, pool_settings)))
+    sys.exit(run(settings, program=EPP, pools=_opener(kubeconfig, wanted, pool_settings)))
 
 
 def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None, ports: str | None) -> PoolRef:
     """Return the pool to serve. Raises UsageError."""
-    if (name is None) == (selector is None):
+    if bool(name) == bool(selector):
         raise click.UsageError("give --pool-name NAME, or --endpoint-selector with --endpoint-target-ports")
-    if (selector is None) != (ports is None):
-        raise click.UsageError("--endpoint-selector and --endpoint-target-ports require each other")
-    if selector is None or ports is None:
+    if bool(selector) != bool(ports):
+        raise click.UsageError(
+            "--endpoint-selector and --endpoint-target-ports require each other; give both or neither"
+        )
+    if not selector or not ports:
         return PoolRef(namespace=namespace, name=name or "", group=group)
     labels = dict(each.partition("=")[::2] for each in selector.split(","))
     numbers = [int(each) if each.isdecimal() and len(each) < 6 else 0 for each in ports.split(",")]
@@ -193,6 +196,22 @@ def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None
     except PoolError as error:
         raise click.UsageError(str(error)) from None
     return PoolRef(namespace=namespace, name="endpoints", group=group, fixed=fixed)
+
+
+def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:
+    """Raise UsageError if a file that an option names does not exist."""
+    if kubeconfig is not None:
+        _check_exists(kubeconfig, f"--kubeconfig {kubeconfig}", "an existing kubeconfig")
+    if cert_path is not None:
+        for name in ("tls.crt", "tls.key"):
+            _check_exists(cert_path / name, f"--cert-path {cert_path}: {name}", "a folder with tls.crt and tls.key")
+
+
+def _check_exists(file: Path, shown: str, accepted: str) -> None:
+    try:
+        file.stat()
+    except OSError as error:
+        raise click.UsageError(f"{shown}: {error.strerror}; give {accepted}") from None
 
 
 def _read_routing(file: Path) -> PoolSettings:
@@ -215,13 +234,14 @@ def _read_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
     if file is None and text is None:
         return ()
     shown = Path("--config-text") if file is None else file
+    option = "" if file is None else "--config-file "
     try:
         documents = load_documents(shown) if text is None else parse_documents(shown, text.encode())
         return plugins.read_plugins(documents)
     except PoolFileError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(f"{option}{error}") from None
     except PoolError as error:
-        raise click.UsageError(f"{shown}: {error}") from None
+        raise click.UsageError(f"{option}{shown}: {error}") from None
 
 
 def _set_logs(
@@ -244,7 +264,11 @@ def _set_logs(
 
 def _opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> OpenPools:
     async def open_source(user: PoolUser) -> PoolSource:
-        return _GaieSource(await KubeClient.connect(kubeconfig), wanted, settings, user)
+        try:
+            client = await KubeClient.connect(kubeconfig)
+        except KubeConfigError as error:
+            raise error if kubeconfig is None else KubeConfigError(f"--kubeconfig: {error}") from None
+        return _GaieSource(client, wanted, settings, user)
 
     return open_source
 

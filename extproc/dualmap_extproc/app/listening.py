@@ -6,6 +6,7 @@ from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.app.other_routers import OtherRouters
+from dualmap_extproc.app.program import Program
 from dualmap_extproc.autoscaling.scaler import Scaler
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
@@ -20,12 +21,12 @@ _log = get_logger(__name__)
 
 
 class Listening:
-    """All servers of the router; ``program`` is the command's name in the line that lists the ports."""
+    """All servers of the router; ``program`` is what messages call the command."""
 
     def __init__(
         self,
         settings: Settings,
-        program: str,
+        program: Program,
         *,
         processor: ExternalProcessor,
         discovery: Discovery,
@@ -57,7 +58,7 @@ class Listening:
         settings = self._settings
         wanted = {
             "--grpc-port": settings.grpc_port,
-            "--health-port": settings.health_port,
+            self._program.health_port: settings.health_port,
             "--metrics-port": settings.metrics_port,
             "--als-port": settings.als_port,
         }
@@ -68,7 +69,8 @@ class Listening:
             grpc_port=settings.grpc_port,
             health_port=settings.health_port,
             als_port=settings.als_port,
-            certificates=server_certificates(settings.tls, settings.tls_client_ca),
+            health_option=self._program.health_port,
+            certificates=server_certificates(settings.tls, settings.tls_client_ca, option=self._program.tls),
         )
         try:
             metrics_port = await self._status.start(settings.host, settings.metrics_port)
@@ -76,7 +78,7 @@ class Listening:
             raise AddressError(settings.host, settings.metrics_port, "--metrics-port", error) from error
         bound = {"grpc": ports.grpc, "health": ports.health, "metrics": metrics_port, "als": ports.als}
         shown = " ".join(f"{name}={address(settings.host, port)}" for name, port in bound.items())
-        self._ready_line = f"{self._program} ready {shown}"
+        self._ready_line = f"{self._program.name} ready {shown}"
         return ports.grpc
 
     async def ready(self) -> None:

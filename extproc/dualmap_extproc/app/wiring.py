@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import signal
 from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -20,6 +20,7 @@ from dualmap_extproc.app.listening import Listening
 from dualmap_extproc.app.observers import dashboard_of, engine_reports, observers_of
 from dualmap_extproc.app.other_routers import OtherRouters
 from dualmap_extproc.app.pool_source import OpenPools, PoolUser, pools_of
+from dualmap_extproc.app.program import ROUTER, Program
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
@@ -38,27 +39,25 @@ from dualmap_extproc.transport.deadlines import keep_deadlines
 from dualmap_extproc.transport.processor import ExternalProcessor
 from dualmap_extproc.transport.tls import TlsError
 
-_PROGRAM: Final = "dualmap router"
 
-
-def run(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools | None = None) -> int:
+def run(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | None = None) -> int:
     """Run the router until a signal stops it; return the exit status.
 
-    ``program`` is the command's name in messages. ``pools`` opens the source of pools (None: that of the settings). The
+    ``program`` is what messages call the command. ``pools`` opens the source of pools (None: that of the settings). The
     status is 0 after a signal, 1 for a port that cannot be bound, and 2 for invalid settings or pools.
     """
     try:
         asyncio.run(serve(settings, program=program, pools=pools))
     except (KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError) as error:
-        click.echo(f"{program}: {error}", err=True)
+        click.echo(f"{program.name}: {error}", err=True)
         return 2
     except AddressError as error:
-        click.echo(f"{program}: {error}", err=True)
+        click.echo(f"{program.name}: {error}", err=True)
         return 1
     return 0
 
 
-async def serve(settings: Settings, *, program: str = _PROGRAM, pools: OpenPools | None = None) -> None:
+async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | None = None) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it. The arguments are those of ``run``.
 
     Raises KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError or AddressError if it cannot start.

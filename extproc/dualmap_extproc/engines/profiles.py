@@ -84,6 +84,8 @@ class EngineProfiles:
         self._report = report
         self._client = EngineClient()
         self._tasks: dict[_Asked, asyncio.Task[None]] = {}
+        # The last logged mismatch by pool and member's id. A restarted engine is asked by another task.
+        self._mismatches: dict[tuple[str, str], str] = {}
 
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Ask the members of these pools from now on, and no others."""
@@ -95,9 +97,11 @@ class EngineProfiles:
         }
         for gone in self._tasks.keys() - wanted.keys():
             self._tasks.pop(gone).cancel()
+        for left in self._mismatches.keys() - {(asked.pool, asked.id) for asked in wanted}:
+            del self._mismatches[left]
         for asked, (pool, member) in wanted.items():
             if asked not in self._tasks:
-                engine = _AskedEngine(self._client, member, pool, self._report)
+                engine = _AskedEngine(self._client, member, pool, self._report, self._mismatches)
                 self._tasks[asked] = asyncio.create_task(engine.follow())
 
     async def close(self) -> None:
@@ -112,8 +116,16 @@ class EngineProfiles:
 class _AskedEngine:
     """One member's engine, and what it answered last."""
 
-    def __init__(self, client: EngineClient, member: Member, pool: Pool, report: Report) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        member: Member,
+        pool: Pool,
+        report: Report,
+        mismatches: dict[tuple[str, str], str],
+    ) -> None:
         self._client = client
+        self._mismatches = mismatches
         self._member = member
         self._pool = pool.id
         self._report = report
@@ -132,7 +144,7 @@ class _AskedEngine:
         self._silent = self._dialect is not None
         # The pages that the last requests found unknown.
         self._unknown: set[str] = set()
-        self._served_instead = self._mismatch = ""
+        self._served_instead = ""
         self._logged = ""
 
     async def follow(self) -> None:
@@ -190,16 +202,22 @@ class _AskedEngine:
             mismatch = f"no {self._type} engine answers: {self._dialect.path} and {_MODELS} are not there"
             # The former engine's list says nothing about this program.
             profile = replace(profile, models=(), adapters=())
-        if mismatch != self._mismatch:
-            self._mismatch = mismatch
-            if mismatch:
-                _log.warning("Engine does not fit its pool", pool=self._pool, member=self._member.id, reason=mismatch)
-            else:
-                _log.info("Engine fits its pool again", pool=self._pool, member=self._member.id)
+        self._log_mismatch(mismatch, known=bool(profile.models))
         try:
             self._report(self._pool, self._member.id, replace(profile, mismatch=mismatch))
         except Exception as error:  # noqa: BLE001  # One profile's fault must not stop further profiles.
             self._log(error)
+
+    def _log_mismatch(self, mismatch: str, *, known: bool) -> None:
+        """Log a mismatch that has changed. Until its models are ``known``, an engine may still have the last one."""
+        key = self._pool, self._member.id
+        before = self._mismatches.get(key, "")
+        if mismatch and mismatch != before:
+            self._mismatches[key] = mismatch
+            _log.warning("Engine does not fit its pool", pool=self._pool, member=self._member.id, reason=mismatch)
+        elif before and not mismatch and known:
+            del self._mismatches[key]
+            _log.info("Engine fits its pool again", pool=self._pool, member=self._member.id)
 
     async def _ask_load(self, connection: EngineConnection) -> bool:
         """Read the metrics page; return whether it contains the load, or the type of engine has none."""

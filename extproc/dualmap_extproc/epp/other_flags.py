@@ -12,6 +12,9 @@ from typing import Final
 
 _ENGINES: Final = "the router reads the engines' load by spec.engine of the settings (docs/gateways.md)"
 _METRICS: Final = "metrics are computed at each scrape"
+_METRICS_PORT: Final = "the metrics port has no TLS and needs no token; a NetworkPolicy can restrict it"
+_TLS: Final = "the gRPC port accepts TLS 1.2 and 1.3 with the cipher suites of its TLS library"
+_RANKS: Final = "each target port is a member; an engine distributes the requests of one port over its ranks itself"
 _LOGS: Final = "--log-level and --log-format control the logs"
 
 UNNEEDED: Final = {
@@ -29,7 +32,17 @@ UNNEEDED: Final = {
     "refresh-prometheus-metrics-interval": _METRICS,
     "tracing": "--otlp-endpoint URL sends spans",
     "enable-pprof": "there are no profiles to fetch",
-    "metrics-endpoint-auth": "the metrics port needs no token; a NetworkPolicy can restrict it",
+    "metrics-endpoint-auth": _METRICS_PORT,
+    "metrics-cert-dir": _METRICS_PORT,
+    "metrics-client-ca-file": _METRICS_PORT,
+    "tls-min-version": _TLS,
+    "tls-cipher-suites": _TLS,
+    "grpc-max-recv-msg-size": "a message may have 40 MiB; spec.routing.maxBodyBytes limits request bodies",
+    "grpc-max-send-msg-size": "the messages that the gRPC port sends have no limit",
+    "enable-grpc-stream-metrics": "the metrics port has the router's own metrics",
+    "emit-endpoint-scores": "GET /pools/NAMESPACE/NAME on the metrics port shows the load of each member",
+    "endpoint-data-parallel-size": _RANKS,
+    "allow-experimental-plugins": "the warning about plugins says which have no effect",
     "ha-enable-leader-election": "every replica serves; --peer lets replicas decide together",
     "health-checking": "the gRPC port always serves health checks",
     "disable-endpoint-subset-filter": "the endpoints that a gateway allows are always respected",
@@ -49,12 +62,23 @@ _BOOLEAN: Final = frozenset(
         "health-checking",
         "disable-endpoint-subset-filter",
         "enable-cert-reload",
+        "enable-grpc-stream-metrics",
+        "emit-endpoint-scores",
+        "allow-experimental-plugins",
         "zap-devel",
     }
 )
 # Without these functions, there is nothing to do instead.
 _OFF_IS_GIVEN: Final = frozenset(
-    {"tracing", "enable-pprof", "metrics-endpoint-auth", "ha-enable-leader-election", "disable-endpoint-subset-filter"}
+    {
+        "tracing",
+        "enable-pprof",
+        "metrics-endpoint-auth",
+        "ha-enable-leader-election",
+        "disable-endpoint-subset-filter",
+        "emit-endpoint-scores",
+        "allow-experimental-plugins",
+    }
 )
 _TRUE: Final = frozenset({"1", "t", "T", "true", "TRUE", "True"})
 _FALSE: Final = frozenset({"0", "f", "F", "false", "FALSE", "False"})

@@ -13,22 +13,26 @@ API_VERSIONS: Final = ("inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1alp
 _KIND: Final = "EndpointPickerConfig"
 _FIELDS: Final = (
     *("apiVersion", "kind", "metadata", "featureGates", "plugins", "schedulingProfiles", "saturationDetector"),
-    *("data", "dataLayer", "flowControl", "parser"),
+    *("data", "dataLayer", "flowControl", "parser", "requestHandler"),
 )
 _POLICY: Final = "spec.routing.policy chooses the member"
 _CACHE: Final = "the router has its own index of cached prefixes; spec.engine.kvEvents adds what the engines report"
+_SESSIONS: Final = "spec.routing.session binds sessions to members"
 _LOAD: Final = "the router counts each member's load itself, and reads the engines' own"
 _QUEUE: Final = "spec.routing.queue and spec.routing.fairness control the queue"
 _TTFT: Final = "the router predicts the time to first token itself; spec.slo has the objective"
 _DISCOVERY: Final = "spec.engine.discovery reads the engines' metrics and models"
 _TOKENS: Final = "spec.engine.tokenizer gives token ids"
+_READS: Final = "the router reads JSON bodies of every path: OpenAI's and Anthropic's APIs, and token ids"
 _HOOKS: Final = "--conformance-hooks switches the headers of the conformance tests on"
 
 UNNEEDED: Final = {
     **dict.fromkeys(
         (
             *("single-profile-handler", "data-parallel-profile-handler", "max-score-picker", "random-picker"),
-            *("weighted-random-picker", "lora-affinity-scorer", "context-length-aware"),
+            *("weighted-random-picker", "lora-affinity-scorer", "context-length-aware", "endpoint-attribute-scorer"),
+            *("endpoint-attribute-weight-scorer", "header-label-affinity-scorer", "label-producer"),
+            *("topology-affinity-scorer", "topology-extractor"),
         ),
         _POLICY,
     ),
@@ -37,18 +41,21 @@ UNNEEDED: Final = {
             *(
                 "prefix-cache-scorer",
                 "precise-prefix-cache-scorer",
+                "precise-prefix-cache-producer",
                 "approx-prefix-cache-producer",
                 "no-hit-lru-scorer",
             ),
-            "prefix-cache-affinity-filter",
+            *("prefix-cache-affinity-filter", "burst-prefix-cache-producer", "mm-embeddings-cache-producer"),
+            "mm-embeddings-cache-scorer",
         ),
         _CACHE,
     ),
-    "session-affinity-scorer": "spec.routing.session binds sessions to members",
+    **dict.fromkeys(("session-affinity-scorer", "session-affinity-filter", "session-id-producer"), _SESSIONS),
     **dict.fromkeys(
         (
             *("queue-scorer", "kv-cache-utilization-scorer", "running-requests-size-scorer", "token-load-scorer"),
-            *("load-aware-scorer", "active-request-scorer", "inflight-load-producer"),
+            *("load-aware-scorer", "active-request-scorer", "inflight-load-producer", "utilization-filter"),
+            *("dcgm-data-source", "dcgm-extractor"),
         ),
         _LOAD,
     ),
@@ -58,7 +65,8 @@ UNNEEDED: Final = {
             *("edf-ordering-policy", "slo-deadline-ordering-policy", "static-usage-limit-policy"),
             *("concurrency-detector", "utilization-detector", "sheddable-eviction-filter", "eviction-sheddable-filter"),
             *("priority-then-time-eviction-order-policy", "eviction-priority-then-time-ordering"),
-            *("probabilistic-admitter", "latency-slo-admitter"),
+            *("probabilistic-admitter", "latency-slo-admitter", "program-aware-fairness", "agent-identity"),
+            *("priority-holdback-policy", "soft-reflective-ceiling-policy"),
         ),
         _QUEUE,
     ),
@@ -79,27 +87,49 @@ UNNEEDED: Final = {
     ),
     **dict.fromkeys(("tokenizer", "token-producer"), _TOKENS),
     **dict.fromkeys(("header-based-testing-filter", "destination-endpoint-served-verifier"), _HOOKS),
-    "openai-parser": "the router reads OpenAI's and Anthropic's requests",
+    "decode-filter": "every ready pod of the pool is a member, whatever its label llm-d.ai/role; put labels into the "
+    "pool's selector to leave pods out",
+    "p2p-source-producer": "a request goes to the member that has its prefix; engines fetch no blocks from each other",
+    "dp-rank-header-handler": "an engine distributes the requests of one port over its ranks itself",
+    **dict.fromkeys(("openai-parser", "anthropic-parser", "vllmhttp-parser", "sglanghttp-parser"), _READS),
     "request-attribute-reporter": "requests' attributes are not reported to the gateway",
 }
 """What is done instead, by the type of a plugin that has no effect."""
+# llm-d's names of the profiles that choose a second pod for a request.
+_PROFILES_UNSUPPORTED: Final = ("prefill", "encode")
 
-_ROLES: Final = "prefill and decode on different pods are not supported; give pods that do both, and remove the plugin"
-_LABELS: Final = "every ready pod of the pool is a member; put the labels into the pool's selector"
-_BODIES: Final = "the router reads JSON bodies only, as openai-parser does"
+_ROLES: Final = (
+    "a configuration of pods that both prefill and decode, in which decode-filter is the only plugin for these roles: "
+    "different pods for them are not supported"
+)
+_LABELS: Final = "another plugin: every ready pod of the pool is a member; put the labels into the pool's selector"
+_BODIES: Final = "another parser: the router reads JSON bodies only, as openai-parser does"
+_PODS: Final = "another plugin: the members are ready pods of one cluster, those of the InferencePool's selector"
+_ATTRIBUTES: Final = "another plugin: the router leaves out members that are not ready or overloaded, and no others"
 UNSUPPORTED: Final = {
     **dict.fromkeys(
         (
-            *("decode-filter", "prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
+            *("prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
             *("prefill-header-handler", "disagg-headers-handler", "prefix-based-pd-decider"),
-            *("always-disagg-pd-decider", "always-disagg-multimodal-decider"),
+            *("always-disagg-pd-decider", "always-disagg-multimodal-decider", "header-profile-handler"),
+            *("topology-affinity-filter", "disaggregatedset-rollout-screener"),
         ),
         _ROLES,
     ),
+    **dict.fromkeys(
+        (
+            *("file-discovery", "multicluster-file-discovery", "multicluster-metrics-data-source"),
+            *("multicluster-metrics-extractor", "multicluster-session-affinity-filter", "multicluster-queue-scorer"),
+            *("multicluster-kv-cache-utilization-scorer", "multicluster-prefix-cache-scorer"),
+            "multicluster-approx-prefix-cache-producer",
+        ),
+        _PODS,
+    ),
+    "endpoint-attribute-filter": _ATTRIBUTES,
     **dict.fromkeys(("by-label", "by-label-selector", "label-selector-filter"), _LABELS),
     **dict.fromkeys(("vllmgrpc-parser", "vertexai-parser", "passthrough-parser"), _BODIES),
 }
-"""Why a plugin cannot be left out, by its type."""
+"""What is accepted instead of a plugin that cannot be left out, by its type."""
 
 
 def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
@@ -120,7 +150,15 @@ def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
             _read_type(_mapping(plugin, f"plugins[{position}]").get("type"), f"plugins[{position}].type")
             for position, plugin in enumerate(plugins)
         ]
+        _check_profiles(fields.get("schedulingProfiles"))
     return tuple(dict.fromkeys(found))
+
+
+def _check_profiles(profiles: object) -> None:
+    for position, profile in enumerate(profiles if isinstance(profiles, list) else ()):
+        name = profile.get("name") if isinstance(profile, Mapping) else None
+        if name in _PROFILES_UNSUPPORTED:
+            raise PoolError(f"schedulingProfiles[{position}].name", name, _ROLES)
 
 
 def _mapping(value: object, field: str) -> Mapping[object, object]:
@@ -131,7 +169,7 @@ def _mapping(value: object, field: str) -> Mapping[object, object]:
 
 def _read_type(type: object, field: str) -> str:
     if isinstance(type, str) and type in UNSUPPORTED:
-        raise PoolError(field, type, f"another plugin: {UNSUPPORTED[type]}")
+        raise PoolError(field, type, UNSUPPORTED[type])
     if not isinstance(type, str) or type not in UNNEEDED:
         raise PoolError(field, type, f"a plugin of these: {', '.join(sorted(UNNEEDED))}")
     return type

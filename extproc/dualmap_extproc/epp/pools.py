@@ -68,6 +68,8 @@ class GaiePools:
         self._members: tuple[Member, ...] = ()
         self._reported: tuple[Pool, ...] = ()
         self._rejected: dict[str, str] = {}
+        # The faults of pods that are logged, by the pod's name.
+        self._pod_faults: dict[str, tuple[str, ...]] = {}
         self._pools = f"inferencepools.{wanted.group}"
         version = GROUP_VERSIONS[wanted.group]
         self._objects = self._watched(self._pools, f"/apis/{wanted.group}/{version}", "inferencepools", wanted.name)
@@ -115,17 +117,17 @@ class GaiePools:
         self._read_pool()
         self._read_settings()
         self._follow_pods()
-        pools = () if self._pool is None else (self._as_pool(self._pool),)
+        self._log_pod_faults()
+        pools = (self._as_pool(),)
         if not self._known.is_set():
             awaited = [each for each in (self._owns, self._objectives, self._pods) if each is None or not each.listed]
-            if awaited or self._pool is None:
+            if awaited:
                 return
+            _log.info("Serving the pool", pool=pools[0].id, members=len(pools[0].members))
         elif pools == self._reported:
             return
-        if pools and self._reported:
+        else:
             log_changes(self._reported, pools)
-        elif pools:
-            _log.info("Serving the pool", pool=pools[0].id, members=len(pools[0].members))
         self._reported = pools
         on_pools(pools)
         self._known.set()
@@ -185,10 +187,20 @@ class GaiePools:
             self._pods = self._watch(PODS, collection, gaie_pod, lambda pod: pod.facts.name)
             self._pods_task = self._tasks.create_task(self._pods.reflector.run())
 
-    def _as_pool(self, pool: GaiePool) -> Pool:
+    def _log_pod_faults(self) -> None:
+        """Log each value of a pod that is ignored, once until it changes."""
+        pods = () if self._pods is None else self._pods.items.values()
+        before, self._pod_faults = self._pod_faults, {pod.facts.name: pod.faults for pod in pods if pod.faults}
+        for name, faults in self._pod_faults.items():
+            for fault in faults:
+                if fault not in before.get(name, ()):
+                    _log.warning("Ignoring an invalid value of a pod", pod=name, reason=fault)
+
+    def _as_pool(self) -> Pool:
+        """Return the pool to report. A pool that was deleted has no members: it may come back, so requests get 503."""
         # While the pods of a new selector are not listed, the members stay.
-        if self._pods is not None and self._pods.listed:
-            self._members = gaie_members(pool, self._pods.items.values(), self._members)
+        if self._pool is not None and self._pods is not None and self._pods.listed:
+            self._members = gaie_members(self._pool, self._pods.items.values(), self._members)
         settings = self._own or self._settings
         return Pool(
             namespace=self._wanted.namespace,

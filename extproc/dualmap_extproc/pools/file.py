@@ -243,10 +243,10 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UnreadablePoolFileError(path, "file", error.strerror, "a readable pool file") from error
+        raise UnreadablePoolFileError(path, "file", error.strerror, "a readable file") from error
     if len(data) > MAX_BYTES:
         raise UnreadablePoolFileError(
-            path, "file", f"more than {MAX_BYTES} bytes", f"a pool file of at most {MAX_BYTES} bytes"
+            path, "file", f"more than {MAX_BYTES} bytes", f"a file of at most {MAX_BYTES} bytes"
         )
     return data
 

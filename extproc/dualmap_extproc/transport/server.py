@@ -127,17 +127,19 @@ class GrpcServers:
         grpc_port: int,
         health_port: int,
         als_port: int,
+        health_option: str = "--health-port",
         certificates: Certificates | None,
     ) -> Ports:
         """Bind the ports and start to serve, with the status not ready; return the ports. Raises AddressError.
 
-        ``certificates`` are those of the ports with TLS (None: no TLS).
+        ``certificates`` are those of the ports with TLS (None: no TLS). Errors call the option for the health port
+        ``health_option``.
         """
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
         ports = Ports(
             grpc=await _bind(self._main, host, grpc_port, "--grpc-port", certificates),
-            health=await _bind(self._plain_health, host, health_port, "--health-port", None),
+            health=await _bind(self._plain_health, host, health_port, health_option, None),
             als=await _bind(self._als, host, als_port, "--als-port", certificates),
         )
         for server in (self._plain_health, self._als, self._main):

@@ -44,7 +44,7 @@ class TlsError(Exception):
     """The option ``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file, and the fault."""
 
 
-def server_certificates(tls: str, client_ca: Path | None = None) -> "Certificates | None":
+def server_certificates(tls: str, client_ca: Path | None = None, *, option: str = "--tls") -> "Certificates | None":
     """Return the certificates of the router's ports, or None without TLS.
 
     With ``client_ca`` (a file of PEM certificates), clients need a certificate that one of these CAs signed. Raises
@@ -55,9 +55,9 @@ def server_certificates(tls: str, client_ca: Path | None = None) -> "Certificate
             raise TlsError("--tls-client-ca: requires TLS; also give --tls self-signed or --tls DIR")
         return None
     if tls == "self-signed":
-        return Certificates(self_signed(), client_ca)
+        return Certificates(self_signed(), client_ca, option)
     if Path(tls).is_dir():
-        return Certificates(Path(tls), client_ca)
+        return Certificates(Path(tls), client_ca, option)
     raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
 
 
@@ -152,12 +152,13 @@ class Certificates:
     a mounted Secret.
     """
 
-    def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
+    def __init__(self, pair: Pair | Path, client_ca: Path | None, option: str = "--tls") -> None:
         self._pair = pair
+        self._option = option
         self._client_ca = client_ca
         self._lock = threading.Lock()
         self._refused = ""
-        self._current = _loaded(*self._read())
+        self._current = _loaded(*self._read(), option)
 
     def for_port(self) -> grpc.ServerCredentials:
         """Return the gRPC credentials of one port, which report each change to gRPC once."""
@@ -188,7 +189,7 @@ class Certificates:
             try:
                 contents = self._read()
                 if contents != (self._current.pair, self._current.client_ca):
-                    self._current = _loaded(*contents)
+                    self._current = _loaded(*contents, self._option)
                     _log.info("Loaded changed certificate files")
                 self._refused = ""
             except TlsError as error:
@@ -218,27 +219,27 @@ class Loaded:
         return grpc.ssl_server_certificate_configuration([self.pair], self.client_ca)
 
 
-def _loaded(pair: Pair, client_ca: bytes | None) -> Loaded:
+def _loaded(pair: Pair, client_ca: bytes | None, option: str) -> Loaded:
     """Check the content of the files, also as gRPC does only at a handshake. Raises TlsError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
     key, chain = pair
-    certificates = _certificates(chain, "--tls: tls.crt")
+    certificates = _certificates(chain, f"{option}: tls.crt")
     form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     try:
         own = serialization.load_pem_private_key(key, password=None).public_key().public_bytes(*form)
         certified = certificates[0].public_key().public_bytes(*form)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--tls: tls.key or tls.crt has no valid key: {error}") from None
+        raise TlsError(f"{option}: tls.key or tls.crt has no valid key: {error}") from None
     if own != certified:
-        raise TlsError("--tls: tls.key is not the key of tls.crt")
+        raise TlsError(f"{option}: tls.key is not the key of tls.crt")
     if client_ca is not None:
         _certificates(client_ca, "--tls-client-ca")
     try:
         return Loaded(pair=pair, client_ca=client_ca, context=_context(pair, client_ca))
     except ssl.SSLError as error:
-        raise TlsError(f"--tls or --tls-client-ca: OpenSSL rejects the files: {error}") from None
+        raise TlsError(f"{option} or --tls-client-ca: OpenSSL rejects the files: {error}") from None
 
 
 def _context(pair: Pair, client_ca: bytes | None) -> ssl.SSLContext:
