@@ -4,11 +4,9 @@
 documents. Both were made for this project. The policies and the set-up are those of the section ``goodput``.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.paper.claims import Claim
 from bench.paper.comparison import Comparison
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -24,16 +22,10 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     )
 
 
-def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return no claims: no source uses these workloads."""
-    return ()
-
-
 SECTION: Final = Section(
     name=MADE.section,
     title="Goodput on chats and agents without batches",
     cells=MADE.cells,
     page=_page,
-    claims=_claims,
     excerpts={"chats": MADE.excerpt},
 )

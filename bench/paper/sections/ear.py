@@ -422,108 +422,106 @@ def _drawn(results: Results, extent: Extent, plots: Path) -> str:
     return ""
 
 
-def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
-    def shown(runs: Mapping[str, Run], *names: tuple[str, int, float]) -> str:
-        parts = []
-        for title, run in runs.items():
-            if _kept(results, extent, run):
-                values = (number(_mean(results, extent, run, name), digits, scale) for name, digits, scale in names)
-                parts.append(f"{title}: {' / '.join(values)}")
-        return "; ".join(parts)
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A claim of the source, and the figures of the runs to compare with it; ``unit`` comes before the figures."""
 
-    ttft_p90, hits, moved = ("ttft_p90_s", 2, 1.0), ("hit_rate", 1, 100.0), ("moved_share", 2, 100.0)
-    pillars = {
-        f"{name} at {rate:g}/s": replace(run, rate=rate)
-        for rate in (_BEYOND, _OVERLOAD)
-        for name, run in _PILLARS.items()
-    }
-    splits = {
-        f"{name} at {rate:g}/s": replace(_SPLITS[name], rate=rate)
-        for rate in _RATES
-        for name in ("ear", "6P+2D, ear", "4P+4D, ear")
-    }
-    memories = {
-        f"{memory // 1000}k {name}": replace(_SPLITS[name], rate=_HIGH, memory=memory)
-        for memory in _MEMORIES
-        for name in ("ear", "6P+2D, ear", "4P+4D, ear")
-    }
-    skews = {
-        f"{zipf:g} {name}": replace(_SKEW[name], zipf=zipf)
-        for zipf in (_ZIPFS[0], _ZIPFS[-1])
-        for name in ("cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
-    }
-    tpots = {name: _SPLITS[name] for name in ("round_robin", "least_loaded", "cache_affinity", "ear", "dualmap")}
+    source: str
+    says: str
+    unit: str
+    runs: Mapping[str, Run]
+    figures: tuple[tuple[str, int, float], ...]
+
+    def claim(self, results: Results, extent: Extent) -> Claim:
+        """Return the claim beside the figures of the measured runs."""
+        parts = []
+        for title, run in self.runs.items():
+            if _kept(results, extent, run):
+                values = (number(_mean(results, extent, run, name), *shown) for name, *shown in self.figures)
+                parts.append(f"{title}: {' / '.join(values)}")
+        return Claim(self.source, self.says, self.unit + "; ".join(parts) if parts else "")
+
+
+_TTFT_P50: Final = ("ttft_p50_s", 2, 1.0)
+_TTFT_P90: Final = ("ttft_p90_s", 2, 1.0)
+_WORST_P90: Final = ("worker_max_p90_s", 2, 1.0)
+_MOVED: Final = ("moved_share", 2, 100.0)
+_SPLITS_COMPARED: Final = ("ear", "6P+2D, ear", "4P+4D, ear")
+_COMPARED: Final = (
+    _Compared(
+        "EAR 3.2",
+        "static prefill/decode splits: TTFT P50 62 to 72 times as high, success falls from 99.5 to 52-68 %",
+        "TTFT P50 in s / within SLO in %: ",
+        {f"{name} at {rate:g}/s": replace(_SPLITS[name], rate=rate) for rate in _RATES for name in _SPLITS_COMPARED},
+        (_TTFT_P50, ("slo_attainment", 1, 100.0)),
+    ),
+    _Compared(
+        "EAR 3.2, 5.5",
+        "a static split hits the wall of the decode side's KV memory",
+        f"at {_HIGH:g}/s, TTFT P50 / P90 in s by tokens of memory: ",
+        {
+            f"{memory // 1000}k {name}": replace(_SPLITS[name], rate=_HIGH, memory=memory)
+            for memory in _MEMORIES
+            for name in _SPLITS_COMPARED
+        },
+        (_TTFT_P50, _TTFT_P90),
+    ),
+    _Compared(
+        "EAR 5.3",
+        "affinity alone has locality, migration alone has none, both are needed (expected, not measured)",
+        "hit rate in % / pulled in % / TTFT P90 in s / worst instance's: ",
+        {
+            f"{name} at {rate:g}/s": replace(run, rate=rate)
+            for rate in (_BEYOND, _OVERLOAD)
+            for name, run in _PILLARS.items()
+        },
+        (("hit_rate", 1, 100.0), ("pulled_share", 1, 100.0), _TTFT_P90, _WORST_P90),
+    ),
+    _Compared(
+        "EAR 5.5",
+        "T_hot: a low threshold thrashes, a high threshold misses hot instances (open)",
+        "turns that moved in % / TTFT P90 in s: ",
+        {f"{each.hot_s:g} s at {each.rate:g}/s": each for each in _HOT},
+        (_MOVED, _TTFT_P90),
+    ),
+    _Compared(
+        "EAR 5.5",
+        "T_cool: likewise (open)",
+        f"at {_OVERLOAD:g}/s, turns that moved in % / TTFT P90 in s: ",
+        {f"{each.cool_s:g} s": each for each in _COOL},
+        (_MOVED, _TTFT_P90),
+    ),
+    _Compared(
+        "EAR 5.5",
+        "the gap between sticky sessions and EAR grows with the skew of the sessions (open)",
+        f"at {_HIGH:g}/s, worst instance's TTFT P90 in s by Zipf's exponent: ",
+        {
+            f"{zipf:g} {name}": replace(_SKEW[name], zipf=zipf)
+            for zipf in (_ZIPFS[0], _ZIPFS[-1])
+            for name in ("cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
+        },
+        (_WORST_P90,),
+    ),
+    _Compared(
+        "EAR 1, 5.2",
+        "EAR dominates in TPOT, too (open)",
+        f"TPOT P50 / P90 in ms, at {_BEYOND:g}/s: ",
+        {name: _SPLITS[name] for name in ("round_robin", "least_loaded", "cache_affinity", "ear", "dualmap")},
+        (("tpot_p50_s", 0, 1000.0), ("tpot_p90_s", 0, 1000.0)),
+    ),
+)
+
+
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     interfered = [
         f"{_times(each):.0f} times with {mode}"
         for mode in _INTERFERENCE
         if (each := results.figures(_interference_cell(mode))) is not None
     ]
-    return (
-        Claim(
-            "EAR 3.2",
-            "static prefill/decode splits: TTFT P50 62 to 72 times as high, success falls from 99.5 to 52-68 %",
-            _with(
-                "TTFT P50 in s / within SLO in %: ", shown(splits, ("ttft_p50_s", 2, 1.0), ("slo_attainment", 1, 100.0))
-            ),
-        ),
-        Claim(
-            "EAR 3.2, 5.5",
-            "a static split hits the wall of the decode side's KV memory",
-            _with(
-                f"at {_HIGH:g}/s, TTFT P50 / P90 in s by tokens of memory: ",
-                shown(memories, ("ttft_p50_s", 2, 1.0), ttft_p90),
-            ),
-        ),
-        Claim(
-            "EAR 5.3",
-            "affinity alone has locality, migration alone has none, both are needed (expected, not measured)",
-            _with(
-                "hit rate in % / pulled in % / TTFT P90 in s / worst instance's: ",
-                shown(pillars, hits, ("pulled_share", 1, 100.0), ttft_p90, ("worker_max_p90_s", 2, 1.0)),
-            ),
-        ),
-        Claim(
-            "EAR 5.5",
-            "T_hot: a low threshold thrashes, a high threshold misses hot instances (open)",
-            _with(
-                "turns that moved in % / TTFT P90 in s: ",
-                shown({f"{each.hot_s:g} s at {each.rate:g}/s": each for each in _HOT}, moved, ttft_p90),
-            ),
-        ),
-        Claim(
-            "EAR 5.5",
-            "T_cool: likewise (open)",
-            _with(
-                f"at {_OVERLOAD:g}/s, turns that moved in % / TTFT P90 in s: ",
-                shown({f"{each.cool_s:g} s": each for each in _COOL}, moved, ttft_p90),
-            ),
-        ),
-        Claim(
-            "EAR 5.5",
-            "the gap between sticky sessions and EAR grows with the skew of the sessions (open)",
-            _with(
-                f"at {_HIGH:g}/s, worst instance's TTFT P90 in s by Zipf's exponent: ",
-                shown(skews, ("worker_max_p90_s", 2, 1.0)),
-            ),
-        ),
-        Claim(
-            "EAR 1, 5.2",
-            "EAR dominates in TPOT, too (open)",
-            _with(
-                f"TPOT P50 / P90 in ms, at {_BEYOND:g}/s: ",
-                shown(tpots, ("tpot_p50_s", 0, 1000.0), ("tpot_p90_s", 0, 1000.0)),
-            ),
-        ),
-        Claim(
-            "EAR 3.3",
-            "a prefill of 8k tokens on the same GPU makes TPOT 66 times as long",
-            "; ".join(interfered),
-        ),
+    alone = Claim(
+        "EAR 3.3", "a prefill of 8k tokens on the same GPU makes TPOT 66 times as long", "; ".join(interfered)
     )
-
-
-def _with(before: str, text: str) -> str:
-    return before + text if text else ""
+    return (*(each.claim(results, extent) for each in _COMPARED), alone)
 
 
 SECTION: Final = Section(

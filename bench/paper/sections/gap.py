@@ -15,7 +15,6 @@ from typing import Final
 from unittest.mock import patch
 
 from bench.paper.cells import Cell, Figures
-from bench.paper.claims import Claim
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput, ttft
@@ -275,16 +274,10 @@ def _nearest(results: Results, extent: Extent) -> str:
     return table(heads, rows)
 
 
-def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return no claims: the sources have no such comparison."""
-    return ()
-
-
 SECTION: Final = Section(
     name="gap",
     title="What separates dualmap from the bounds",
     cells=_cells,
     page=_page,
-    claims=_claims,
     excerpts={"gap": _gaps, "nearest": _nearest},
 )

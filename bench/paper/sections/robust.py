@@ -11,7 +11,6 @@ from typing import Final
 
 from bench.paper.cells import Cell
 from bench.paper.charts import bars, finish, grid, legend, save
-from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -163,16 +162,10 @@ def _excerpt(results: Results, extent: Extent) -> str:
     return table(("condition", "workload", *ours, "best other policy", f"`{DEFAULT_POLICY}` against it"), rows)
 
 
-def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return no claims: the sources make none about several routers, slow instances or wrong estimates."""
-    return ()
-
-
 SECTION: Final = Section(
     name="robust",
     title="Robustness",
     cells=_cells,
     page=_page,
-    claims=_claims,
     excerpts={"robust": _excerpt, "routers": _routers},
 )

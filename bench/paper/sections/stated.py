@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 from bench.paper.cells import Cell
-from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -97,16 +96,10 @@ def _excerpt(results: Results, extent: Extent) -> str:
     return _table(results, extent, _POLICIES[0])
 
 
-def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return no claims: the sources make none about their routers' settings."""
-    return ()
-
-
 SECTION: Final = Section(
     name="stated",
     title="What stating more is worth",
     cells=_cells,
     page=_page,
-    claims=_claims,
     excerpts={"stated": _excerpt},
 )
