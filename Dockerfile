@@ -2,6 +2,10 @@
 #
 #   docker build -t ghcr.io/dualmap/dualmap:0.1.0 .                            (or podman, or buildah; `make image`)
 #   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     (several architectures)
+#   docker build --target epp -t ghcr.io/dualmap/dualmap-epp:0.1.0 .           (for the charts of other pickers)
+#
+# The target `epp` is the same image with another entry point: the charts of the Gateway API Inference Extension and of
+# llm-d give the picker's container arguments, but no command (docs/change-the-picker.md).
 #
 # The container runs as user 65532 with a read-only root filesystem, because its programs write no files.
 #
@@ -35,7 +39,7 @@ RUN tools/bin/uv pip install $(cat source.txt) --quiet --python /opt/dualmap/bin
         --no-deps --build-constraint constraints.txt . \
     && rm -f /opt/dualmap/.lock
 
-FROM ${BASE}
+FROM ${BASE} AS installed
 # Remove the base image's pip, put the command on every PATH, and give the user a name.
 RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3.11/site-packages/* /usr/share/python-wheels \
         /usr/local/lib/python3.11/ensurepip /usr/lib/python3.11/ensurepip \
@@ -49,6 +53,12 @@ LABEL org.opencontainers.image.title="dualmap" \
       org.opencontainers.image.version="${VERSION}"
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 65532:65532
-ENTRYPOINT ["dualmap"]
 # This layer is the last because it changes most often, so that all earlier layers stay cached.
 COPY --from=build /opt/dualmap /opt/dualmap
+
+FROM installed AS epp
+ENTRYPOINT ["dualmap", "epp"]
+
+# The default target.
+FROM installed
+ENTRYPOINT ["dualmap"]

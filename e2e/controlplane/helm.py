@@ -59,9 +59,10 @@ class Helm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The default images of the chart."""
+    """The default images of the chart, and the image of the Dockerfile's target epp."""
 
     dualmap: str
+    epp: str
     envoy: str
     redis: str
 
@@ -76,6 +77,7 @@ def references() -> References:
 
     return References(
         dualmap=reference(values["image"]),
+        epp=reference({**values["image"], "repository": f"{values['image']['repository']}-epp"}),
         envoy=reference(values["gateway"]["bundled"]["image"]),
         redis=reference(values["redis"]["bundled"]["image"]),
     )

@@ -55,12 +55,16 @@ class ImagesError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """Folders with the root file system of each image, and the OCI configuration of DualMap's image."""
+    """Folders with the root file system of each image, and the OCI configuration of DualMap's image.
+
+    ``epp_config`` is the configuration of the Dockerfile's target epp, which has the same root file system.
+    """
 
     dualmap: Path
     envoy: Path
     redis: Path
     config: dict[str, Any]
+    epp_config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ def build() -> Images:
         envoy=parts.others / "envoy",
         redis=parts.others / "redis",
         config=json.loads((parts.ours / "config.json").read_text()),
+        epp_config=json.loads((parts.ours / "epp.json").read_text()),
     )
 
 
@@ -205,9 +210,11 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
             _run([*build, "--tag", parts.base_reference, parts.base])
         arguments = (f"BASE={parts.base_reference}", "PIP_NO_INDEX=1", "PIP_FIND_LINKS=/wheels")
         wheels = ("--volume", f"{parts.wheels}:/wheels:ro")
-        _run([*build, *(f"--build-arg={each}" for each in arguments), *wheels, "--tag", _TAG, ROOT])
-        described = json.loads(_run([*buildah, "inspect", "--type", "image", _TAG]))
-        (partial / "config.json").write_text(json.dumps(described["OCIv1"]["config"], indent=1))
+        build = (*build, *(f"--build-arg={each}" for each in arguments), *wheels)
+        for target, tag, name in ((("--target", "epp"), f"{_TAG}-epp", "epp.json"), ((), _TAG, "config.json")):
+            _run([*build, *target, "--tag", tag, ROOT])
+            described = json.loads(_run([*buildah, "inspect", "--type", "image", tag]))
+            (partial / name).write_text(json.dumps(described["OCIv1"]["config"], indent=1))
         container = _run([*buildah, "from", _TAG]).strip()
         try:
             mounted = _run([*buildah, "mount", container]).strip()

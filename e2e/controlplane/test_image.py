@@ -51,6 +51,10 @@ def test_image_config_has_user_entrypoint_and_labels(image: Images) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
+def test_epp_target_differs_only_in_the_entry_point(image: Images) -> None:
+    assert image.epp_config == {**image.config, "Entrypoint": ["dualmap", "epp"]}
+
+
 def test_commands_start_with_read_only_root_filesystem(image: Images) -> None:
     assert run(image, "touch", "/tmp/x").returncode != 0
     shown = run(image, "dualmap", "--help")
@@ -59,7 +63,7 @@ def test_commands_start_with_read_only_root_filesystem(image: Images) -> None:
 
 
 # The commands of the chart and the examples.
-@pytest.mark.parametrize("command", ["operator", "router", "envoy-config", "engine-sim"])
+@pytest.mark.parametrize("command", ["operator", "router", "epp", "envoy-config", "engine-sim"])
 def test_chart_command_starts(image: Images, command: str) -> None:
     shown = run(image, "dualmap", command, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -14,9 +14,15 @@ APIS = (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, CERTIFICATE, SCALED_OBJEC
 
 POOLS = [{"pool": "qwen", "namespace": "llm", "minReplicas": 2, "maxReplicas": 16}]
 GATEWAYS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+SETTINGS = {"routing": {"policy": "dualmap"}, "slo": {"ttft": "2s"}, "engine": {"type": "SGLang"}}
 GAIE = {
     "mode": "gaie",
-    "gaie": {"pools": [{"name": "qwen", "port": 8000}, {"name": "other", "selector": {"app": "o"}}]},
+    "gaie": {
+        "pools": [
+            {"name": "qwen", "namespace": "llm", "inferencePool": {"selector": {"app": "qwen"}}},
+            {"name": "other", "replicas": 3, "settings": SETTINGS},
+        ]
+    },
 }
 PLACED = {
     "topologySpread": {"topologyKeys": ["topology.kubernetes.io/zone"], "whenUnsatisfiable": "DoNotSchedule"},
@@ -115,17 +121,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             }
         }
     },
-    "gaie": {"gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
-    "gaie with istio": {
-        "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
-        "router": {"tls": {"mode": "secret", "secretName": "routers"}},
-        "networkPolicy": {"enabled": False},
-    },
-    "gaie with generated certificates": {
-        "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
-        "router": {"tls": {"mode": "generated"}},
-        "networkPolicy": {"gatewayFrom": GATEWAYS},
-    },
     "no gateway": {"gateway": {"mode": "none"}, "test": {"url": "http://envoy.llm:8080"}},
     "no redis": {"redis": {"mode": "none"}},
     "redis elsewhere": {"redis": {"mode": "external", "external": {"url": "redis://redis.cache:6379/0"}}},
@@ -161,4 +156,55 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "no test": {"test": {"enabled": False}},
     "test of a model": {"test": {"model": "qwen", "timeout": "3m"}},
+}
+
+# Releases of pickers only, which have no operator and no routers.
+PICKER_CASES: Mapping[str, Mapping[str, Any]] = {
+    "gaie": {"gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
+    "gaie with istio": {
+        "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
+        "networkPolicy": {"enabled": False},
+    },
+    "gaie in plain text": {
+        "gateway": GAIE,
+        "router": {"tls": {"mode": "none"}},
+        "networkPolicy": {"gatewayFrom": GATEWAYS, "metricsFrom": []},
+    },
+    "gaie with everything": {
+        "gateway": {
+            "mode": "gaie",
+            "gaie": {
+                "pools": [
+                    {
+                        "name": "qwen",
+                        "settings": SETTINGS,
+                        "inferencePool": {
+                            "selector": {"app": "qwen"},
+                            "ports": [8000, 8001],
+                            "failureMode": "FailClose",
+                        },
+                    }
+                ]
+            },
+        },
+        "router": {
+            **PLACED,
+            "tls": {"mode": "secret", "secretName": "routers"},
+            "hashKey": {"secretName": "hashes"},
+            "dashboard": False,
+            "drainTimeout": "2m",
+            "logLevel": "debug",
+            "otlp": {"endpoint": "http://collector.monitoring:4317"},
+            "extraEnv": [HEADERS],
+            "tokenizers": TOKENIZERS,
+            "renderers": [RENDERER],
+        },
+        "networkPolicy": {"gatewayFrom": GATEWAYS},
+        "monitoring": {
+            "labels": {"release": "prometheus"},
+            "serviceMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+            "grafanaDashboard": {"enabled": True},
+        },
+    },
 }

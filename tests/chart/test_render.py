@@ -10,15 +10,21 @@ from typing import Any
 import click
 import pytest
 
-from chart.cases import APIS, CASES, GATEWAYS, SECRET_TLS
+from chart.cases import APIS, CASES, GATEWAYS, PICKER_CASES, SECRET_TLS
 from chart.objects import complaints, containers, pods, ports, selected
 from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render, text
 from dualmap_extproc.app.envoy_config import envoy_config
+from dualmap_extproc.app.epp import epp
 from dualmap_extproc.app.main import router
 from dualmap_operator.main import operator
 
 KUBE_VERSIONS = ("1.32.0", KUBE_VERSION, "1.37.0")
-COMMANDS: Mapping[str, click.Command] = {"router": router, "operator": operator, "envoy-config": envoy_config}
+COMMANDS: Mapping[str, click.Command] = {
+    "router": router,
+    "epp": epp,
+    "operator": operator,
+    "envoy-config": envoy_config,
+}
 ELSEWHERE = {
     "CustomResourceDefinition": "apiextensions.k8s.io/v1",
     "ServiceMonitor": "monitoring.coreos.com/v1",
@@ -35,8 +41,17 @@ CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding",
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
-@pytest.fixture(name="objects", params=CASES)
+ALL_CASES = {**CASES, **PICKER_CASES}
+
+
+@pytest.fixture(name="objects", params=ALL_CASES)
 def _objects(request: pytest.FixtureRequest) -> Sequence[Object]:
+    return render(ALL_CASES[request.param], apis=APIS)
+
+
+@pytest.fixture(name="operated", params=CASES)
+def _operated(request: pytest.FixtureRequest) -> Sequence[Object]:
+    """The objects of a release with an operator and routers."""
     return render(CASES[request.param], apis=APIS)
 
 
@@ -58,7 +73,7 @@ def test_rendered_objects_are_valid_for_kubernetes(objects: Sequence[Object], ku
 def test_rendered_chart_is_equal_for_every_kubernetes_version() -> None:
     """This equality lets the other tests check a single version."""
     for case in ("defaults", "monitoring", "gaie with istio"):
-        rendered = [render(CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
+        rendered = [render(ALL_CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
         assert rendered[0] == rendered[1] == rendered[2]
 
 
@@ -109,7 +124,7 @@ def test_api_token_is_mounted_only_in_pods_using_the_api_server(objects: Sequenc
         subject["name"] for each in objects if each["kind"].endswith("RoleBinding") for subject in each["subjects"]
     }
     for name, _, spec in pods(objects):
-        assert spec["automountServiceAccountToken"] is name.endswith(("-operator", "-router"))
+        assert spec["automountServiceAccountToken"] is (name.endswith(("-operator", "-router")) or "-epp-" in name)
         if spec["automountServiceAccountToken"]:
             assert spec["serviceAccountName"] in bound
             accounts = [each for each in objects if each["kind"] == "ServiceAccount"]
@@ -207,15 +222,16 @@ def test_chart_program_arguments_are_accepted(objects: Sequence[Object]) -> None
             # The files exist only in the pod.
             if parameter.name in values and not isinstance(parameter.type, click.Path):
                 parameter.type_cast_value(context, values[parameter.name])
-    assert {"operator", "router"} <= seen
+    assert {"operator", "router"} <= seen or seen == {"epp"}
 
 
 def test_pod_grace_period_exceeds_program_shutdown_time(objects: Sequence[Object]) -> None:
     for name, _, spec in pods(objects):
         grace_s = spec.get("terminationGracePeriodSeconds", 30)
-        if name.endswith("-router"):
-            (given,) = [args for command, args in arguments(objects) if command == "router"]
-            context = COMMANDS["router"].make_context("router", [arg for arg in given if "/etc/dualmap" not in arg])
+        command = "router" if name.endswith("-router") else "epp" if "-epp-" in name else None
+        if command is not None:
+            given = next(args for run, args in arguments(objects) if run == command)
+            context = COMMANDS[command].make_context(command, [arg for arg in given if "/etc/dualmap" not in arg])
             assert grace_s >= context.params["drain_timeout"] + 10
         if name.endswith("-gateway"):
             (timeout,) = [arg for arg in template(spec, "drain")["args"] if arg.startswith("--timeout=")]
@@ -249,7 +265,7 @@ def test_rbac_covers_the_configured_pool_namespaces(case: str, kind: str, where:
             assert subject["namespace"] == NAMESPACE
 
 
-def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
+def test_rbac_grants_only_rights_in_use(operated: Sequence[Object]) -> None:
     """The tests of manifests/rbac check the default permissions."""
 
     def granted(of: Sequence[Object]) -> set[str]:
@@ -262,38 +278,38 @@ def test_rbac_grants_only_rights_in_use(objects: Sequence[Object]) -> None:
     models = {each for each in granted(render()) if "dualmap-models" in each}
     assert len(models) == 2
     assert models.isdisjoint(granted(render(CASES["namespaced"])))
-    assert granted(render()) - models <= granted(objects) <= granted(render()) | {more}
+    assert granted(render()) - models <= granted(operated) <= granted(render()) | {more}
 
 
-def test_rbac_on_secrets_names_the_generated_ones(objects: Sequence[Object]) -> None:
+def test_rbac_on_secrets_names_the_generated_ones(operated: Sequence[Object]) -> None:
     """No other Secret can be read, and none can be created, listed or deleted."""
     generated = {
         (each["metadata"]["namespace"], each["metadata"]["name"])
-        for each in objects
+        for each in operated
         if each["kind"] == "Secret" and "data" not in each
     }
     granted = set()
-    for each in objects:
+    for each in operated:
         for rule in each.get("rules", ()):
             if "secrets" in rule["resources"]:
                 assert rule["verbs"] == ["get", "patch"]
                 granted |= {(each["metadata"]["namespace"], name) for name in rule["resourceNames"]}
     assert granted == generated
-    (given,) = [args for command, args in arguments(objects) if command == "operator"]
+    (given,) = [args for command, args in arguments(operated) if command == "operator"]
     asked = {arg.rpartition("=")[2] for arg in given if arg.startswith("--generate=")}
     assert asked == {name if namespace == NAMESPACE else f"{namespace}/{name}" for namespace, name in generated}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "self-signed" not in case])
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if "self-signed" not in case])
 def test_render_has_no_secret_values(case: str) -> None:
-    objects = render(CASES[case], apis=APIS)
+    objects = render(ALL_CASES[case], apis=APIS)
     assert not [each for each in objects if each["kind"] == "Secret" and {"data", "stringData"} & set(each)]
 
 
 @pytest.mark.parametrize("case", ["defaults", "gaie", "keda"])
 def test_render_is_repeatable(case: str) -> None:
     """Tools that render the templates for each comparison find no difference."""
-    assert text(CASES[case], apis=APIS) == text(CASES[case], apis=APIS)
+    assert text(ALL_CASES[case], apis=APIS) == text(ALL_CASES[case], apis=APIS)
 
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
@@ -302,6 +318,10 @@ def test_object_names_leave_room_for_kubernetes_suffixes(release: str) -> None:
     for each in render(release=release):
         assert each["kind"] != "StatefulSet"
         assert len(each["metadata"]["name"]) <= 63
+
+
+def pool_of(word: str) -> dict[str, Any]:
+    return {"name": word, "namespace": word, "inferencePool": {"selector": {"app": word}}}
 
 
 @pytest.mark.parametrize("word", ["123", "true", "0x10"])
@@ -323,7 +343,8 @@ def test_object_names_like_yaml_booleans_stay_strings(word: str) -> None:
         "test": {"model": "a: b", "url": "https://x: y"},
     }
     gaie = {
-        "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": word}]}},
+        "gateway": {"mode": "gaie", "gaie": {"pools": [pool_of(word)], "istio": {"destinationRule": True}}},
+        "router": {**placed, "hashKey": {"secretName": word}, "tls": {"mode": "secret", "secretName": word}},
         "networkPolicy": {"gatewayFrom": GATEWAYS},
     }
     for given in (values, gaie):

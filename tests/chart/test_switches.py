@@ -11,7 +11,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS, RENDERER, TOKENIZERS
+from chart.cases import APIS, CASES, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS, RENDERER, TOKENIZERS
 from chart.objects import pods, ports
 from chart.rendering import CHART, NAMESPACE, ROOT, Object, named, notes, only, render
 from dualmap.objects.reservations import CONFIG_MAP, read_reservations
@@ -34,7 +34,6 @@ def container(objects: Sequence[Object], component: str, name: str) -> Any:
     ("golden", "case", "wanted"),
     [
         ("network-policies", "defaults", [("NetworkPolicy", "dualmap-router"), ("NetworkPolicy", "dualmap-redis")]),
-        ("gaie", "gaie with istio", [("InferencePool", "qwen"), ("DestinationRule", "dualmap-router")]),
         ("keda", "keda over tls", [("ScaledObject", "qwen")]),
         ("certificates", "mutual tls by cert-manager", [("Certificate", "dualmap-router")]),
         ("monitors", "monitoring", [("ServiceMonitor", "dualmap-router"), ("PodMonitor", "dualmap-gateway")]),
@@ -252,18 +251,10 @@ class TestTls:
                 spec["volumes"]
             )
 
-    @pytest.mark.parametrize("case", ["gaie", "no gateway"])
-    def test_tls_with_another_gateway_is_plain_text_by_default(self, case: str) -> None:
-        objects = render(CASES[case], apis=APIS)
+    def test_tls_with_another_envoy_is_plain_text_by_default(self) -> None:
+        objects = render(CASES["no gateway"], apis=APIS)
         assert named(objects, "Secret") == ["dualmap-hash-key", "dualmap-redis-password"]
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
-
-    def test_tls_generated_for_a_gateway_api_gateway_asks_no_certificate(self) -> None:
-        objects = render(CASES["gaie with generated certificates"], apis=APIS)
-        secrets = ["dualmap-authority", "dualmap-hash-key", "dualmap-redis-password", "dualmap-router-mtls"]
-        assert named(objects, "Secret") == secrets
-        args = container(objects, "router", "router")["args"]
-        assert [arg for arg in args if "tls" in arg] == ["--tls=/etc/dualmap/tls"]
 
     def test_tls_disabled_uses_plain_text(self) -> None:
         objects = render(CASES["tls off"])
@@ -560,10 +551,6 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
             "NOTE: the 2 routers share state through their connections, because redis.mode is none.",
         ),
         ({"router": {"replicas": 1}}, "answers requests with 503 router_unreachable"),
-        (
-            {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
-            "the gateway picks instances without regard to caches",
-        ),
         ({}, "kubectl rollout status --namespace dualmap-system deployment/dualmap-router"),
         (
             {"router": {"autoscaling": {"enabled": True, "minReplicas": 1}}},
@@ -576,8 +563,6 @@ def test_scripts_in_config_maps_equal_the_script_files() -> None:
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
         ({"gateway": {"mode": "none"}}, "WARNING: the routers accept plain-text connections from every pod"),
         ({"gateway": {"mode": "none"}}, "let your Envoy present the certificate in the Secret dualmap-gateway-mtls"),
-        (CASES["gaie"], "WARNING: the routers accept plain-text connections from every pod"),
-        (CASES["gaie"], "NOTE: the routers accept only plain-text connections, which Istio uses by default"),
         (CASES["tls off"], "WARNING: the routers accept plain-text connections from every pod"),
         (
             {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart.cases import APIS, GATEWAYS, POOLS, RENDERER
+from chart.cases import APIS, POOLS, RENDERER
 from chart.rendering import CHART, NAMESPACE, ROOT, helm, refused
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -114,6 +114,9 @@ def test_null_value_is_rejected_with_its_name(path: str) -> None:
         ("gateway.mode", "nginx", "bundled"),
         ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
         ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
+        ("gateway.gaie.pools", [{"name": "a", "port": 8000}], "port"),
+        ("gateway.gaie.pools", [{"name": "a", "settings": {"policy": "dualmap"}}], "policy"),
+        ("gateway.gaie.pools", [{"name": "a", "inferencePool": {}}], "selector"),
         ("image.digest", "sha256:12", "image.digest"),
         ("models", {"gpt": "Prod"}, "models.gpt"),
         ("models", {" gpt": "prod"}, "models"),
@@ -155,10 +158,6 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
             {"router": {"tls": {"mode": "secret", "secretName": "a", "mutual": True}}},
             "set router.tls.gatewaySecretName to the Secret with Envoy's certificate",
         ),
-        (
-            {"router": {"tls": {"mode": "selfSigned", "mutual": True}}, "gateway": {"mode": "gaie"}},
-            "Gateway API gateways present no client certificate",
-        ),
         ({"redis": {"mode": "external"}}, "set redis.external.url to the server"),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://u:secret@h:6379"}}},
@@ -198,33 +197,6 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "caSecret": "s"}}},
             "use a rediss:// url",
-        ),
-        ({"gateway": {"mode": "gaie"}}, "list the pools in gateway.gaie.pools"),
-        (
-            {"gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}}},
-            "set networkPolicy.gatewayFrom to the gateway's pods",
-        ),
-        (
-            {
-                "watchNamespace": "llm",
-                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
-                "networkPolicy": {"gatewayFrom": GATEWAYS},
-            },
-            f"watchNamespace is llm; install the chart in namespace llm, not in {NAMESPACE}",
-        ),
-        (
-            {
-                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}, {"name": "qwen", "port": 80}]}},
-                "networkPolicy": {"gatewayFrom": GATEWAYS},
-            },
-            "gateway.gaie.pools: qwen is listed twice",
-        ),
-        (
-            {
-                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
-                "networkPolicy": {"gatewayFrom": GATEWAYS},
-            },
-            "requires TLS between Istio and the routers",
         ),
         (
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
@@ -277,13 +249,6 @@ def test_conflicting_values_are_rejected_with_a_remedy(values: Mapping[str, Any]
         (nested("monitoring.prometheusRule.enabled", True), "monitoring.coreos.com/v1/PrometheusRule"),
         (nested("router.tls", {"mode": "certManager", "issuerRef": {"name": "i"}}), "cert-manager.io/v1/Certificate"),
         (nested("autoscaling.keda", POOLS), "keda.sh/v1alpha1/ScaledObject"),
-        (
-            {
-                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
-                "networkPolicy": {"gatewayFrom": GATEWAYS},
-            },
-            "inference.networking.k8s.io/v1/InferencePool",
-        ),
     ],
 )
 def test_option_without_required_cluster_api_is_rejected_by_name(values: Mapping[str, Any], said: str) -> None:

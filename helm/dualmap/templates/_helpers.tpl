@@ -87,6 +87,55 @@ securityContext:
 {{- end }}
 {{- end -}}
 
+{{/* Volumes with the tokenizers' folders. */}}
+{{- define "dualmap.tokenizerVolumes" -}}
+{{- range .Values.router.tokenizers }}
+- name: tokenizer-{{ .name }}
+  {{- toYaml .volume | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Containers beside a router that render prompts. */}}
+{{- define "dualmap.renderers" -}}
+{{- range .Values.router.renderers }}
+- name: renderer-{{ .name }}
+  image: {{ .image }}
+  imagePullPolicy: {{ $.Values.image.pullPolicy }}
+  command: {{- toYaml .command | nindent 2 }}
+  args: {{- toYaml .args | nindent 2 }}
+  resources:
+    {{- toYaml (.resources | default (dict "requests" (dict "cpu" "500m" "memory" "512Mi") "limits" (dict "memory" "1Gi"))) | nindent 4 }}
+  {{- include "dualmap.containerSecurity" $ | nindent 2 }}
+  {{- if $.Values.router.tokenizers }}
+  volumeMounts:
+  {{- include "dualmap.tokenizerMounts" $ | trim | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Probes of a router or picker. A router that waits for its pools is alive, but not ready. */}}
+{{- define "dualmap.routerProbes" -}}
+startupProbe:
+  grpc:
+    port: 9003
+    service: liveness
+  periodSeconds: 1
+  failureThreshold: 60
+livenessProbe:
+  grpc:
+    port: 9003
+    service: liveness
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 3
+readinessProbe:
+  grpc:
+    port: 9003
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: 2
+{{- end -}}
+
 {{/* Scheduling fields of a pod. Arguments: (list $ "router" .Values.router). */}}
 {{- define "dualmap.placement" -}}
 {{- $component := index . 2 -}}
@@ -138,6 +187,11 @@ priorityClassName: {{ . | toYaml }}
 {{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
+{{/* Name of a pool's picker. Arguments: (list $ "pool"). */}}
+{{- define "dualmap.picker" -}}
+{{ include "dualmap.fullname" (index . 0) }}-epp-{{ index . 1 }}
+{{- end -}}
+
 {{/* Smallest number of routers. */}}
 {{- define "dualmap.fewestRouters" -}}
 {{- with .Values.router }}{{ if .autoscaling.enabled }}{{ .autoscaling.minReplicas }}{{ else }}{{ .replicas }}{{ end }}{{ end -}}
@@ -148,16 +202,17 @@ priorityClassName: {{ . | toYaml }}
 {{- with .Values.router }}{{ if .autoscaling.enabled }}{{ .autoscaling.maxReplicas }}{{ else }}{{ .replicas }}{{ end }}{{ end -}}
 {{- end -}}
 
-{{/* The mode of router.tls, with `auto` resolved: what the Envoys in front of the routers are able to do. */}}
+{{/* The mode of router.tls, with `auto` resolved: what the Envoys in front of the routers are able to do. With `ephemeral`, each
+picker makes a self-signed certificate when it starts: gateways of the Gateway API do not verify it. */}}
 {{- define "dualmap.tlsMode" -}}
 {{- $mode := .Values.router.tls.mode -}}
-{{- if eq $mode "auto" }}{{ ternary "generated" "none" (eq .Values.gateway.mode "bundled") }}{{ else }}{{ $mode }}{{ end -}}
+{{- if eq $mode "auto" }}{{ get (dict "bundled" "generated" "gaie" "ephemeral" "none" "none") .Values.gateway.mode }}{{ else }}{{ $mode }}{{ end -}}
 {{- end -}}
 
-{{/* "true" if the routers require a client certificate, else "". Gateway API gateways present none. */}}
+{{/* "true" if the routers require a client certificate, else "". */}}
 {{- define "dualmap.mutual" -}}
 {{- $mode := include "dualmap.tlsMode" . -}}
-{{- if or (and (eq $mode "generated") (ne .Values.gateway.mode "gaie")) (and .Values.router.tls.mutual (ne $mode "none")) }}true{{ end -}}
+{{- if or (eq $mode "generated") (and .Values.router.tls.mutual (ne $mode "none")) }}true{{ end -}}
 {{- end -}}
 
 {{/* Name of the Secret with the routers' certificate, or an empty string without TLS. */}}
@@ -190,6 +245,7 @@ items:
 {{- define "dualmap.generated" -}}
 {{- $name := include "dualmap.fullname" . }}
 {{- $made := list }}
+{{- if ne .Values.gateway.mode "gaie" }}
 {{- if eq (include "dualmap.tlsMode" .) "generated" }}
 {{- $made = list (printf "authority=%s-authority" $name) (printf "server=%s-router-mtls" $name) }}
 {{- if include "dualmap.mutual" . }}
@@ -201,6 +257,7 @@ items:
 {{- end }}
 {{- if not .Values.router.hashKey.secretName }}
 {{- $made = append $made (printf "hash=%s-hash-key" $name) }}
+{{- end }}
 {{- end }}
 {{- join "," $made }}
 {{- end -}}

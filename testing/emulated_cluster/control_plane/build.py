@@ -29,6 +29,10 @@ KEDA_VERSION = "v2.20.1"
 HELM_VERSION = "v4.3.1"
 # The Gateway API Inference Extension's CRD InferencePool, which must not conflict with DualMap's.
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
+# The last version of that project with charts and with priorities of requests; later ones are llm-d's.
+_GAIE_WITH_CHARTS = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0"
+GAIE_CHARTS = ("epplib", "inferencepool")
+OBJECTIVES_CRD = "inference.networking.x-k8s.io_inferenceobjectives.yaml"
 KEDA_CRDS = (
     "eventing.keda.sh_cloudeventsources.yaml",
     "eventing.keda.sh_clustercloudeventsources.yaml",
@@ -153,6 +157,8 @@ MODULES = (
 )
 DEFINITIONS = (
     Definitions(name="gaie-crds", module="sigs.k8s.io/gateway-api-inference-extension@v1.6.0", files=(GAIE_CRD,)),
+    Definitions(name="gaie-charts", module=_GAIE_WITH_CHARTS, files=GAIE_CHARTS, base="config/charts"),
+    Definitions(name="gaie-objectives", module=_GAIE_WITH_CHARTS, files=(OBJECTIVES_CRD,)),
     Definitions(name="keda-crds", module=f"github.com/kedacore/keda/v2@{KEDA_VERSION}", files=KEDA_CRDS),
     Definitions(name="lws-crds", module="sigs.k8s.io/lws@v0.7.0", files=(LWS_CRD,)),
 )
