@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,11 @@ from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.connection import Http2Connection
 from dualmap_extproc.transport.http2.hpack import Header
 from dualmap_extproc.transport.http2.limits import Http2Counters, Http2Limits
-from h2spec.build import build, find_go, program
+from harness.go_programs import GoProgram
 
+H2SPEC = GoProgram(
+    name="h2spec", folder=Path(__file__).parent / "h2spec", package="github.com/summerwind/h2spec/cmd/h2spec"
+)
 # h2spec opens as many streams as the server announces.
 LIMITS = Http2Limits(streams=100)
 
@@ -84,10 +88,7 @@ def _any_request_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_any_request")
 async def test_http2_server_passes_all_146_tests_of_h2spec() -> None:
-    go = find_go()
-    if go is None and not program().exists():
-        pytest.skip("go is missing, which builds h2spec: https://go.dev/dl")
-    path = program() if go is None else await asyncio.to_thread(build, go)
+    path = await H2SPEC.built()
     server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]

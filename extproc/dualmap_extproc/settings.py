@@ -120,7 +120,7 @@ class Settings:
     als_port: int = 9004
     tls: str = "off"
     tls_client_ca: Path | None = None
-    transport: Transport = "grpc"
+    transport: Transport = "h2"
     redis: RedisSettings | None = None
     peers: tuple[tuple[str, int], ...] = ()
     hash_key: bytes = field(default=PUBLIC_KEY, repr=False)

@@ -13,7 +13,7 @@ from dualmap_extproc.transport.http2_server import Http2Server
 from dualmap_extproc.transport.http2_services import Methods
 from dualmap_extproc.transport.server import Server
 
-_selected: list[Transport] = ["grpc"]
+_selected: list[Transport] = ["h2"]
 
 
 def selected() -> Transport:

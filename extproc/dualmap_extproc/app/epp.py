@@ -6,17 +6,13 @@ InferencePool (``epp.pools``).
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from dualmap.errors import PoolError
-from dualmap.objects.gaie import GROUP_VERSIONS, PORTS_MAX, GaiePool, selector_of
-from dualmap.objects.pool_reader import PoolSettings, read_settings
-from dualmap_edge.kube.client import KubeClient, KubeConfigError
-from dualmap_edge.logs import get_logger
+from dualmap.objects.gaie import GROUP_VERSIONS
+from dualmap.objects.pool_reader import PoolSettings
 from dualmap_extproc.app.options import (
     configure_process,
     listen_options,
@@ -25,12 +21,8 @@ from dualmap_extproc.app.options import (
     settings_of,
     transport_option,
 )
-from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
 from dualmap_extproc.app.program import EPP
-from dualmap_extproc.epp import other_flags, plugins
-from dualmap_extproc.epp.pools import GaiePools, PoolRef
-from dualmap_extproc.pools.file import PoolFileError, load_documents, parse_documents
-from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.epp import other_flags
 from dualmap_extproc.settings import Gateway
 
 _UNNEEDED: Final = "unneeded_flags"
@@ -38,7 +30,6 @@ _GROUP: Final = "inference.networking.k8s.io"
 # The other pickers' log verbosity from which they write debug lines.
 _DEBUG_VERBOSITY: Final = 4
 _ZAP_LEVELS: Final = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
-_log = get_logger(__name__)
 
 
 class _PickerCommand(click.Command):
@@ -153,11 +144,15 @@ def epp(
     Not ready before the pool exists. Needs permission to list and watch pods and InferencePools in the namespace;
     InferenceObjectives and DualMap InferencePools are optional.
     """
+    # These imports are here because aiohttp and YAML take a second to import, and --help needs neither.
+    from dualmap_extproc.app import epp_inputs
+    from dualmap_extproc.app.wiring import run
+
     ctx = click.get_current_context()
     namespace = pool_namespace or os.environ.get("NAMESPACE") or "default"  # noqa: TID251
-    wanted = _pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
-    pool_settings = PoolSettings() if routing_file is None else _read_routing(routing_file)
-    named_plugins = _read_plugins(config_file, config_text)
+    wanted = epp_inputs.pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
+    pool_settings = PoolSettings() if routing_file is None else epp_inputs.read_routing(routing_file)
+    named_plugins = epp_inputs.read_named_plugins(config_file, config_text)
     _check_files(kubeconfig, cert_path if secure_serving else None)
     _set_logs(ctx, options, zap_encoder, zap_log_level, verbosity)
     settings = settings_of(
@@ -168,34 +163,8 @@ def epp(
         **options,
     )
     configure_process(settings)
-    for instead, names in other_flags.explained(ctx.meta[_UNNEEDED], other_flags.UNNEEDED).items():
-        _log.warning("Flags have no effect", flags=[f"--{each}" for each in names], instead=instead)
-    for instead, names in other_flags.explained(named_plugins, plugins.UNNEEDED).items():
-        _log.warning("Plugins have no effect", plugins=names, instead=instead)
-    from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
-
-    sys.exit(run(settings, program=EPP, pools=_opener(kubeconfig, wanted, pool_settings)))
-
-
-def _pool_ref(namespace: str, name: str | None, group: str, selector: str | None, ports: str | None) -> PoolRef:
-    """Return the pool to serve. Raises UsageError."""
-    if bool(name) == bool(selector):
-        raise click.UsageError("give --pool-name NAME, or --endpoint-selector with --endpoint-target-ports")
-    if bool(selector) != bool(ports):
-        raise click.UsageError(
-            "--endpoint-selector and --endpoint-target-ports require each other; give both or neither"
-        )
-    if not selector or not ports:
-        return PoolRef(namespace=namespace, name=name or "", group=group)
-    labels = dict(each.partition("=")[::2] for each in selector.split(","))
-    numbers = [int(each) if each.isdecimal() and len(each) < 6 else 0 for each in ports.split(",")]
-    if not all(0 < each <= 65_535 for each in numbers) or len(numbers) > PORTS_MAX:
-        raise click.UsageError(f"--endpoint-target-ports: {ports!r} is not accepted; give 1 to {PORTS_MAX} ports")
-    try:
-        fixed = GaiePool(selector=selector_of(labels, "--endpoint-selector"), ports=tuple(dict.fromkeys(numbers)))
-    except PoolError as error:
-        raise click.UsageError(str(error)) from None
-    return PoolRef(namespace=namespace, name="endpoints", group=group, fixed=fixed)
+    epp_inputs.warn_of_unneeded(ctx.meta[_UNNEEDED], named_plugins)
+    sys.exit(run(settings, program=EPP, pools=epp_inputs.opener(kubeconfig, wanted, pool_settings)))
 
 
 def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:
@@ -214,36 +183,6 @@ def _check_exists(file: Path, shown: str, accepted: str) -> None:
         raise click.UsageError(f"{shown}: {error.strerror}; give {accepted}") from None
 
 
-def _read_routing(file: Path) -> PoolSettings:
-    """Return the settings in a file. Raises UsageError."""
-    try:
-        documents = load_documents(file)
-        if len(documents) != 1:
-            raise click.UsageError(f"--routing {file}: has {len(documents)} documents; give one")
-        return read_settings(documents[0])
-    except PoolFileError as error:
-        raise click.UsageError(f"--routing {error}") from None
-    except PoolError as error:
-        raise click.UsageError(f"--routing {file}: {error}") from None
-
-
-def _read_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
-    """Return the plugins that a configuration of another picker names. Raises UsageError."""
-    if file is not None and text is not None:
-        raise click.UsageError("--config-file and --config-text exclude each other; give one of them")
-    if file is None and text is None:
-        return ()
-    shown = Path("--config-text") if file is None else file
-    option = "" if file is None else "--config-file "
-    try:
-        documents = load_documents(shown) if text is None else parse_documents(shown, text.encode())
-        return plugins.read_plugins(documents)
-    except PoolFileError as error:
-        raise click.UsageError(f"{option}{error}") from None
-    except PoolError as error:
-        raise click.UsageError(f"{option}{shown}: {error}") from None
-
-
 def _set_logs(
     ctx: click.Context, options: dict[str, Any], encoder: str | None, level: str | None, verbosity: int | None
 ) -> None:
@@ -260,37 +199,3 @@ def _set_logs(
             accepted = f"{', '.join(_ZAP_LEVELS)}, or a number"
             raise click.UsageError(f"--zap-log-level: {level!r} is not accepted; give {accepted}")
         options["log_level"] = _ZAP_LEVELS.get(level, "debug")
-
-
-def _opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> OpenPools:
-    async def open_source(user: PoolUser) -> PoolSource:
-        try:
-            client = await KubeClient.connect(kubeconfig)
-        except KubeConfigError as error:
-            raise error if kubeconfig is None else KubeConfigError(f"--kubeconfig: {error}") from None
-        return _GaieSource(client, wanted, settings, user)
-
-    return open_source
-
-
-class _GaieSource:
-    """The pool of the Inference Extension (PoolSource)."""
-
-    def __init__(self, client: KubeClient, wanted: PoolRef, settings: PoolSettings, user: PoolUser) -> None:
-        self._client = client
-        self._user = user
-        observer = KubeMetrics(user.metrics.registry, user.metrics.pools_refused)
-        self._pools = GaiePools(client, wanted, settings, observer)
-        observer.show_ages(self._pools.ages_s)
-
-    async def run(self) -> None:
-        await self._pools.run(self._user.adopt)
-
-    async def known(self) -> None:
-        await self._pools.known()
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    def ages_s(self) -> Mapping[str, float]:
-        return self._pools.ages_s()

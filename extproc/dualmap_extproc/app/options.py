@@ -110,9 +110,9 @@ def transport_option(function: _Function) -> _Function:
     """Add the option for the server of the gRPC port."""
     return click.option(
         "--transport",
-        default="grpc",
+        default="h2",
         type=click.Choice(get_args(Transport)),
-        help="Server of --grpc-port: the router's own HTTP/2 server (h2), or grpc.aio. Both behave alike.",
+        help="Server of --grpc-port: the router's own HTTP/2 server (h2), or gRPC's Python library (grpc).",
     )(function)
 
 

@@ -98,7 +98,7 @@ class GrpcServers:
         plain: Sequence[Handler] = (),
         access_log: Sequence[Handler],
         limits: Limits,
-        transport: Transport = "grpc",
+        transport: Transport = "h2",
     ) -> None:
         self._processor = processor
         self.http2: Http2Server | None = None
