@@ -12,9 +12,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SHORTEST = ("--rounds", "1", "--seconds", "0.5", "--idle-seconds", "0.5", "--connections", "4", "--rate", "50")
-LOADS = {"prompts": 3 * 2 * 4, "chunks": 2 * 4, "routers": 4}
-ROWS = {"Prompts": 3 * 4, "Event streams": 4, "Several routers": 4, "Idle": 1, "Targets": 3 + 1 + 1}
-LIMIT_S = 280.0
+LOADS = {"prompts": 3 * 2 * 5, "chunks": 2 * 5, "duplex": 2 * 4, "routers": 4}
+ROWS = {
+    "Prompts": 3 * 5,
+    "Event streams, 1 KB": 5,
+    "Event streams of 50": 4,
+    "Several routers": 4,
+    "Idle": 1,
+    "Targets": 3 + 2 * 6 + 1 + 1,
+}
+LIMIT_S = 400.0
 
 
 @pytest.mark.slow

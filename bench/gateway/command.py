@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from bench.gateway.experiment import SECTIONS, Experiment, Plan
+from bench.gateway.experiment import SECTIONS, TRANSPORTS, Experiment, Plan
 from bench.gateway.report import Tables
 from bench.gateway.stacks import BenchError
 
 from dualmap_cli.demo.errors import ChildError
+from dualmap_extproc.settings import Transport
 
 _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
 
@@ -44,9 +45,16 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
     help="Section to measure; repeat for several. Default: all.",
 )
 @click.option(
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    help="What serves the router's gRPC port; repeat for several. Default: all.",
+)
+@click.option(
     "--quick",
     is_flag=True,
-    help="Measure only one short round, in about two minutes. Overrides --rounds, --seconds and --idle-seconds.",
+    help="Measure only one short round, in about three minutes. Overrides --rounds, --seconds and --idle-seconds.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample to this JSON file."
@@ -64,6 +72,7 @@ def gateway(
     connections: int,
     rate: float,
     sections: tuple[str, ...],
+    transports: tuple[Transport, ...],
     quick: bool,
     json_file: Path | None,
     keep: Path | None,
@@ -71,7 +80,7 @@ def gateway(
     """Compare these stacks: Envoy with routers, Envoy with a picker that does nothing, and Envoy alone.
 
     Every round measures every stack once. The tables show the median over the rounds, with the lowest and the highest
-    value. Ratios compare measurements of the same round. A full benchmark takes about six minutes.
+    value. Ratios compare measurements of the same round. A full benchmark takes about eight minutes.
 
     \b
     Example:
@@ -80,6 +89,7 @@ def gateway(
     """
     plan = Plan(
         sections=sections or SECTIONS,
+        transports=transports or TRANSPORTS,
         rounds=_QUICK_ROUNDS if quick else rounds,
         seconds=_QUICK_SECONDS if quick else seconds,
         idle_s=_QUICK_IDLE_SECONDS if quick else idle_seconds,

@@ -14,21 +14,28 @@ from bench.gateway.load import Job, Result, cpu_s
 from bench.gateway.stacks import BenchError, Lab, Stack
 
 from dualmap_cli.demo.children import Children
+from dualmap_extproc.settings import Transport
 
-ALONE, TRIVIAL, ROUTER, REDIS = "Envoy alone", "trivial picker", "1 router", "1 router with Redis"
+ALONE, TRIVIAL, REDIS = "Envoy alone", "trivial picker", "1 router with Redis"
 SIZES_KB = (1, 64, 220)
 FEW_CHUNKS, MANY_CHUNKS = 5, 50
 ROUTERS = (1, 2, 4)
 IDLE_ENDPOINTS = 100
-SECTIONS = ("prompts", "chunks", "routers", "idle")
+SECTIONS = ("prompts", "chunks", "duplex", "routers", "idle")
+TRANSPORTS: tuple[Transport, ...] = ("h2", "grpc")
+DUPLEX_RATE = 100.0
 _RAMP_S = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The durations and numbers of the measurements. ``rate`` is the requests per second of the open loops."""
+    """The durations and numbers of the measurements. ``rate`` is the requests per second of the open loops.
+
+    One router is measured with each of ``transports``, several routers and routers with Redis with the first one.
+    """
 
     sections: tuple[str, ...]
+    transports: tuple[Transport, ...]
     rounds: int
     seconds: float
     idle_s: float
@@ -98,6 +105,8 @@ class Experiment:
         wanted = self._plan.sections
         if "prompts" in wanted or "chunks" in wanted:
             await self._one_router()
+        if "duplex" in wanted:
+            await self._full_duplex()
         if "routers" in wanted:
             await self._several_routers()
         if "idle" in wanted:
@@ -118,20 +127,33 @@ class Experiment:
             stacks = [
                 await lab.envoy_alone(ALONE),
                 await lab.trivial(TRIVIAL),
-                await lab.routers(ROUTER, 1),
-                await lab.routers(REDIS, 1, redis=True),
+                *[await lab.routers(one_router(each), 1, transport=each) for each in self._plan.transports],
+                await lab.routers(REDIS, 1, redis=True, transport=self._plan.transports[0]),
             ]
+            await self._rounds(lab, stacks, cells)
+
+    async def _full_duplex(self) -> None:
+        """Measure Envoys that send both bodies through the picker, at a rate and as fast as all processes allow."""
+        cells = [Cell(section="duplex", prompt_kb=1, chunks=MANY_CHUNKS, rate=rate) for rate in (DUPLEX_RATE, 0)]
+        async with self._lab("duplex") as lab:
+            stacks = [await lab.envoy_alone(ALONE), await lab.trivial(TRIVIAL, full_duplex=True)]
+            for each in self._plan.transports:
+                stacks.append(await lab.routers(one_router(each), 1, transport=each, full_duplex=True))
             await self._rounds(lab, stacks, cells)
 
     async def _several_routers(self) -> None:
         async with self._lab("several") as lab:
             stacks = [await lab.trivial(TRIVIAL)]
-            stacks += [await lab.routers(several(number), number, redis=True) for number in ROUTERS]
+            stacks += [await self._several(lab, number) for number in ROUTERS]
             await self._rounds(lab, stacks, [Cell(section="routers", prompt_kb=1, chunks=0, rate=0)])
+
+    async def _several(self, lab: Lab, number: int) -> Stack:
+        return await lab.routers(several(number), number, redis=True, transport=self._plan.transports[0])
 
     async def _at_rest(self) -> None:
         async with self._lab("idle") as lab:
-            stack = await lab.routers(REDIS, 1, redis=True, members=IDLE_ENDPOINTS)
+            transport = self._plan.transports[0]
+            stack = await lab.routers(REDIS, 1, redis=True, members=IDLE_ENDPOINTS, transport=transport)
             # Send requests first: in operation, an idle router has served requests before.
             await self._measure(lab, stack, Cell(section="idle", prompt_kb=1, chunks=0, rate=self._plan.rate), 0)
             await asyncio.sleep(1.0)
@@ -201,6 +223,11 @@ class Experiment:
             f"{cell.section} {sample.round}/{self._plan.rounds}: {cell.prompt_kb} KB, {answer}, {pace}, {sample.stack}"
             f": {result.requests / result.seconds:.0f} requests/s, picker {sample.cpu_us('picker'):.0f} us a request"
         )
+
+
+def one_router(transport: Transport) -> str:
+    """Return the name of the stack with one router that serves with this transport."""
+    return f"1 router, {transport}"
 
 
 def several(number: int) -> str:

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from bench.gateway.experiment import (
     ALONE,
+    DUPLEX_RATE,
     FEW_CHUNKS,
     MANY_CHUNKS,
     REDIS,
-    ROUTER,
     ROUTERS,
     SIZES_KB,
     TRIVIAL,
     Cell,
     Measured,
     Sample,
+    one_router,
     several,
 )
 
@@ -23,6 +24,15 @@ AIM_SMALL, AIM_LARGE, AIM_IDLE_CORES = 1.5, 1.2, 0.05
 # Target for messages per further chunk: 1 would mean that the picker receives every chunk. Envoy may send a few chunks
 # before it processes the end of the stream.
 AIM_MESSAGES = 0.02
+# The CPU time of the trivial picker, divided by that of llm-d-router 0.10 with one scrape a second: measured in another
+# run than this one, on an idle machine. By prompt in KB; and for event streams, both in FULL_DUPLEX_STREAMED.
+TRIVIAL_TO_LLMD, TRIVIAL_TO_LLMD_DUPLEX = {1: 1.8, 64: 0.35, 220: 0.16}, 0.47
+# Targets for the router's CPU time, divided by that of llm-d-router.
+AIM_TO_LLMD, AIM_TO_LLMD_DUPLEX = {1: 0.8, 64: 0.25, 220: 0.15}, 0.5
+AIM_CHUNKS_PER_S, AIM_ADDED_MS = 30_000, 1.3
+_DUPLEX_PACED, _DUPLEX_CLOSED = (
+    Cell(section="duplex", prompt_kb=1, chunks=MANY_CHUNKS, rate=rate) for rate in (DUPLEX_RATE, 0)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class Tables:
 
     def markdown(self) -> str:
         """Return the tables of the measured sections."""
-        tables = (self._prompts(), self._chunks(), self._routers(), self._idle(), self._aims())
+        tables = (self._prompts(), self._chunks(), self._duplex(), self._routers(), self._idle(), self._aims())
         return "\n\n".join(table for table in tables if table)
 
     def _prompts(self) -> str:
@@ -62,7 +72,7 @@ class Tables:
         for size in SIZES_KB:
             closed = Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)
             paced = Cell(section="prompts", prompt_kb=size, chunks=0, rate=self._measured.plan.rate)
-            for stack in (ALONE, TRIVIAL, ROUTER, REDIS):
+            for stack in (ALONE, TRIVIAL, *self._routers_alone, REDIS):
                 alone = stack == ALONE
                 rows.append([
                     f"{size} KB",
@@ -91,7 +101,7 @@ class Tables:
 
     def _chunks(self) -> str:
         rows = []
-        for stack in (ALONE, TRIVIAL, ROUTER, REDIS):
+        for stack in (ALONE, TRIVIAL, *self._routers_alone, REDIS):
             few, many = (self._chunk_cell(chunks) for chunks in (FEW_CHUNKS, MANY_CHUNKS))
             alone = stack == ALONE
             rows.append([
@@ -108,6 +118,31 @@ class Tables:
         ]  # fmt: skip
         title = f"Event streams, 1 KB prompts at {self._measured.plan.rate:g}/s"
         return self._table("chunks", title, header, rows)
+
+    def _duplex(self) -> str:
+        paced, closed = _DUPLEX_PACED, _DUPLEX_CLOSED
+        rows = []
+        for stack in (ALONE, TRIVIAL, *self._routers_alone):
+            alone = stack == ALONE
+            p99 = "" if alone else "+" + self._added(closed, stack, lambda sample: sample.result.ttfb_p99_ms).text(2)
+            rows.append([
+                stack,
+                "" if alone else self._spread(paced, stack, _picker_us).text(),
+                "" if alone else self._ratio(paced, stack).text(2),
+                "" if alone else self._spread(closed, stack, lambda sample: _picker_us(sample) / MANY_CHUNKS).text(1),
+                "" if alone else self._ratio(closed, stack).text(2),
+                self._spread(closed, stack, lambda sample: sample.cpu_us("envoy") / MANY_CHUNKS).text(1),
+                self._spread(closed, stack, _chunks_per_second).text(),
+                self._spread(closed, stack, lambda sample: sample.result.ttfb_p99_ms).text(2) if alone else p99,
+            ])  # fmt: skip
+        clients = self._measured.plan.connections
+        header = [
+            "stack", f"picker's CPU a request at {DUPLEX_RATE:g}/s, us", "x trivial",
+            f"picker's CPU a chunk, us ({clients} clients, request included)", "x trivial", "Envoy's CPU a chunk, us",
+            "chunks/s", "first byte p99, ms",
+        ]  # fmt: skip
+        title = f"Event streams of {MANY_CHUNKS} chunks, both bodies in FULL_DUPLEX_STREAMED, 1 KB prompts"
+        return self._table("duplex", title, header, rows)
 
     def _routers(self) -> str:
         cell = Cell(section="routers", prompt_kb=1, chunks=0, rate=0)
@@ -146,6 +181,8 @@ class Tables:
             if ratio.values:
                 aimed = f"CPU at {size} KB, Redis included: at most {aim} times the trivial picker's"
                 rows.append([aimed, ratio.text(2), _met(ratio.median <= aim)])
+        for stack in self._routers_alone:
+            rows += self._aims_of(stack)
         few, many = (
             self._spread(self._chunk_cell(chunks), REDIS, lambda sample: sample.messages)
             for chunks in (FEW_CHUNKS, MANY_CHUNKS)
@@ -158,6 +195,35 @@ class Tables:
             aimed = f"idle with {each.endpoints} endpoints: at most {AIM_IDLE_CORES} core"
             rows.append([aimed, f"{each.router:.4f}", _met(each.router <= AIM_IDLE_CORES)])
         return _markdown("Targets", ["target", "measured", "met"], rows) if rows else ""
+
+    def _aims_of(self, stack: str) -> list[list[str]]:
+        """Return the targets of one router with a transport. The ratios to llm-d-router use a figure of another run."""
+        rows = []
+        ratios = [(f"{size} KB", Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)) for size in SIZES_KB]
+        known = [(TRIVIAL_TO_LLMD[size], AIM_TO_LLMD[size]) for size in SIZES_KB]
+        ratios.append((f"{MANY_CHUNKS} chunks in FULL_DUPLEX", _DUPLEX_PACED))
+        known.append((TRIVIAL_TO_LLMD_DUPLEX, AIM_TO_LLMD_DUPLEX))
+        for (load, cell), (trivial, aim) in zip(ratios, known, strict=True):
+            ratio = self._ratio(cell, stack)
+            if ratio.values:
+                reached = ratio.median * trivial
+                rows.append(
+                    [f"{stack}: CPU at {load}, at most {aim} of llm-d-router's", f"{reached:.2f}", _met(reached <= aim)]
+                )
+        chunks = self._spread(_DUPLEX_CLOSED, stack, _chunks_per_second)
+        if chunks.values:
+            aimed = f"{stack}: at least {AIM_CHUNKS_PER_S} chunks/s in FULL_DUPLEX"
+            rows.append([aimed, chunks.text(), _met(chunks.median >= AIM_CHUNKS_PER_S)])
+        paced = Cell(section="prompts", prompt_kb=1, chunks=0, rate=self._measured.plan.rate)
+        added = self._added(paced, stack, lambda sample: sample.result.ttfb_p50_ms)
+        if added.values:
+            aimed = f"{stack}: first byte at 1 KB, at most +{AIM_ADDED_MS} ms (p50)"
+            rows.append([aimed, added.text(2), _met(added.median <= AIM_ADDED_MS)])
+        return rows
+
+    @property
+    def _routers_alone(self) -> tuple[str, ...]:
+        return tuple(one_router(each) for each in self._measured.plan.transports)
 
     def _chunk_cell(self, chunks: int) -> Cell:
         return Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=self._measured.plan.rate)
@@ -184,6 +250,10 @@ class Tables:
 
 def _picker_us(sample: Sample) -> float:
     return sample.cpu_us("picker")
+
+
+def _chunks_per_second(sample: Sample) -> float:
+    return _per_second(sample) * MANY_CHUNKS
 
 
 def _per_second(sample: Sample) -> float:

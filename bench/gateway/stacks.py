@@ -21,9 +21,10 @@ from bench.gateway.prompts import MODEL
 from dualmap_cli.demo.children import Child, Children
 from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 from dualmap_extproc.envoy.config.http.filters import EXT_PROC
-from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.pools.file import load_pool_files
+from dualmap_extproc.settings import Transport
 
 ENGINES = 8
 ENGINES_MAX = 100
@@ -125,13 +126,16 @@ class Lab:
         ]
         return await self._start(name, yaml.safe_dump(document))
 
-    async def trivial(self, name: str) -> Stack:
+    async def trivial(self, name: str, *, full_duplex: bool = False) -> Stack:
         """Start the trivial picker and an Envoy that uses it."""
         destination, cluster = self._engines[0], cluster_name(NAMESPACE, MODEL)
-        child = await self._children.start("trivial", module("bench.gateway.trivial", destination, cluster))
+        command = ("bench.gateway.trivial", destination, cluster, *(["full-duplex"] if full_duplex else []))
+        child = await self._children.start("trivial", module(*command))
         ports = await child.ready(within_s=START_S)
-        settings = self._settings(self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True)
-        document = _without(to_yaml(bootstrap(settings)), _LUA)
+        settings = self._settings(
+            self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True, full_duplex=full_duplex
+        )
+        document = _without(_yaml(settings), _LUA)
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
     async def routers(
@@ -142,19 +146,24 @@ class Lab:
         redis: bool = False,
         members: int = ENGINES,
         program: Sequence[str] = ("dualmap_cli",),
+        transport: Transport | None = None,
+        full_duplex: bool = False,
     ) -> Stack:
         """Start ``count`` routers with the product's command line, and an Envoy that uses them.
 
         With ``redis``, the routers share a Redis server. ``program`` is the module that runs ``dualmap``, with its own
-        arguments.
+        arguments. ``transport`` is the router's (None: the default one). With ``full_duplex``, both bodies pass the
+        router.
         """
-        tag = name.replace(" ", "-")
+        tag = name.replace(",", "").replace(" ", "-")
         pool, store, url = self._pool(tag, members), {}, None
         if redis:
             server, url = await self._redis(tag)
             store["redis"] = server.process.pid
         started = [
-            await self._children.start(f"{tag}-{number}", router_command(pool, f"{tag}-{number}", url, program))
+            await self._children.start(
+                f"{tag}-{number}", router_command(pool, f"{tag}-{number}", url, program, transport)
+            )
             for number in range(count)
         ]
         ports = [await child.ready(within_s=START_S) for child in started]
@@ -162,8 +171,9 @@ class Lab:
             pool,
             routers=tuple(_address(each["grpc"]) for each in ports),
             access_logs=tuple(_address(each["als"]) for each in ports),
+            full_duplex=full_duplex,
         )
-        stack = await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
+        stack = await self._start(name, _yaml(settings), pickers=tuple(started), others=store)
         return replace(stack, addresses=tuple(ports))
 
     async def _redis(self, tag: str) -> tuple[Child, str]:
@@ -204,8 +214,10 @@ class Lab:
         routers: tuple[Address, ...],
         access_logs: tuple[Address, ...] = (),
         static: bool = False,
+        full_duplex: bool = False,
     ) -> EnvoySettings:
         return EnvoySettings(
+            mode=Mode.FULL_DUPLEX if full_duplex else Mode.STREAMED,
             pools=load_pool_files([pool]),
             routers=routers,
             access_logs=access_logs,
@@ -218,7 +230,7 @@ class Lab:
         self, name: str, config: str, *, pickers: Sequence[Child] = (), others: Mapping[str, int] | None = None
     ) -> Stack:
         """Start an Envoy with one worker; return the stack when its listener accepts requests."""
-        tag = f"envoy-{name.replace(' ', '-')}"
+        tag = f"envoy-{name.replace(',', '').replace(' ', '-')}"
         file, admin_file = self._folder / f"{tag}.yaml", self._folder / f"{tag}.admin"
         file.write_text(config)
         admin_file.unlink(missing_ok=True)
@@ -246,8 +258,11 @@ class Lab:
         )
 
 
-def router_command(pool: Path, replica: str, redis: str | None, program: Sequence[str]) -> tuple[str, ...]:
+def router_command(
+    pool: Path, replica: str, redis: str | None, program: Sequence[str], transport: Transport | None = None
+) -> tuple[str, ...]:
     """Return a router's command line as in production, with free ports."""
+    served = ("--transport", transport) if transport else ()
     ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
     shared = ("--redis", redis) if redis else ()
     # With one key, a prompt has the same pair in every run.
@@ -255,8 +270,22 @@ def router_command(pool: Path, replica: str, redis: str | None, program: Sequenc
     hash_key.write_text("the hash key of the benchmarks")
     return (
         *module(*program, "router", "--pool", str(pool), "--host", HOST, "--replica-id", replica),
-        *("--hash-key-file", str(hash_key), *ports, *shared),
+        *("--hash-key-file", str(hash_key), *ports, *shared, *served),
     )
+
+
+def _yaml(settings: EnvoySettings) -> str:
+    """Return Envoy's configuration; in FULL_DUPLEX, responses pass the router as well, as in gateways."""
+    config = to_yaml(bootstrap(settings))
+    if settings.mode is not Mode.FULL_DUPLEX:
+        return config
+    document = yaml.safe_load(config)
+    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    for each in manager["http_filters"]:
+        if each["name"] == EXT_PROC:
+            mode = each["typed_config"]["processing_mode"]
+            mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
+    return yaml.safe_dump(document)
 
 
 def _without(config: str, *filters: str) -> dict[str, Any]:

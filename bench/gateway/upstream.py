@@ -27,15 +27,22 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 _SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _EVENT = _chunk(b"data: %s\n\n" % _TOKEN.encode())
 _END = _chunk(b"data: %s\n\ndata: [DONE]\n\n" % _LAST.encode()) + b"0\r\n\r\n"
+# No prompt of ``prompts`` contains these bytes.
+_END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 
 
 class Engine(asyncio.Protocol):
-    """One keep-alive connection. Requests arrive one after another with a content length, as Envoy sends them."""
+    """One keep-alive connection. Requests arrive one after another, as Envoy sends them.
+
+    They have a content length, or in FULL_DUPLEX_STREAMED the chunked encoding, of which only the end is read.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
         self._head = b""
         self._left_bytes = 0
+        self._chunked = False
+        self._tail = b""
         self._events_left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -45,7 +52,7 @@ class Engine(asyncio.Protocol):
         self._events_left = 0
 
     def data_received(self, data: bytes) -> None:
-        if not self._left_bytes:
+        if not self._left_bytes and not self._chunked:
             self._head += data
             head, end, body = self._head.partition(b"\r\n\r\n")
             if not end:
@@ -54,7 +61,15 @@ class Engine(asyncio.Protocol):
             head = head.lower()
             self._events_left = _number(head, b"\r\nx-bench-chunks: ")
             self._left_bytes = _number(head, b"\r\ncontent-length: ")
+            self._chunked = b"\r\ntransfer-encoding: chunked" in head
             data = body
+        if self._chunked:
+            self._tail = (self._tail + data)[-len(_END_OF_CHUNKS) :]
+            self._chunked = self._tail != _END_OF_CHUNKS
+            if not self._chunked:
+                self._tail = b""
+                self._answer()
+            return
         self._left_bytes -= len(data)
         if not self._left_bytes:
             self._answer()

@@ -61,8 +61,8 @@ async def ready(process: asyncio.subprocess.Process) -> Router:
     return Router(process, *match.groups())
 
 
-async def health(router: Router, service: str) -> int:
-    async with grpc.aio.insecure_channel(router.health) as channel:
+async def health(address: str, service: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
@@ -102,15 +102,21 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
     async with kube_api(tmp_path) as api:
         for body in (pod_body("qwen-0"), objective("batch", -1)):
             await api.put(body)
-        async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false") as process:
+        # The ready line, which names the ports, comes later.
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        health_port = f"--grpc-health-port={port}"
+        async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false", health_port) as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")
             assert "queue-scorer" in await line_with(process, "Plugins have no effect")
             assert '"plugins": ["decode-filter"]' in await line_with(process, "whatever its label llm-d.ai/role")
             await line_with(process, "Waiting for the pool, which does not exist")
+            assert await health(f"127.0.0.1:{port}", "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health(f"127.0.0.1:{port}", "liveness") == health_pb2.HealthCheckResponse.SERVING
             await api.put(gaie_pool())
             router = await ready(process)
             for service in ("", "liveness", "readiness", "inference-extension"):
-                assert await health(router, service) == health_pb2.HealthCheckResponse.SERVING
+                assert await health(router.health, service) == health_pb2.HealthCheckResponse.SERVING
             async with grpc.aio.insecure_channel(router.grpc) as channel:
                 assert await picked(channel, chat(model="any/name")) == "10.244.0.1:8000"
                 assert await picked_in_unknown_modes(channel, chat()) == "10.244.0.1:8000"

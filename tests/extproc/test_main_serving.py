@@ -1,6 +1,7 @@
 """Tests ``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -222,3 +223,18 @@ async def test_router_stop_logs_open_requests_and_completion(tmp_path):
     draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.transport.server")
     assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("Draining", 1, 0.6)
     assert (stopped["event"], stopped["cut_requests"]) == ("Stopped", 1)
+
+
+def test_router_process_leaves_its_imports_out_of_collections(monkeypatch):
+    seen = []
+
+    async def serve(*_args, **_kwargs):
+        seen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(wiring, "serve", serve)
+    try:
+        assert wiring.run(Settings(replica_id="r")) == 0
+    finally:
+        gc.unfreeze()
+
+    assert seen[0] > 0

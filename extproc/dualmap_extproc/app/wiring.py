@@ -5,9 +5,10 @@ more than a second, and ``--help`` must be faster.
 """
 
 import asyncio
+import gc
 import secrets
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import click
@@ -17,9 +18,9 @@ from dualmap_edge.ports import AddressError
 from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.app.hash_key import client_key
 from dualmap_extproc.app.listening import Listening
-from dualmap_extproc.app.observers import dashboard_of, engine_reports, observers_of
+from dualmap_extproc.app.observers import Observers, dashboard_of, engine_reports, observers_of
 from dualmap_extproc.app.other_routers import OtherRouters
-from dualmap_extproc.app.pool_source import OpenPools, PoolUser, pools_of
+from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser, pools_of
 from dualmap_extproc.app.program import ROUTER, Program
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
@@ -32,6 +33,7 @@ from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Settings, TracingError
 from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.metrics import Metrics
 from dualmap_extproc.telemetry.transport import TransportMetrics
 from dualmap_extproc.tokens.rendering import TokenizerError
 from dualmap_extproc.tokens.sources import PoolTokenizers
@@ -46,6 +48,10 @@ def run(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | Non
     ``program`` is what messages call the command. ``pools`` opens the source of pools (None: that of the settings). The
     status is 0 after a signal, 1 for a port that cannot be bound, and 2 for invalid settings or pools.
     """
+    # The collector leaves out what the imports have created, which stays to the end: 72,000 objects. Each full
+    # collection of them would stop the event loop for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     try:
         asyncio.run(serve(settings, program=program, pools=pools))
     except (KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError) as error:
@@ -62,27 +68,14 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
 
     Raises KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError or AddressError if it cannot start.
     """
-    loop = asyncio.get_running_loop()
-    stop = _stop_signalled(loop)
+    stop = _stop_signalled()
     observers = observers_of(settings)
     metrics, demand, report = observers.metrics, observers.demand, observers.observations.report
     # Access log entries contain request ids of all replicas and of earlier processes. The random suffix makes the ids
     # of this process unique. ``request.ids`` makes the ids unguessable.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     others = OtherRouters(settings, incarnation)
-    picker = Picker(
-        settings.limits,
-        report,
-        id_prefix=incarnation,
-        hash_key=settings.hash_key,
-        id_key=secrets.token_bytes(KEY_BYTES),
-        trace_headers=observers.trace_headers,
-        replicated=others.exist,
-        log_prompts=settings.log_prompts,
-        client_key=client_key(settings.hash_key),
-        send=others.send if others.exist else None,
-        gateway=settings.gateway,
-    )
+    picker = _picker(settings, observers, others, incarnation)
     pool_demand = PoolDemand(demand, picker.demands, picker.pool, replicated=others.exist)
     scaler = Scaler(pool_demand)
     discovery = Discovery(metrics)
@@ -90,41 +83,11 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
     engines, kv_events = engine_reports(picker, metrics)
     tokenizers = PoolTokenizers(report)
     adoption = Adoption(metrics, demand, discovery, engines, tokenizers, kv_events, picker)
-
-    def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
-        for entry in entries:
-            picker.access_log(loop.time(), entry)
-
     open_pools = pools_of(settings) if pools is None else pools
     source = await open_pools(PoolUser(adopt=adoption.adopt, metrics=metrics, tokenizers=tokenizers))
     reading = ReadingProcesses()
     processor = ExternalProcessor(picker, report, settings.limits, reading, tokenizers)
     metrics.show_buffered(lambda: processor.buffered_bytes)
-    access_log = AccessLogSink(
-        take_entries,
-        metrics,
-        ids=picker.ids,
-        connections=others.peers,
-        on_orphan=lambda entry: picker.on_orphan(loop.time(), entry),
-    )
-    dashboard = None
-    if observers.histories is not None:
-        dashboard = dashboard_of(
-            settings.replica_id,
-            picker,
-            pool_demand,
-            observers.histories,
-            store_lost_s=others.store_lost_s,
-            watch_ages_s=source.ages_s,
-        )
-    status = StatusServer(
-        router=settings.replica_id,
-        statuses=picker.statuses,
-        signals=lambda _: demand.signals(picker.demands()),
-        metrics=metrics,
-        tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
-        dashboard=dashboard,
-    )
     transport_metrics = TransportMetrics(metrics.registry)
     listening = Listening(
         settings,
@@ -132,12 +95,11 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         processor=processor,
         discovery=discovery,
         scaler=scaler,
-        access_log=access_log,
+        access_log=_access_log(picker, metrics, others),
         others=others,
-        status=status,
+        status=_status(settings, observers, picker, pool_demand, others, source, tokenizers),
         metrics=transport_metrics,
     )
-    tasks: list[asyncio.Task[Any]] = []
     try:
         grpc_port = await listening.start()
         runs = (
@@ -150,20 +112,8 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
             transport_metrics.run(),
             *others.runs(picker, grpc_port),
         )
-        tasks += [asyncio.create_task(each) for each in runs]
-        done = await _first_ended(tasks, before=_all(source.known(), others.tried()))
-        if not done:
-            await listening.ready()
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        await listening.drain()
-        # Only the task of `stop` may end without an error. The error of another task ends the router, and its
-        # supervisor restarts it.
-        for task in done:
-            task.result()
+        await _serve_until_one_ends(runs, listening, before=_all(source.known(), others.tried()))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await others.close()
         await listening.close()
         await source.close()
@@ -171,6 +121,90 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         await tokenizers.close()
         kv_events.close()
         await asyncio.to_thread(observers.close_tracing)
+
+
+def _picker(settings: Settings, observers: Observers, others: OtherRouters, incarnation: str) -> Picker:
+    return Picker(
+        settings.limits,
+        observers.observations.report,
+        id_prefix=incarnation,
+        hash_key=settings.hash_key,
+        id_key=secrets.token_bytes(KEY_BYTES),
+        trace_headers=observers.trace_headers,
+        replicated=others.exist,
+        log_prompts=settings.log_prompts,
+        client_key=client_key(settings.hash_key),
+        send=others.send if others.exist else None,
+        gateway=settings.gateway,
+    )
+
+
+def _access_log(picker: Picker, metrics: Metrics, others: OtherRouters) -> AccessLogSink:
+    clock = asyncio.get_running_loop().time
+
+    def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
+        for entry in entries:
+            picker.access_log(clock(), entry)
+
+    return AccessLogSink(
+        take_entries,
+        metrics,
+        ids=picker.ids,
+        connections=others.peers,
+        on_orphan=lambda entry: picker.on_orphan(clock(), entry),
+    )
+
+
+def _status(
+    settings: Settings,
+    observers: Observers,
+    picker: Picker,
+    pool_demand: PoolDemand,
+    others: OtherRouters,
+    source: PoolSource,
+    tokenizers: PoolTokenizers,
+) -> StatusServer:
+    dashboard = None
+    if observers.histories is not None:
+        dashboard = dashboard_of(
+            settings.replica_id,
+            picker,
+            pool_demand,
+            observers.histories,
+            store_lost_s=others.store_lost_s,
+            watch_ages_s=source.ages_s,
+        )
+    return StatusServer(
+        router=settings.replica_id,
+        statuses=picker.statuses,
+        signals=lambda _: observers.demand.signals(picker.demands()),
+        metrics=observers.metrics,
+        tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
+        dashboard=dashboard,
+    )
+
+
+async def _serve_until_one_ends(
+    runs: Iterable[Coroutine[Any, Any, object]], listening: Listening, *, before: Coroutine[Any, Any, object]
+) -> None:
+    """Run all of ``runs`` until one of them ends, then drain. The router is ready when ``before`` has ended.
+
+    Only the run that waits for a signal ends without an error. The error of another run is raised: it ends the router,
+    and its supervisor restarts it.
+    """
+    tasks = [asyncio.create_task(each) for each in runs]
+    try:
+        done = await _first_ended(tasks, before=before)
+        if not done:
+            await listening.ready()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await listening.drain()
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _all(*awaited: Coroutine[Any, Any, None]) -> None:
@@ -189,9 +223,9 @@ async def _first_ended(
         awaited.cancel()
 
 
-def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+def _stop_signalled() -> asyncio.Event:
     """Return an event that SIGTERM or SIGINT sets."""
-    stop = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop

@@ -32,7 +32,7 @@ UNNEEDED: Final = {
             *("single-profile-handler", "data-parallel-profile-handler", "max-score-picker", "random-picker"),
             *("weighted-random-picker", "lora-affinity-scorer", "context-length-aware", "endpoint-attribute-scorer"),
             *("endpoint-attribute-weight-scorer", "header-label-affinity-scorer", "label-producer"),
-            *("topology-affinity-scorer", "topology-extractor"),
+            *("topology-affinity-scorer", "topology-extractor", "decision-tree-filter", "lora-affinity-filter"),
         ),
         _POLICY,
     ),
@@ -55,7 +55,8 @@ UNNEEDED: Final = {
         (
             *("queue-scorer", "kv-cache-utilization-scorer", "running-requests-size-scorer", "token-load-scorer"),
             *("load-aware-scorer", "active-request-scorer", "inflight-load-producer", "utilization-filter"),
-            *("dcgm-data-source", "dcgm-extractor"),
+            *("dcgm-data-source", "dcgm-extractor", "kv-cache-scorer", "least-kv-cache-filter", "least-queue-filter"),
+            "low-queue-filter",
         ),
         _LOAD,
     ),
