@@ -5,7 +5,7 @@ router's subscribers. Of twenty calls, two are FULL_DUPLEX with 50 chunks, one i
 response, and the others are no-wait calls that the router ends; Envoy answers each of these with a late chunk and a
 reset. The prompts repeat, so the index of prefixes is full after their first turn.
 
-Fifty times, the connection is lost with calls that are still open, and a new one begins. Before it, the memory and the
+Fifty times, the connection is lost with calls that are still open, and a new one begins. Then the memory and the
 number of Python objects are read. Both must not grow from the second row on.
 """
 
