@@ -25,6 +25,8 @@ from harness.stack import TRANSPORT_OPTION, Router
 from harness.upstream import DIGEST_HEADER, Upstream, sse
 from kube_api import KubeApi, kube_api, pod_body
 
+pytestmark = pytest.mark.always_picked
+
 CHAT = "/v1/chat/completions"
 TYPES = "type.googleapis.com/envoy"
 
