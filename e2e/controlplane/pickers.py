@@ -23,11 +23,10 @@ from controlplane.site import MODEL, until_so
 from emulated_cluster.control_plane.build import GAIE_CHARTS, OBJECTIVES_CRD, binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.clients import Reply, http1
-from harness.documents import document
 from harness.envoy import Envoy
 from harness.processes import dualmap_argv
 from harness.request_shapes import CHAT
-from harness.stack import PoolMember
+from harness.stack import PoolMember, pool_document
 
 POOL = "qwen"
 PAGE = Path(__file__).parents[2] / "docs" / "change-the-picker.md"
@@ -136,8 +135,10 @@ class PickerSite:
             PoolMember(id=pod["metadata"]["name"], address=pod["status"]["podIP"], port=8000, state="Active")
             for pod in await self.pods(f"app={POOL}")
         ]
+        # Envoy's routes are those of the pool that the picker names, with its namespace.
+        pool = pool_document(members, name=POOL, namespace=self.namespace)
         file = self.directory / "pool.json"
-        file.write_text(json.dumps(document(POOL, members)))
+        file.write_text(json.dumps(pool))
         argv = dualmap_argv(
             "envoy-config", "--pool", file, "--static-endpoints", "--mode", "full-duplex", "--tls", "on",
             "--router", f"{address}:9002", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0",
@@ -267,6 +268,7 @@ def llm_d_picker(namespace: str, pool: str, replicas: int) -> list[dict[str, Any
             "grpc": {"port": 9003, "service": "liveness"}, "initialDelaySeconds": 5, "periodSeconds": 10,
         },
         "readinessProbe": {"grpc": {"port": 9003, "service": "readiness"}, "periodSeconds": 2},
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "sleep 5"]}}},
         "env": [
             {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

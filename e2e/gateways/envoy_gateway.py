@@ -28,10 +28,13 @@ Address = tuple[str, int]
 
 
 @contextmanager
-def running(directory: Path, envoy: Path, *, engines: Sequence[Address], picker: Address) -> Iterator[None]:
+def running(
+    directory: Path, envoy: Path, *, engines: Sequence[Address], picker: Address, retries: bool = True
+) -> Iterator[None]:
     """Run Envoy Gateway with a route at `PORT` to the engines, by the picks of a picker with TLS.
 
-    ``envoy`` is the program that Envoy Gateway would otherwise download. Logs are in ``directory``.
+    ``envoy`` is the program that Envoy Gateway would otherwise download. Without ``retries``, the second endpoint of a
+    list is never used. Logs are in ``directory``.
     """
     homes = {name: directory / name for name in ("configHome", "dataHome", "stateHome", "runtimeDir", "objects")}
     for each in homes.values():
@@ -40,7 +43,7 @@ def running(directory: Path, envoy: Path, *, engines: Sequence[Address], picker:
     program.parent.mkdir(parents=True)
     program.symlink_to(envoy)
     objects = homes.pop("objects")
-    (objects / "objects.yaml").write_text(yaml.safe_dump_all(_objects(engines, picker)))
+    (objects / "objects.yaml").write_text(yaml.safe_dump_all(_objects(engines, picker, retries)))
     config = directory / "envoy-gateway.yaml"
     config.write_text(yaml.safe_dump(_config(objects, homes)))
     gateway = GATEWAYS.folder / ENVOY_GATEWAY
@@ -76,19 +79,20 @@ def _config(objects: Path, homes: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def _objects(engines: Sequence[Address], picker: Address) -> list[dict[str, Any]]:
+def _objects(engines: Sequence[Address], picker: Address, retries: bool) -> list[dict[str, Any]]:
     route = {"group": "gateway.networking.k8s.io", "kind": "HTTPRoute", "name": "engines"}
     proxy = {"group": _GROUP, "kind": "EnvoyProxy", "name": "proxy", "namespace": "default"}
     modes = {"body": "FullDuplexStreamed"}
-    policy = {
+    policy: dict[str, Any] = {
         "targetRefs": [route],
         "loadBalancer": {
             "type": "RoundRobin",
             "endpointOverride": {"extractFrom": [{"header": "x-gateway-destination-endpoint"}]},
         },
-        "retry": {"numRetries": 2, "retryOn": {"triggers": ["connect-failure"]}},
         "timeout": {"http": {"requestTimeout": "0s"}},
     }
+    if retries:
+        policy["retry"] = {"numRetries": 2, "retryOn": {"triggers": ["connect-failure"]}}
     extension = {
         "backendRefs": [{"group": _GROUP, "kind": "Backend", "name": "picker", "port": picker[1]}],
         "processingMode": {"request": modes, "response": modes},

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from emulated_cluster.control_plane.cluster import ADVERTISED
@@ -22,9 +23,11 @@ async def _gateway(site: Site, tmp_path: Path) -> AsyncIterator[Gateway]:
 
 
 @asynccontextmanager
-async def _running(site: Site, directory: Path, host: str, port: int) -> AsyncIterator[Gateway]:
+async def _running(
+    site: Site, directory: Path, host: str, port: int, *, retries: bool = True
+) -> AsyncIterator[Gateway]:
     engines = [(engine.host, ENGINE_PORT) for engine in site.engines.values()]
-    with envoy_gateway.running(directory, images.ENVOY, engines=engines, picker=(host, port)):
+    with envoy_gateway.running(directory, images.ENVOY, engines=engines, picker=(host, port), retries=retries):
         gateway = Gateway(site, "127.0.0.1", envoy_gateway.PORT)
         await gateway.until_serving()
         yield gateway
@@ -47,8 +50,18 @@ async def test_event_stream_is_forwarded_without_delay(gateway: Gateway) -> None
     await gateway.check_event_stream()
 
 
-async def test_body_with_trailers_arrives_once(gateway: Gateway) -> None:
-    await gateway.check_trailers()
+@pytest.mark.parametrize(
+    "retries",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="with retries, Envoy 1.40 repeats the body")),
+    ],
+)
+async def test_body_with_trailers_arrives_once(site: Site, tmp_path: Path, retries: bool) -> None:
+    site.deploy_picker()
+    (picker,) = await site.picker_pods(1)
+    async with _running(site, tmp_path, picker["status"]["podIP"], PICKER_PORT, retries=retries) as gateway:
+        await gateway.check_trailers()
 
 
 async def test_streams_are_as_recorded(site: Site, tmp_path: Path) -> None:

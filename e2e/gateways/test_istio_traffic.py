@@ -156,7 +156,7 @@ def _body(number: int) -> dict[str, object]:
 
 async def _answer(request: web.Request, received: Received) -> web.StreamResponse:
     """Answer like an engine; a stream takes about a second, so that a fault finds open streams."""
-    if not json.loads(received.body)["stream"]:
+    if not json.loads(received.body).get("stream"):
         return await plain(request, received)
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(request)
