@@ -159,25 +159,32 @@ class Picking:
             self.picker.finished(now, request_id, None)
 
 
-def served(picking: Picking) -> Callable[[bytes], bytes]:
-    """Return a function that passes a read to a router and returns its output."""
+def connected(picking: Picking) -> tuple[Http2Connection, ExternalProcessor]:
+    """Return a new connection of Envoy's, and the service behind it."""
     processor = ExternalProcessor(picking.picker, picking.observers.observations.report, Limits())
-    clock = asyncio.get_running_loop().time
     connection = Http2Connection(
         {PATH: http2_method(processor)},
         LIMITS,
-        clock(),
+        asyncio.get_running_loop().time(),
         peer="envoy",
         counters=Http2Counters(),
         on_output=lambda: None,
         on_failure=_raise,
     )
+    connection.receive(connection.now, beginning())
+    connection.take_output()
+    return connection, processor
+
+
+def served(picking: Picking) -> Callable[[bytes], bytes]:
+    """Return a function that passes a read to a router and returns its output."""
+    connection, _ = connected(picking)
+    clock = asyncio.get_running_loop().time
 
     def read(data: bytes) -> bytes:
         connection.receive(clock(), data)
         return connection.take_output()
 
-    read(beginning())
     return read
 
 

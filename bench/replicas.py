@@ -142,7 +142,7 @@ class Reuse:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
+@click.option("--quick", is_flag=True, help="Measure a small part of every section, or one sample of the differences.")
 @click.option("--differences", is_flag=True, help="Measure only the differences between one router and four.")
 def main(quick: bool, differences: bool) -> None:
     """Simulate pools with one to four routers in virtual time, and print the tables."""

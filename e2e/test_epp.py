@@ -18,12 +18,15 @@ import pytest
 import yaml
 
 from dualmap_extproc.names import DESTINATION_HEADER
+from harness import fail_open
 from harness.clients import http1
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import TRANSPORT_OPTION, Router
 from harness.upstream import DIGEST_HEADER, Upstream, sse
 from kube_api import KubeApi, kube_api, pod_body
+
+pytestmark = pytest.mark.always_picked
 
 CHAT = "/v1/chat/completions"
 TYPES = "type.googleapis.com/envoy"
@@ -58,9 +61,7 @@ class Picker(Router):
         line = await self.wait_for_line(r"dualmap epp ready (.*)")
         pairs = (part.split("=", 1) for part in line[1].split())
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
-
-    async def stop(self) -> int:
-        return await Child.stop(self)
+        fail_open.watch_router(self, self._status)
 
 
 def gateway(picker_port: int, address: str, ports: list[int]) -> str:

@@ -22,7 +22,7 @@ from harness.grpc_go import GoClient, GoStream
 from harness.stack import PoolMember, Router, pool_document, write_pool
 from harness.waiting import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.always_picked, pytest.mark.timeout(300)]
 
 METHOD = f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}"
 # Nothing listens on these ports, and nothing has to: no Envoy sends the requests to a member.

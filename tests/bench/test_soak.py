@@ -1,0 +1,19 @@
+"""Tests that the soak serves its calls, and that lost connections leave no request behind."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_soak_leaves_no_open_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    soak = importlib.import_module("bench.soak")
+    monkeypatch.setattr(soak, "CONNECTIONS", 2)
+    monkeypatch.setattr(soak, "PROMPTS", 40)
+    await soak.soak(80)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["40", "80"]
+    assert [row[-1] for row in rows] == ["0", "0"]
