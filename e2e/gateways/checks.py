@@ -92,10 +92,12 @@ class Gateway:
 
     async def check_dead_first_pick(self) -> None:
         """If the first endpoint of the list refuses connections, the gateway uses the second endpoint."""
-        dead = self.served_by(await self.ask("fallback"))
+        # The prompt is long enough to be cached, so that the picker picks the same engine again.
+        prompt = "fallback " * 500
+        dead = self.served_by(await self.ask(prompt))
         await dead.stop()
         try:
-            alive = self.served_by(await self.ask("fallback"))
+            alive = self.served_by(await self.ask(prompt))
         finally:
             await dead.start()
         assert alive is not dead
