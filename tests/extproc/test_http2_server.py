@@ -1,6 +1,8 @@
 """Tests of the HTTP/2 server's sockets: TLS, limits of connections and memory, services for grpc.aio, and the drain."""
 
 import asyncio
+import contextlib
+import errno
 import socket
 import ssl
 import struct
@@ -23,7 +25,7 @@ from dualmap_extproc.transport.http2_services import Methods
 from dualmap_extproc.transport.tls import Certificates, server_certificates
 from dualmap_extproc.wire.peer import peer_of
 from extproc.http2_client import REQUEST, data, headers, message
-from waiting import until
+from waiting import WAIT_S, until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 
@@ -194,6 +196,41 @@ async def test_client_that_resets_at_once_is_forgotten(caplog):
         assert await channel.unary_unary("/test.Service/Echo")(b"hello") == b"hello"
         assert server.connections == 1
     assert not caplog.records
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_close_leaves_no_socket_of_a_new_connection(turns: int):
+    """A socket that stays open is a ResourceWarning, which is an error."""
+    server = Http2Server(lambda _: {}, Http2Limits())
+    port = await server.bind("127.0.0.1", 0, None)
+    await server.start()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        client.setblocking(False)
+        with contextlib.suppress(ConnectionResetError):
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 100), WAIT_S)
+
+
+async def test_server_without_free_file_descriptors_accepts_later(monkeypatch, caplog):
+    server = Http2Server(lambda _: {}, Http2Limits())
+    port = await server.bind("127.0.0.1", 0, None)
+    refused = []
+
+    def accept(listener: socket.socket) -> tuple[int, object]:
+        refused.append(listener)
+        if len(refused) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accepted(listener)
+
+    accepted = socket.socket._accept
+    monkeypatch.setattr(socket.socket, "_accept", accept)
+    await server.start()
+    with socket.create_connection(("127.0.0.1", port)):
+        await until(lambda: server.connections == 1)
+        await server.close()
+    assert "Cannot accept a connection" in caplog.text
 
 
 async def test_client_that_reads_nothing_is_not_read_and_is_disconnected():

@@ -52,8 +52,9 @@ class Http2Server:
         self.counters = Http2Counters()
         self._certificates: Certificates | None = None
         self._listeners: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[None]] = set()
+        # The accepted sockets whose tasks have not begun. A task that is cancelled before does not close its socket.
+        self._unopened: set[socket.socket] = set()
         self._connections: set[_Connection] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -95,7 +96,7 @@ class Http2Server:
         """Serve."""
         for listener in self._listeners:
             listener.listen(_BACKLOG)
-            self._accepting.append(asyncio.create_task(self._accept(listener)))
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     async def drain(self) -> None:
         """Accept no connection and no further call, and wait until every connection has ended its calls."""
@@ -113,32 +114,45 @@ class Http2Server:
 
     def _stop_accepting(self) -> None:
         self._draining = True
-        for task in (*self._accepting, *self._opening):
+        for task in self._opening:
             task.cancel()
-        self._accepting.clear()
+        for accepted in self._unopened:
+            accepted.close()
+        self._unopened.clear()
         for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         self._listeners.clear()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                self._failed.warn(1, reason=error.strerror)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if len(self._connections) + len(self._opening) >= self._connections_max:
-                self._too_many.warn(1, connections=len(self._connections))
-                accepted.close()
-                continue
-            task = asyncio.create_task(self._open(accepted))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a connection that waits at the listener."""
+        try:
+            accepted, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # The client has gone.
+        except OSError as error:
+            self._failed.warn(1, reason=error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, listener)
+            return
+        if len(self._connections) + len(self._opening) >= self._connections_max:
+            self._too_many.warn(1, connections=len(self._connections))
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        self._unopened.add(accepted)
+        task = asyncio.create_task(self._open(accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     async def _open(self, accepted: socket.socket) -> None:
         """Do the TLS handshake of a connection. The connection begins when this is done."""
+        self._unopened.discard(accepted)
         context: ssl.SSLContext | None = None
         options: dict[str, float] = {}
         if self._certificates is not None:
