@@ -3,11 +3,12 @@
 With ``failure_mode_allow``, Envoy answers 200 although it received no pick. Envoy and the router count such failures.
 """
 
+import contextlib
 import json
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 # Envoy's counter of GOAWAYs is not read, because a draining router sends one. The router counts its GOAWAYs by reason.
@@ -15,9 +16,9 @@ _ENVOY: Final = r"ext_proc\.(failure_mode_allowed|streams_failed|spurious_msgs_r
 _GOAWAYS: Final = re.compile(r'^dualmap_http2_goaways_total\{reason="(?!drain")(\w+)"\} (\S+)$', re.MULTILINE)
 _TIMEOUT_S: Final = 5.0
 
-# How to read the counters of each running process, and the sums of those that have ended.
-_running: dict[object, Callable[[], Mapping[str, float]]] = {}
-_ended: Counter[str] = Counter()
+# How to read the counters of each running process, and what each process has counted.
+_running: dict[object, Callable[[], Counter[str]]] = {}
+_counted: dict[object, Counter[str]] = {}
 
 
 def watch_envoy(process: object, admin: str) -> None:
@@ -32,34 +33,36 @@ def watch_router(process: object, status: str) -> None:
 
 def end(process: object) -> None:
     """Read the counters of a process for the last time, before it ends."""
-    read = _running.pop(process, None)
-    if read is not None:
-        _ended.update(_read(read))
+    _read(process)
+    _running.pop(process, None)
 
 
 def counts() -> Counter[str]:
     """Return the failures of all processes so far."""
-    total = Counter(_ended)
-    for read in tuple(_running.values()):
-        total.update(_read(read))
-    return +total
+    for process in tuple(_running):
+        _read(process)
+    return sum(_counted.values(), Counter())
 
 
-def _read(read: Callable[[], Mapping[str, float]]) -> dict[str, int]:
-    """Return the counters of a process; nothing if it does not answer, as after a crash."""
-    try:
-        return {name: int(value) for name, value in read().items()}
-    except (OSError, ValueError):
-        return {}
+def _read(process: object) -> None:
+    """Read the counters of a process. Those of a process that does not answer, as after a crash, stay as they were."""
+    read = _running.get(process)
+    if read is not None:
+        with contextlib.suppress(OSError, ValueError):
+            _counted[process] = read()
 
 
-def _of_envoy(admin: str) -> Mapping[str, float]:
-    stats = json.loads(_get(f"{admin}/stats?format=json&filter={urllib.request.quote(_ENVOY)}"))["stats"]
-    return {stat["name"].rpartition(".")[2]: stat["value"] for stat in stats if stat.get("value")}
+def _of_envoy(admin: str) -> Counter[str]:
+    counts = Counter[str]()
+    # An Envoy without such counters answers {}.
+    for stat in json.loads(_get(f"{admin}/stats?format=json&filter={urllib.request.quote(_ENVOY)}")).get("stats", []):
+        counts[stat["name"].rpartition(".")[2]] += stat.get("value", 0)
+    return counts
 
 
-def _of_router(status: str) -> Mapping[str, float]:
-    return {f"goaway {reason}": float(count) for reason, count in _GOAWAYS.findall(_get(f"{status}/metrics"))}
+def _of_router(status: str) -> Counter[str]:
+    found = _GOAWAYS.findall(_get(f"{status}/metrics"))
+    return Counter({f"goaway {reason}": int(float(count)) for reason, count in found})
 
 
 def _get(url: str) -> str:
