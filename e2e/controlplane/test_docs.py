@@ -122,7 +122,9 @@ def clear(cluster: Cluster, folder: Path) -> None:
 
 
 def test_every_docs_command_is_in_the_test_list() -> None:
-    typed = {command.line for command in commands("kubectl", "helm", "sed")}
+    # test_gaie.py runs the commands of this page.
+    elsewhere = "docs/change-the-picker.md"
+    typed = {each.line for each in commands("kubectl", "helm", "sed") if each.page != elsewhere}
     assert typed == {*INSTALL, *POOLS, *REMOVE, LET_GO, REMOVE_DEFINITION, *WITHOUT_HELM, *NOT_RUN}
 
 

@@ -43,7 +43,12 @@ async def test_default_rejects_strangers_and_keeps_its_secrets(site: Site, kubel
     await site.make_pool(2)
     await site.until_answered()
     router = await address(site, "router")
-    assert await endpoints_read(router, site.namespace, PLAIN) == 2
+
+    async def both_known() -> bool:
+        return await endpoints_read(router, site.namespace, PLAIN) == 2
+
+    # The gateway answers as soon as one pod is ready.
+    await until_so(both_known, "the router knows both pods")
     assert await end_reported(router, PLAIN)
 
     async with site.requests() as outcomes:
