@@ -11,6 +11,7 @@ a third of a second, so only ``configure`` imports it.
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -69,6 +70,15 @@ class OncePerMinute:
         if self._logged_s is None or now - self._logged_s >= _MINUTE_S:
             self._logger.warning(self._sentence, count=self._events, **details)
             self._logged_s, self._events = now, 0
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and the line that raised an error.
+
+    Log lines contain this and the error's type instead of the error's text, which may quote a request.
+    """
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno}"
 
 
 def get_logger(name: str) -> Logger:

@@ -61,9 +61,14 @@ class TestArguments:
         assert read(*chart, "--v=1") == ("--v=1",)
         assert unneeded(*chart) == ("allow-experimental-plugins", "grpc-max-recv-msg-size", "tls-min-version")
 
+    def test_flags_about_several_engine_types_are_accepted(self) -> None:
+        gaie = "--enable-multi-engine", "--engine-label-key", "example.com/engine", "--v=1"
+        assert read(*gaie) == ("--v=1",)
+        assert unneeded(*gaie) == ("enable-multi-engine", "engine-label-key")
+
     def test_function_that_is_switched_off_needs_no_warning(self) -> None:
         arguments = "--tracing", "false", "--metrics-endpoint-auth=false", "--enable-pprof=false"
-        assert unneeded(*arguments) == ()
+        assert unneeded(*arguments, "--enable-multi-engine=false") == ()
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -170,6 +175,22 @@ class TestCommand:
         (line,) = [each for each in result.output.splitlines() if each.startswith("Error: ")]
         assert said in line
         assert result.output.endswith(f"{line}\n")
+
+    @pytest.mark.parametrize(
+        ("arguments", "dashboard"),
+        [
+            ((), True),
+            (("--dashboard=false",), False),
+            (("-dashboard", "0"), False),
+            (("--dashboard=true",), True),
+            (("--no-dashboard",), False),
+            (("--no-dashboard=false",), True),
+        ],
+        ids=str,
+    )
+    def test_flag_with_a_value_of_false_is_switched_off(self, arguments: tuple[str, ...], dashboard: bool) -> None:
+        context = epp.make_context("epp", ["--pool-name", "a", *arguments])
+        assert context.params["dashboard"] is dashboard
 
     def test_command_refuses_plugins_by_name(self, tmp_path: Path) -> None:
         file = tmp_path / "plugins.yaml"

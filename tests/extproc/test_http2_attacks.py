@@ -200,6 +200,20 @@ def test_messages_above_the_unsent_bytes_of_a_connection_reset_their_stream() ->
     assert client.calls[-1].cancels == 0
 
 
+def test_call_whose_message_is_above_the_limit_does_not_end_well() -> None:
+    def overflow_and_finish(handler: Recorder, content: bytes) -> None:
+        handler.call.send(bytes(101))
+        handler.call.send(b"behind the gap")
+        handler.call.finish()
+
+    client = Client(Http2Limits(unsent_stream_bytes=100), on_message=overflow_and_finish)
+    client.asked(settings((4, 0)))
+    output = client.asked(headers(1), data(1, message(b"")))
+    assert resets_of(output) == [(1, ErrorCode.ENHANCE_YOUR_CALM)]
+    assert {each.kind for each in output if each.stream_id} == {frames.RST_STREAM}
+    assert client.calls[0].cancels == 1
+
+
 def test_overflow_outside_a_read_is_a_deadline_that_is_due() -> None:
     client = Client(Http2Limits(unsent_stream_bytes=100))
     client.asked(settings((4, 0)), headers(1))
@@ -235,6 +249,43 @@ def test_envoys_answers_to_calls_that_the_server_ends_are_not_cut() -> None:
         client.send(data(stream_id, message(b"late")), rst_stream(stream_id, 2))
     assert not client.server.closing
     assert client.counters.late_frames == 24_000
+
+
+def test_uploads_that_the_server_ends_are_not_cut() -> None:
+    # Envoy has up to a window of the upload in flight when it hears of the end. 50 uploads a second for ten seconds.
+    client = Client(on_message=finish_at_once)
+    for number in range(500):
+        client.now = number / 50
+        stream_id = 2 * number + 1
+        client.send(headers(stream_id), data(stream_id, message(b"x")))
+        client.server.take_output()
+        client.send(data(stream_id, bytes(16_000)) * 60, rst_stream(stream_id, 2))
+        client.server.take_output()
+    assert not client.server.closing
+
+
+def test_calls_of_unknown_methods_are_not_cut() -> None:
+    client = Client()
+    unknown = [*REQUEST[:2], (b":path", b"/test.Service/Unknown"), *REQUEST[3:]]
+    for number in range(5_000):
+        client.now = number / 1000
+        stream_id = 2 * number + 1
+        client.send(headers(stream_id, unknown), data(stream_id, message(b"x")), rst_stream(stream_id, 2))
+        client.server.take_output()
+    assert not client.server.closing
+
+
+def test_calls_that_are_reset_while_the_window_is_closed_leave_nothing() -> None:
+    client = Client(on_message=sending(100_000))
+    for number in range(300):
+        client.now = number / 10
+        stream_id = 2 * number + 1
+        client.send(headers(stream_id), data(stream_id, message(b"")))
+        client.server.take_output()
+        client.now += 2.0
+        client.send(rst_stream(stream_id, 8))
+    assert not client.server.closing
+    assert not client.server._output._ready
 
 
 def test_clients_that_leave_together_are_not_cut() -> None:

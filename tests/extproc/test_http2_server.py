@@ -93,6 +93,11 @@ def channel_to(port: int) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
 
 
+def everything_in(caplog) -> str:
+    """Return all attributes of all log records, since the formatters write more of them than ``caplog.text`` has."""
+    return str([vars(each) for each in caplog.records])
+
+
 async def opened(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection without TLS, and wait for the server's first bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -136,7 +141,24 @@ async def test_service_error_ends_only_its_call(method, code, details, caplog):
         assert caught.value.code() is code
         assert details is None or caught.value.details() == details
         assert await channel.unary_unary("/test.Service/Echo")(b"hello") == b"hello"
-    assert "prompt" not in caplog.text
+    assert "prompt" not in everything_in(caplog)
+
+
+async def test_error_of_a_method_is_logged_without_its_text(caplog):
+    def begin(call):
+        raise ValueError("the text of a prompt")
+
+    server = Http2Server(lambda _: {b"/test.Service/Begin": begin}, Http2Limits())
+    port = await server.bind("127.0.0.1", 0, None)
+    await server.start()
+    async with channel_to(port) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/test.Service/Begin")(b"")
+    await server.close()
+    logged = everything_in(caplog)
+    assert "Unexpected error in a call" in logged
+    assert "test_http2_server.py" in logged
+    assert "prompt" not in logged
 
 
 async def test_service_stops_sending_to_a_client_that_does_not_read():

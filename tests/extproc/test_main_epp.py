@@ -103,16 +103,18 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
         for body in (pod_body("qwen-0"), objective("batch", -1)):
             await api.put(body)
         # The ready line, which names the ports, comes later.
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        health_port = f"--grpc-health-port={port}"
-        async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false", health_port) as process:
+        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as also_free:
+            port, grpc_port = (each.getsockname()[1] for each in (free, also_free))
+        ports = f"--grpc-health-port={port}", f"--grpc-port={grpc_port}"
+        async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false", *ports) as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")
             assert "queue-scorer" in await line_with(process, "Plugins have no effect")
             assert '"plugins": ["decode-filter"]' in await line_with(process, "whatever its label llm-d.ai/role")
             await line_with(process, "Waiting for the pool, which does not exist")
             assert await health(f"127.0.0.1:{port}", "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await health(f"127.0.0.1:{port}", "liveness") == health_pb2.HealthCheckResponse.SERVING
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+                assert refused_with([await answered(channel, chat())]) == 503
             await api.put(gaie_pool())
             router = await ready(process)
             for service in ("", "liveness", "readiness", "inference-extension"):

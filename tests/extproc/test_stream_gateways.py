@@ -8,12 +8,15 @@ from dualmap.pools.pool import Model, Objectives
 from dualmap.prompts.api import Api
 from dualmap.prompts.prompt import Prompt
 from dualmap_extproc.request.observations import PickNotFollowed, Routed, ServedElsewhere
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import LargeBody, read_large
-from dualmap_extproc.settings import Gateway
+from dualmap_extproc.settings import Gateway, Limits
 from extproc.envoy_messages import (
+    BUFFERED,
     DUPLEX,
     NO_WAIT,
     Conversation,
+    Recorder,
     chat,
     crowded_pool,
     destination,
@@ -144,3 +147,31 @@ class TestConformanceHooks:
         assert "x-echo-set-header" not in headers_set(answer)
         (answer,) = talk.send(response_headers(served="10.0.0.1:8000"))
         assert headers_set(answer).keys() == {"x-dualmap-decision"}
+
+
+class TestUnknownPools:
+    """Before the first ``set_pools``, a request may be for any pool."""
+
+    def talk(self) -> Conversation:
+        return Conversation(picker=Picker(Limits(), Recorder().report, id_prefix="r"))
+
+    @pytest.mark.parametrize("config", [DUPLEX, NO_WAIT, BUFFERED])
+    def test_request_before_the_pools_are_known_gets_503(self, config) -> None:
+        talk = self.talk()
+        assert refused_with(talk.send(request_headers(config), request_body(chat()))) == 503
+
+    def test_get_of_a_model_before_the_pools_are_known_gets_503(self) -> None:
+        get = request_headers(DUPLEX, method="GET", end=True)
+        path = next(each for each in get.request_headers.headers.headers if each.key == ":path")
+        path.raw_value = b"/v1/models/m"
+        assert refused_with(self.talk().send(get)) == 503
+
+    def test_drain_before_the_pools_are_known_answers_503(self) -> None:
+        talk = self.talk()
+        talk.picker.stop_queueing(1.0)
+        assert refused_with(talk.send(request_headers(DUPLEX), request_body(chat()))) == 503
+
+    def test_request_without_any_pool_for_it_gets_404(self) -> None:
+        talk = self.talk()
+        talk.picker.set_pools(1.0, ())
+        assert refused_with(talk.send(request_headers(DUPLEX), request_body(chat()))) == 404

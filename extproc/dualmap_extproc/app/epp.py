@@ -42,6 +42,8 @@ class _PickerCommand(click.Command):
         options = [each for each in self.params if isinstance(each, click.Option)]
         flags = {opt.lstrip("-") for each in options if each.is_flag for opt in (*each.opts, *each.secondary_opts)}
         boolean = {opt.lstrip("-") for each in options if each.type is click.BOOL for opt in each.opts}
+        paired = [(each.opts[0], each.secondary_opts[0]) for each in options if each.secondary_opts]
+        opposites = {one.lstrip("-"): other for pair in paired for one, other in (pair, pair[::-1])}
         valued = {opt.lstrip("-") for each in options for opt in each.opts} - flags - boolean
         try:
             read = other_flags.read_arguments(args, valued=valued, boolean=boolean | flags)
@@ -57,6 +59,8 @@ class _PickerCommand(click.Command):
                 own_arguments.append(argument)
             elif value == "true":
                 own_arguments.append(f"--{name}")
+            elif name in opposites:
+                own_arguments.append(opposites[name])
         return super().parse_args(ctx, own_arguments)
 
 
@@ -141,8 +145,8 @@ def epp(
     arguments. Flags that it knows of and does not need have no effect; a warning says what is done instead. The members
     are the ready pods of the InferencePool, at each of its target ports. Requests for any model's name are served.
 
-    Not ready before the pool exists. Needs permission to list and watch pods and InferencePools in the namespace;
-    InferenceObjectives and DualMap InferencePools are optional.
+    Not ready before the pool exists and its pods are listed; until then, requests get 503. Needs permission to list and
+    watch pods and InferencePools in the namespace; InferenceObjectives and DualMap InferencePools are optional.
     """
     # These imports are here because aiohttp and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.app import epp_inputs

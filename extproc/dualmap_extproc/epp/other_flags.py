@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _ENGINES: Final = "the router reads the engines' load by spec.engine of the settings (docs/gateways.md)"
+_ENGINE: Final = "spec.engine.type of the settings is the type of all engines of the pool (docs/gateways.md)"
 _METRICS: Final = "metrics are computed at each scrape"
 _METRICS_PORT: Final = "the metrics port has no TLS and needs no token; a NetworkPolicy can restrict it"
 _TLS: Final = "the gRPC port accepts TLS 1.2 and 1.3 with the cipher suites of its TLS library"
@@ -29,6 +30,8 @@ UNNEEDED: Final = {
     "kv-cache-usage-percentage-metric": _ENGINES,
     "lora-info-metric": _ENGINES,
     "cache-info-metric": _ENGINES,
+    "enable-multi-engine": _ENGINE,
+    "engine-label-key": _ENGINE,
     "refresh-prometheus-metrics-interval": _METRICS,
     "tracing": "--otlp-endpoint URL sends spans",
     "enable-pprof": "there are no profiles to fetch",
@@ -55,6 +58,7 @@ UNNEEDED: Final = {
 _BOOLEAN: Final = frozenset(
     {
         "model-server-metrics-https-insecure-skip-verify",
+        "enable-multi-engine",
         "tracing",
         "enable-pprof",
         "metrics-endpoint-auth",
@@ -71,6 +75,7 @@ _BOOLEAN: Final = frozenset(
 # Without these functions, there is nothing to do instead.
 _OFF_IS_GIVEN: Final = frozenset(
     {
+        "enable-multi-engine",
         "tracing",
         "enable-pprof",
         "metrics-endpoint-auth",

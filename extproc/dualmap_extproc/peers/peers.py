@@ -6,7 +6,6 @@ that is reached through an address of its own knows it by its name.
 """
 
 import asyncio
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -15,7 +14,7 @@ import grpc
 
 from dualmap.ownership.messages import Message
 from dualmap.scaling.reports import ROUTERS_MAX
-from dualmap_edge.logs import OncePerMinute, get_logger
+from dualmap_edge.logs import OncePerMinute, get_logger, place_of
 from dualmap_extproc.peers.codec import (
     ACCEPT,
     MESSAGE_BYTES_MAX,
@@ -197,9 +196,7 @@ class Peers:
         try:
             apply()
         except Exception as error:  # noqa: BLE001
-            # The log contains only the error's type and line, because its text may quote a request.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self._failed.warn(1, **about, error=type(error).__name__, place=f"{place.filename}:{place.lineno}")
+            self._failed.warn(1, **about, error=type(error).__name__, place=place_of(error))
             return False
         return True
 

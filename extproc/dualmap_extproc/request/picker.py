@@ -142,6 +142,11 @@ class Picker:
         """The pools of the last ``set_pools``, in their order."""
         return self._served.pools
 
+    @property
+    def knows_pools(self) -> bool:
+        """Whether ``set_pools`` was called. Before, any request may have a pool, and must not get 404."""
+        return self._served.known
+
     def pool(self, name: str) -> Pool | None:
         """Return a pool (``namespace/name``) with what its engines say about open values; None if it is not served."""
         router = self._served.router(name)
@@ -219,7 +224,8 @@ class Picker:
         for router in self._served.shared():
             self._release(now, (router, router.stop_asking(now).outcomes))
         self._served.queue_no_more()
-        self.set_pools(now, self.pools)
+        if self.knows_pools:
+            self.set_pools(now, self.pools)
 
     def pick(
         self,

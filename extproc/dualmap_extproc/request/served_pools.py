@@ -52,6 +52,8 @@ class ServedPools:
         # The pools as they were given; a router's pool also contains what its engines say.
         self._given: tuple[Pool, ...] = ()
         self._models: dict[str, Router] = {}
+        self.known = False
+        """Whether ``replace`` was called, perhaps without pools. Before, any model may have a pool."""
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
@@ -111,6 +113,7 @@ class ServedPools:
 
         A pool that stays keeps its router. If two pools have the same model, the first pool serves it.
         """
+        self.known = True
         routers: dict[str, Router] = {}
         effects: list[Outcomes] = []
         before = {pool.id: pool for pool in self._given}

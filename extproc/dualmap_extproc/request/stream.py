@@ -30,7 +30,7 @@ from enum import StrEnum, auto
 from typing import ClassVar, TypeAlias
 
 from dualmap.prompts.prompt import Prompt
-from dualmap_extproc.errors import Refused, body_too_large, overloaded, trailers_unsupported
+from dualmap_extproc.errors import Refused, body_too_large, no_endpoint, overloaded, trailers_unsupported
 from dualmap_extproc.names import ECHO_HEADER, FAIRNESS_HEADER, SELECTION_HEADER, SERVED_HEADER
 from dualmap_extproc.request.body import ReceivedBody, read_body
 from dualmap_extproc.request.buffered import BufferedBodies
@@ -215,6 +215,8 @@ class Stream:
         head.read_subset(message, limits)
         if head.unacceptable is not None:
             return self._refuse(now, head.unacceptable)
+        if not self._picker.knows_pools:
+            return self._refuse(now, no_endpoint(""))
         if head.content_length > self._picker.max_body_bytes:
             return self._refuse(now, body_too_large(self._picker.max_body_bytes))
         complete = headers.end_of_stream or self._modes.request_body is _NO_BODY

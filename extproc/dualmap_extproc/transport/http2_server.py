@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 from urllib.parse import quote
 
-from dualmap_edge.logs import OncePerMinute, get_logger
+from dualmap_edge.logs import OncePerMinute, get_logger, place_of
 from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.connection import Http2Connection
 from dualmap_extproc.transport.http2.limits import Http2Counters, Http2Limits
@@ -371,5 +371,4 @@ def _shown(peername: tuple[str, int] | tuple[str, int, int, int]) -> str:
 
 def _report(call: Call, error: Exception) -> None:
     """Log a handler's error."""
-    # The log has no text of the error, because it may quote a request.
-    _log.error("Unexpected error in a call", path=call.path, error=type(error).__name__, exc_info=error)
+    _log.error("Unexpected error in a call", path=call.path, error=type(error).__name__, place=place_of(error))

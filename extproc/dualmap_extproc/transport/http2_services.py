@@ -8,7 +8,6 @@ server reads nothing from the connection (``Client.add_unread``).
 import asyncio
 import contextlib
 import inspect
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, Final, NoReturn, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from dualmap_edge.logs import get_logger
+from dualmap_edge.logs import get_logger, place_of
 from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.status import Status
@@ -158,10 +157,8 @@ class _Served:
         except DecodeError as error:
             self._call.finish(Status.INVALID_ARGUMENT, str(error))
         except Exception as error:  # noqa: BLE001
-            # The log contains only the error's type and line, because its text may quote a request.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            _log.error("Unexpected error in a call", path=self._call.path, error=type(error).__name__, place=where)
+            name = type(error).__name__
+            _log.error("Unexpected error in a call", path=self._call.path, error=name, place=place_of(error))
             self._call.finish(Status.UNKNOWN, f"Unexpected {type(error).__name__}")
         else:
             self._call.finish()

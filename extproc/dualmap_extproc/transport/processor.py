@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+from dualmap_edge.logs import get_logger, place_of
 from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import Decided, Report
 from dualmap_extproc.request.picker import Picker
@@ -16,6 +17,8 @@ from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_log = get_logger(__name__)
 
 Answers: TypeAlias = Sequence[wire.ProcessingResponse]
 Write: TypeAlias = Callable[[Answers], None]
@@ -30,8 +33,8 @@ _POLL_BUSY_S: Final = 0.005
 class ExternalProcessor:
     """The open streams of the ext_proc service: one state machine per stream, driven by the event loop's clock.
 
-    A transport calls ``open`` at the begin of a call, ``receive`` for each of its messages, and ``close`` once after
-    the call's end.
+    A transport calls ``open`` when a call begins, ``receive`` for each of its messages, and ``close`` once after the
+    call's end.
     ``reader`` reads large bodies; without one, the streams read them on the event loop. ``tokens`` gives token ids.
     """
 
@@ -145,15 +148,23 @@ class _StreamDeadlines:
             if stream.deadline_s is None:
                 self.forget(stream)
             elif stream.deadline_s <= now:
-                answers = stream.on_deadline(now)
-                if answers:
-                    write(answers)
+                self._end(stream, write, now)
                 if clock() - now > _POLL_BUSY_S:
                     pause_s = 0.0
                     break
         self._timer = None
         if self._watched:
             self._set_timer(pause_s)
+
+    def _end(self, stream: Stream, write: Write, now: float) -> None:
+        """Apply the deadline of a stream. An error must not end the deadlines of the other streams."""
+        try:
+            answers = stream.on_deadline(now)
+            if answers:
+                write(answers)
+        except Exception as error:  # noqa: BLE001
+            self.forget(stream)
+            _log.error("Unexpected error at a deadline", error=type(error).__name__, place=place_of(error))
 
     def _set_timer(self, pause_s: float = _POLL_S) -> None:
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._poll)

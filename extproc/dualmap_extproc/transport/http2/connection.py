@@ -411,6 +411,7 @@ class Http2Connection:
         if asked.factory is None:
             self._output.write_end(stream_id, asked.refusal, peer_ended=bool(last))
             self._ended.add(stream_id, bool(last))
+            self.control.left += self.limits.control_per_call
             return
         stream = self._streams[stream_id] = Stream(self, self._output, stream_id, asked, now)
         if asked.timeout_s is not None:
@@ -462,7 +463,7 @@ class Http2Connection:
         last = flags & END_STREAM
         stream = self._streams.get(stream_id)
         if stream is None:
-            self._late_data(now, stream_id)
+            self._late_data(now, stream_id, length)
             return
         if stream.peer_ended:
             self._stream_error(now, stream_id, ErrorCode.STREAM_CLOSED, both=True)
@@ -482,14 +483,18 @@ class Http2Connection:
         except StreamError as error:
             self._stream_error(now, stream_id, error.code, both=bool(last))
 
-    def _late_data(self, now: float, stream_id: int) -> None:
+    def _late_data(self, now: float, stream_id: int, length: int) -> None:
         if self._ignored(stream_id):
             return
         self._check_not_idle(stream_id, "DATA")
         both = self._ended.ended_by_both(stream_id)
         if both:
             raise _ConnectionFault(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
-        self._count_late(now)
+        if length < self.limits.small_update_bytes:
+            self._count_late(now)
+        else:
+            # A client that uploads has a whole window of these frames in flight when its call ends.
+            self._counters.late_frames += 1
         if both is None:
             self._output.frames.append(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
 

@@ -1,6 +1,6 @@
 """What goes to the peer: frames, the send windows, and the messages that wait for them; and rates of frames."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -34,7 +34,6 @@ class Sending(Protocol):
     send_window: int
     queue: deque[memoryview]
     unsent_bytes: int
-    ready: bool
 
     def queue_empty(self) -> None:
         """All waiting messages are in the output."""
@@ -69,7 +68,7 @@ class Output:
     def __init__(self, output_bytes: int, on_output: Callable[[], None]) -> None:
         self._output_bytes: Final = output_bytes
         self._on_output: Final = on_output
-        self._ready: deque[Sending] = deque()
+        self._ready: OrderedDict[Sending, None] = OrderedDict()
         self._stalled: dict[Sending, None] = {}
         self._urgent: list[bytes] = []
         self.frames: Final[list[bytes | memoryview]] = []
@@ -119,9 +118,7 @@ class Output:
 
     def wait(self, stream: Sending) -> None:
         """Cut the stream's messages as soon as there is a window."""
-        if not stream.ready:
-            stream.ready = True
-            self._ready.append(stream)
+        self._ready[stream] = None
 
     def stream_window_opened(self, stream: Sending) -> None:
         """The stream's window has grown."""
@@ -144,13 +141,13 @@ class Output:
         stream.unsent_bytes = 0
         stream.queue.clear()
         self._stalled.pop(stream, None)
+        self._ready.pop(stream, None)
 
     def _cut(self) -> None:
         """Move waiting messages into frames, one frame of each stream in turn."""
         ready, out = self._ready, self.frames
         while ready and self.window > 0 and self.room > 0:
-            stream = ready.popleft()
-            stream.ready = False
+            stream, _ = ready.popitem(last=False)
             if not stream.unsent_bytes:
                 continue
             size = min(

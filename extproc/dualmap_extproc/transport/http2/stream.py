@@ -105,10 +105,10 @@ class Stream:
         "ended",
         "handler",
         "id",
+        "overflowed",
         "partial",
         "peer_ended",
         "queue",
-        "ready",
         "recv_window",
         "send_window",
         "unsent_bytes",
@@ -128,7 +128,8 @@ class Stream:
         self.send_window = 0
         self.queue: deque[memoryview] = _NOTHING
         self.unsent_bytes = 0
-        self.ready = False
+        # Whether a message did not fit into the limits. The connection resets the stream, so nothing more is sent.
+        self.overflowed = False
         self.partial: bytearray | None = None
         self._need = 0
         self._content_left = opening.content_bytes
@@ -149,7 +150,7 @@ class Stream:
 
     def send(self, message: bytes) -> None:
         """See ``Call``."""
-        if self.ended:
+        if self.ended or self.overflowed:
             return
         output = self._output
         length = len(message)
@@ -181,7 +182,7 @@ class Stream:
 
     def finish(self, status: Status = Status.OK, message: str = "") -> None:
         """See ``Call``."""
-        if self.ended:
+        if self.ended or self.overflowed:
             return
         self._end()
         if self.unsent_bytes:
@@ -232,7 +233,7 @@ class Stream:
 
     def abort(self, now: float, status: Status, text: str) -> None:
         """End the call with an error of the connection's choice."""
-        if not self.ended:
+        if not (self.ended or self.overflowed):
             handler = self.handler
             self.finish(status, text)
             self._cancel(handler, now)
@@ -323,6 +324,7 @@ class Stream:
             self.unsent_bytes + size > limits.unsent_stream_bytes
             or output.unsent_bytes + size > limits.unsent_connection_bytes
         ):
+            self.overflowed = True
             self._connection.stream_overflowed(self)
             return
         if not self._headers_sent:
