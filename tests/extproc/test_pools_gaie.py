@@ -218,6 +218,8 @@ async def test_invalid_object_keeps_the_last_valid_version(api: KubeApi, caplog:
         await api.put(gaie_pool("qwen", 8001))
         await until(lambda: found.pool is not None and found.pool.members[0].port == 8001)
         assert found.registry.get_sample_value("dualmap_kube_pools_refused") == 1
+        await api.delete(pool_body("qwen"))
+        await until(lambda: found.registry.get_sample_value("dualmap_kube_pools_refused") == 0)
 
 
 async def test_objectives_of_the_pool_are_followed(api: KubeApi) -> None:

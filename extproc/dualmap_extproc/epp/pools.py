@@ -116,6 +116,7 @@ class GaiePools:
         """Read all objects, follow the pool's pods, and report the pool if it has changed."""
         self._read_pool()
         self._read_settings()
+        self._observer.kube_pools_refused(len(self._rejected.keys() - {"absent"}))
         self._follow_pods()
         self._log_pod_faults()
         pools = (self._as_pool(),)
@@ -142,6 +143,7 @@ class GaiePools:
                 self._rejected["absent"] = ""
                 shown = f"{wanted.namespace}/{wanted.name}"
                 _log.warning("Waiting for the pool, which does not exist", pool=shown, group=wanted.group)
+            self._rejected.pop(self._pools, None)
             self._pool = None
             return
         self._rejected.pop("absent", None)
@@ -150,6 +152,7 @@ class GaiePools:
     def _read_settings(self) -> None:
         body = self._owns.items.get(self._wanted.name)
         if body is None:
+            self._rejected.pop(SETTINGS, None)
             self._own = None
         else:
             self._own = self._valid(SETTINGS, read_settings, body) or self._own
@@ -163,10 +166,8 @@ class GaiePools:
                 self._rejected[kind] = str(error)
                 _log.error("Rejected object, keeping the last valid version", kind=kind, reason=str(error))
                 self._observer.pools_refused()
-            value = None
-        else:
-            self._rejected.pop(kind, None)
-        self._observer.kube_pools_refused(len(self._rejected.keys() - {"absent"}))
+            return None
+        self._rejected.pop(kind, None)
         return value
 
     def _follow_pods(self) -> None:
