@@ -4,11 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 
+from dualmap_extproc.settings import Limits
 from dualmap_extproc.transport.http2 import frames
 from dualmap_extproc.transport.http2.frames import ErrorCode
 from dualmap_extproc.transport.http2.hpack import Header
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from dualmap_extproc.transport.http2.status import MESSAGE_BYTES, Status, encoded
+from dualmap_extproc.transport.server import http2_limits
 from extproc.http2_client import (
     METHOD,
     REQUEST,
@@ -172,6 +174,30 @@ def test_unfinished_messages_above_the_limit_end_the_call_that_exceeds_it() -> N
     assert [call.cancels for call in client.calls] == [0, 0, 1]
     assert status_of(client, output, 5)[0] == Status.RESOURCE_EXHAUSTED
     assert client.server.unfinished_bytes == 3000
+
+
+def test_eight_parallel_bodies_of_the_default_limit_all_arrive() -> None:
+    client = Client(http2_limits(Limits()), on_message=lambda handler, _: handler.received.clear())
+    body = message(bytes(Limits().body_bytes))
+    streams = range(1, 17, 2)
+    client.send(*(headers(each) for each in streams))
+    for at in range(0, len(body), frames.FRAME_BYTES):
+        piece = body[at : at + frames.FRAME_BYTES]
+        for each in streams:
+            client.send(data(each, piece, end=at + len(piece) == len(body)))
+        client.taken()
+    assert [(call.half_closes, call.cancels) for call in client.calls] == [(1, 0)] * 8
+    assert client.server.unfinished_bytes == 0
+
+
+@pytest.mark.parametrize(("buffered_bytes", "cancels"), [(2200, [0, 0, 0, 0]), (1000, [0, 0, 1, 1])])
+def test_unfinished_bodies_are_bounded_by_the_stored_bodies_and_one_message(
+    buffered_bytes: int, cancels: list[int]
+) -> None:
+    client = Client(http2_limits(Limits(body_bytes=400, buffered_bytes=buffered_bytes)))
+    part = message(bytes(1000))[:800]
+    client.send(*(headers(each) + data(each, part) for each in (1, 3, 5, 7)))
+    assert [call.cancels for call in client.calls] == cancels
 
 
 def raising(*_: object) -> None:

@@ -110,7 +110,7 @@ class GrpcServers:
         if transport == "h2":
             self._main = self.http2 = Http2Server(
                 lambda client: Methods({EXT_PROC_PATH: http2_method(processor)}, handlers, client),
-                _http2_limits(limits),
+                http2_limits(limits),
             )
         else:
             # The number of streams has no limit on the main port, because queued requests are open streams.
@@ -225,11 +225,18 @@ def _message_bytes(limits: Limits) -> int:
     return limits.body_bytes * 5 // 2
 
 
-def _http2_limits(limits: Limits) -> Http2Limits:
-    """Return the limits of a connection; all stored bodies may be on their way back to one Envoy."""
+def http2_limits(limits: Limits) -> Http2Limits:
+    """Return the limits of a connection of the main port.
+
+    All bodies that the router may store may arrive from one Envoy, or be on their way back to it. One incomplete
+    message more may arrive, because the router answers a body above ``limits.buffered_bytes`` with 503, while Envoy may
+    send the request of a call that the connection ends to any member.
+    """
+    message_bytes = _message_bytes(limits)
     unsent_bytes = limits.buffered_bytes + _UNSENT_MARGIN_BYTES
     return Http2Limits(
-        message_bytes=_message_bytes(limits),
+        message_bytes=message_bytes,
+        unfinished_bytes=limits.buffered_bytes + message_bytes,
         unsent_stream_bytes=unsent_bytes,
         unsent_connection_bytes=unsent_bytes,
     )
