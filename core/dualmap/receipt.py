@@ -47,6 +47,11 @@ class PrefillReceipt(NamedTuple):
     local: str = ""
     meaning: str = ""
 
+    @property
+    def where(self) -> str:
+        """``pool-member``, or why the chosen member computes the prompt."""
+        return self.local if self.receipt is None else _POOL_MEMBER
+
     def as_json(self) -> dict[str, object]:
         """Return the values as JSON values."""
         if self.receipt is None:

@@ -279,6 +279,13 @@ def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
     Raises PoolFileError for a pool name or model that an earlier file already has, and for an unusable prefill pool.
     """
     files = tuple(files)
+    claimants = {pool.id: Claimant.of(pool, "") for _, pools in files for pool in pools}
+    for path, pools in files:
+        for pool in pools:
+            problem = prefill_problem(claimants[pool.id], claimants)
+            if problem:
+                accepted = f"another pool of the files and the same namespace, with the same model ({problem})"
+                raise PoolFileError(path, f"{pool.id}: spec.prefillPool", pool.prefill_pool, accepted)
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools
@@ -286,13 +293,6 @@ def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
             check_distinct(joined)
         except PoolError as error:
             raise PoolFileError(path, error.field, error.value, error.accepted) from error
-    claimants = {pool.id: Claimant.of(pool, "") for pool in joined}
-    for path, pools in files:
-        for pool in pools:
-            problem = prefill_problem(claimants[pool.id], claimants)
-            if problem:
-                accepted = f"another pool of the files and the same namespace, with the same model ({problem})"
-                raise PoolFileError(path, f"{pool.id}: spec.prefillPool", pool.prefill_pool, accepted)
     return joined
 
 

@@ -105,14 +105,12 @@ class OwnerChanged(NamedTuple):
 class FirstTokenSeen(NamedTuple):
     """The first chunk of a response's event stream arrived.
 
-    ``prefilled_elsewhere`` is true if a member of the prefill pool computed the prompt. The first token is then
-    reported for both pools.
+    If a member of the prefill pool computed the prompt, the first token is reported for both pools.
     """
 
     now: float
     pool: str
     first_token: FirstToken
-    prefilled_elsewhere: bool = False
 
 
 class Ended(NamedTuple):

@@ -356,17 +356,14 @@ class Picker:
             return
         first_token, outcomes = router.on_first_token(now, request_id)
         effects = [(router, outcomes)]
-        elsewhere = False
         if self._prefills:
             prefilled, more = self._prefills.on_first_token(now, request_id)
             effects += more
             if prefilled is not None and first_token is not None:
-                elsewhere = True
                 self._report(FirstTokenSeen(now=now, pool=more[0][0].pool.id, first_token=prefilled))
                 first_token = replace(first_token, predicted_ttft_s=prefilled.predicted_ttft_s)
         if first_token is not None:
-            pool = router.pool.id
-            self._report(FirstTokenSeen(now=now, pool=pool, first_token=first_token, prefilled_elsewhere=elsewhere))
+            self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
         self._release(now, *effects)
 
     def heard(self, now: float, request_id: str) -> None:
