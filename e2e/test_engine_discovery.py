@@ -16,7 +16,7 @@ from harness.documents import receipt
 from harness.stack import Engine, pool_document
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 POOL = "qwen"
 OTHERS = 8
