@@ -59,7 +59,11 @@ def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | N
     callback=_names,
     help="Policies to measure again, even if results exist. All other policies are skipped.",
 )
-@click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
+@click.option(
+    "--stale",
+    is_flag=True,
+    help="After the missing measurements, repeat those that were made by another version of the code.",
+)
 @click.option(
     "--draw",
     "only_draw",
@@ -162,7 +166,7 @@ def _to_measure(
     *,
     commit: str | None,
 ) -> list[Cell]:
-    """Return the cells to measure, each once.
+    """Return the cells to measure, each once: those without any figures first.
 
     Without ``policies``, the result is all missing cells. With ``commit``, the result also has the cells that another
     version of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, the
@@ -173,7 +177,10 @@ def _to_measure(
         cells = {name: cell for name, cell in cells.items() if cell.policy in policies}
         if commit is None:
             return list(cells.values())
-    return [cell for cell in cells.values() if (kept := results.get(cell)) is None or commit not in (None, kept.commit)]
+    found = {name: results.get(cell) for name, cell in cells.items()}
+    missing = [cell for name, cell in cells.items() if found[name] is None]
+    stale = [cells[name] for name, kept in found.items() if kept is not None and commit not in (None, kept.commit)]
+    return [*missing, *stale]
 
 
 def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
