@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -155,7 +156,11 @@ def _measured(results: Results, extent: Extent) -> str:
 
 
 def _commits(kept: Sequence[Measured]) -> str:
-    return ", ".join(sorted({measured.commit for measured in kept})) or "none"
+    """Return the commits of measured code, the most frequent first, with the number of cells if there are several."""
+    cells = Counter(measured.commit for measured in kept).most_common()
+    if len(cells) < 2:
+        return "".join(commit for commit, _ in cells) or "none"
+    return ", ".join(f"{commit} ({number})" for commit, number in cells)
 
 
 def _to_measure(
@@ -191,7 +196,7 @@ def _write(section: Section, results: Results, extent: Extent, directory: Path) 
     path.write_text(
         f"# {section.title}\n\n`python -m bench paper --section {section.name}`"
         f"{' --quick' if extent.quick else ''}: {len(kept)} of {len(section.cells(extent))} cells, "
-        f"{minutes:.1f} minutes of processor time; code as of {_commits(kept)} (a + says: with changes).\n\n"
+        f"{minutes:.1f} minutes of processor time; code as of {_commits(kept)}; a + says: with changes.\n\n"
         f"{section.page(results, extent, directory)}"
     )
     click.echo(str(path))
