@@ -17,7 +17,7 @@ from harness.stack import Engine, pool_document
 from harness.waiting import until
 from web_server import WebServer
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 POOL = "qwen"
 OTHERS = 8
