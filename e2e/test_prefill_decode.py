@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
@@ -50,7 +51,7 @@ class Site:
         return said, decoder.received[-1]
 
 
-@pytest.fixture(params=list(Mode), ids=lambda mode: mode.value)
+@pytest_asyncio.fixture(loop_scope="session", params=list(Mode), ids=lambda mode: mode.value)
 async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         decoders = (Upstream(name="decode-0"), Upstream(name="decode-1"))
