@@ -8,7 +8,7 @@ escaping. So a stream's chunk is a concatenation of bytes, without a JSON docume
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import orjson
@@ -113,6 +113,7 @@ class Answer:
         output_tokens: int,
         finish_reason: str,
     ) -> None:
+        self.answer_id = answer_id
         self._chat = chat
         self._start = start
         self._prompt_tokens = prompt_tokens
@@ -153,8 +154,8 @@ class Answer:
         """Return the chunk that ``stream_options.include_usage`` requests: no choices and the complete usage."""
         return _event(self._chunk_head() | {"choices": [], "usage": self._usage(cached_tokens)})
 
-    def whole(self, *, cached_tokens: int) -> bytes:
-        """Return the answer of a request that does not stream."""
+    def whole(self, *, cached_tokens: int, kv_transfer_params: Mapping[str, object] | None = None) -> bytes:
+        """Return the answer of a request that does not stream; the parameters say where the prompt's KV is."""
         text = output_text(self._start, self._output_tokens).decode()
         message: dict[str, object] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
@@ -174,6 +175,7 @@ class Answer:
                 "model": self._head["model"],
                 "choices": [choice],
                 "usage": self._usage(cached_tokens),
+                **({} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}),
             }
         )
 
