@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 import pytest
@@ -189,6 +190,47 @@ async def test_client_that_goes_away_ends_the_prefill(site: PdSite) -> None:
             return await aborted(slow) == 1
 
         await until(ended, "the prefill has ended")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_stream_of_a_killed_engine_is_continued_by_another(site: PdSite, path: str) -> None:
+    if path == "/v1/completions":
+        asked: dict[str, Any] = {"prompt": prompt("continue")}
+    else:
+        asked = {"messages": [{"role": "user", "content": prompt("continue")}]}
+    body = {
+        "model": "qwen-model",
+        "max_tokens": 400,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **asked,
+    }
+    headers = {"x-dualmap-continue": f"127.0.0.1:1,{site.first.endpoint}"}
+    # The engine needs seconds for the answer.
+    slow = Engine(
+        directory=site.proxy.log.parent, name="slow-decoder", port=site.decoder.port, arguments=("--speed", "2")
+    )
+    await site.decoder.kill()
+    await slow.start()
+    url = f"{site.envoy.url}{path}"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as response:
+        received = b""
+        while received.count(b"\n\n") < 20:
+            received += await response.content.readany()
+        await slow.kill()
+        received += await response.read()
+    await site.decoder.start()
+    events = received.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+    assert len(text) == 400 * 4
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    (usage,) = [chunk["usage"] for chunk in chunks if "usage" in chunk]
+    assert usage["completion_tokens"] == 400
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert await site.proxy.metric("dualmap_pd_continued_total", result="continued") >= 1
 
 
 async def test_drain_completes_open_streams(site: PdSite) -> None:

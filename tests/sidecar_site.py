@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from dualmap_edge.logs import OncePerMinute, get_logger
+from dualmap_sidecar.continuing import Continuer
 from dualmap_sidecar.messages import open_session
 from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.prefill import Prefillers
@@ -164,6 +165,7 @@ async def site(
     allow: Sequence[str] = ("127.0.0.0/8",),
     prefill_timeout_s: float = 30.0,
     limits: Limits | None = None,
+    continue_tokens: int | None = None,
 ) -> AsyncGenerator[Site, None]:
     """Yield a running proxy with one recorded engine, and a prefiller for each of ``prefillers``."""
     limits = limits or Limits()
@@ -184,6 +186,8 @@ async def site(
             allowed=read_allowed(allow),
             metrics=made.metrics,
             limits=limits,
+            continuer=Continuer(session, settings, made.metrics),
+            continue_tokens=continue_tokens,
             left_out=OncePerMinute(get_logger("dualmap_sidecar.test"), "Left out", clock),
         )
         made.server = Server(proxy.handle, limits, connections=limits.connections, changed=made.metrics.show_in_flight)

@@ -1,8 +1,8 @@
 """Reads requests' bodies whole, within a limit for each body and a limit for all of them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
@@ -46,6 +46,15 @@ class Bodies:
             raise
         try:
             yield b"".join(parts)
+        finally:
+            self._held_bytes -= size
+
+    @contextmanager
+    def kept(self, size: int) -> Generator[None, None, None]:
+        """Count a body that is kept for longer than its request."""
+        self._held_bytes += size
+        try:
+            yield
         finally:
             self._held_bytes -= size
 

@@ -102,6 +102,18 @@ class _Allowed(click.ParamType[str]):
 @click.option(
     "--prefill-timeout", type=Duration(), default="60s", help="Longest time for a prefiller's answer, then the next."
 )
+@click.option(
+    "--continue",
+    "continues",
+    is_flag=True,
+    help="If the engine ends within a stream, let a member of the header x-dualmap-continue generate the rest.",
+)
+@click.option(
+    "--continue-max-tokens",
+    type=click.IntRange(1, 1_000_000),
+    default=4096,
+    help="With --continue: longest stream, in generated tokens, that is continued.",
+)
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))
 def pd_proxy(
@@ -113,6 +125,8 @@ def pd_proxy(
     kube: bool,
     namespace: str | None,
     prefill_timeout: float,
+    continues: bool,
+    continue_max_tokens: int,
     log_level: str,
     log_format: logs.LogFormat,
 ) -> None:
@@ -144,6 +158,7 @@ def pd_proxy(
         namespace=_namespace(namespace, kube=kube),
         allow=allow,
         prefill_timeout_s=prefill_timeout,
+        continue_tokens=continue_max_tokens if continues else None,
         log_level=log_level,
         log_format=log_format,
     )

@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from dualmap_sidecar.errors import Refused
 from dualmap_sidecar.outcomes import Where
 from dualmap_sidecar.settings import Limits
-from dualmap_sidecar.targets import PREFILLER_HEADER, PREFILLERS_HEADER
+from dualmap_sidecar.targets import CONTINUE_HEADER, PREFILLER_HEADER, PREFILLERS_HEADER
 
 PREFILL_HEADER: Final = "x-dualmap-prefill"
 """The response header that says where the prompt was prefilled."""
@@ -25,7 +25,7 @@ _HOP_BY_HOP: Final = (
     "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "TE", "Trailer",
     "Transfer-Encoding", "Upgrade", "Expect",
 )  # fmt: skip
-_FOR_THE_PROXY: Final = (PREFILLER_HEADER, PREFILLERS_HEADER)
+_FOR_THE_PROXY: Final = (PREFILLER_HEADER, PREFILLERS_HEADER, CONTINUE_HEADER)
 _NO_AUTOMATIC_HEADERS: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -88,6 +88,12 @@ class EngineAnswer:
     def of(cls, response: aiohttp.ClientResponse, where: Where | None) -> Self:
         """Return the answer whose head is that of ``response``."""
         return cls(status=response.status, reason=response.reason, headers=response.headers, where=where, rest=response)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the body is a stream of events."""
+        kind = self.headers.get("Content-Type", "")
+        return self.status == 200 and kind.startswith("text/event-stream") and "Content-Encoding" not in self.headers
 
     async def has_begun(self, is_failure: Callable[[int, bytes], bool]) -> bool:
         """Wait for the first bytes of the body; return False if they are a failure or do not arrive."""

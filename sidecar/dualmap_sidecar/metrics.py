@@ -4,7 +4,7 @@ from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from dualmap_sidecar.outcomes import Reason, Where
+from dualmap_sidecar.outcomes import Continued, Reason, Where
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -35,6 +35,13 @@ class SidecarMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        continued = Counter(
+            "dualmap_pd_continued",
+            "Attempts to continue a stream whose engine ended before its answer, by result.",
+            ("result",),
+            registry=self._registry,
+        )
+        self._continued = {result: continued.labels(result) for result in Continued}
         self._in_flight = Gauge(
             "dualmap_pd_in_flight_requests", "Requests that the proxy is answering.", registry=self._registry
         )
@@ -54,6 +61,10 @@ class SidecarMetrics:
     def prefill_failed(self, reason: Reason, count: int = 1) -> None:
         """Count prefillers that did not prefill a prompt."""
         self._failures[reason].inc(count)
+
+    def continued(self, result: Continued) -> None:
+        """Count an attempt to continue a stream."""
+        self._continued[result].inc()
 
     def render(self) -> bytes:
         """Return the metrics page in Prometheus' text format."""

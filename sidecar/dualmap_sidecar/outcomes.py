@@ -1,4 +1,4 @@
-"""What became of a prefill, in the words of metrics, logs and the response header."""
+"""What became of prefills and of streams, in the words of metrics, logs and the response header."""
 
 from enum import StrEnum
 
@@ -27,3 +27,12 @@ class Reason(StrEnum):
     ERROR = "error"
     NO_PARAMETERS = "no_parameters"
     NOT_LOADED = "not_loaded"
+
+
+class Continued(StrEnum):
+    """What became of a stream whose engine ended before its answer."""
+
+    CONTINUED = "continued"
+    MEMBER_FAILED = "member_failed"
+    NO_MEMBER = "no_member"
+    NOT_POSSIBLE = "not_possible"

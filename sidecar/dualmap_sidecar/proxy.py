@@ -17,6 +17,8 @@ from yarl import URL
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_sidecar import messages
 from dualmap_sidecar.bodies import Bodies
+from dualmap_sidecar.continuation import Continuation
+from dualmap_sidecar.continuing import ContinuedLeg, Continuer
 from dualmap_sidecar.errors import Refused, UnreadableBody
 from dualmap_sidecar.json_object import JsonObject
 from dualmap_sidecar.messages import EngineAnswer
@@ -24,7 +26,15 @@ from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.outcomes import Reason, Where
 from dualmap_sidecar.prefill import Prefilled, Prefillers, PrefillLeg, decode_body
 from dualmap_sidecar.settings import Limits
-from dualmap_sidecar.targets import PREFILLER_HEADER, PREFILLERS_HEADER, Allowed, Named, read_prefillers
+from dualmap_sidecar.targets import (
+    CONTINUE_HEADER,
+    PREFILLER_HEADER,
+    PREFILLERS_HEADER,
+    Allowed,
+    Named,
+    read_prefillers,
+    read_targets,
+)
 
 GENERATIONS: Final = ("/v1/completions", "/v1/chat/completions")
 """The paths whose prompts other engines prefill."""
@@ -46,6 +56,8 @@ class Proxy:
         allowed: Allowed,
         metrics: SidecarMetrics,
         limits: Limits,
+        continuer: Continuer,
+        continue_tokens: int | None,
         left_out: OncePerMinute,
     ) -> None:
         self._engine = engine
@@ -54,23 +66,28 @@ class Proxy:
         self._allowed = allowed
         self._metrics = metrics
         self._bodies = Bodies(limits)
+        self._continuer = continuer
+        self._continue_tokens = continue_tokens
         self._left_out = left_out
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         try:
-            answer = await self._answer(request)
+            answer, leg = await self._answer(request)
         except Refused as error:
             return messages.refusal(error)
-        # From here on, no variable refers to the request's body, which may be much larger than the stream.
+        # From here on, only a stream that can be continued keeps the request's body, which may be much larger.
         try:
-            return await _relay(request, answer)
+            if leg is None or not answer.is_stream:
+                return await _relay(request, answer)
+            with self._bodies.kept(leg.continuation.size):
+                return await self._continuer.relay(request, answer, leg)
         finally:
             answer.close()
 
-    async def _answer(self, request: web.BaseRequest) -> EngineAnswer:
-        """Return the answer when its head has arrived. Raises Refused."""
+    async def _answer(self, request: web.BaseRequest) -> tuple[EngineAnswer, ContinuedLeg | None]:
+        """Return the answer when its head has arrived, and how to continue it if possible. Raises Refused."""
         path = request.raw_path
         if not path.startswith("/"):
             raise Refused(400, "invalid_request", "the request target is not a path; give /PATH")
@@ -78,12 +95,14 @@ class Proxy:
         headers = messages.forwarded(request.headers)
         if request.method != "POST" or request.content_type.startswith("multipart/"):
             stream = request.content.iter_any() if request.body_exists else None
-            return await self._ask_engine(request.method, path, headers, stream)
+            return await self._ask_engine(request.method, path, headers, stream), None
         headers.popall("Content-Length", None)
         async with self._bodies.whole(request) as body:
             return await self._post(request, headers, body)
 
-    async def _post(self, request: web.BaseRequest, headers: "CIMultiDict[str]", body: bytes) -> EngineAnswer:
+    async def _post(
+        self, request: web.BaseRequest, headers: "CIMultiDict[str]", body: bytes
+    ) -> tuple[EngineAnswer, ContinuedLeg | None]:
         """Answer a POST request, whose body must not say from where the engine pulls KV."""
         path = request.raw_path
         try:
@@ -92,9 +111,19 @@ class Proxy:
             if error.too_large:
                 raise Refused(400, "invalid_request", str(error)) from error
             # The engine rejects the body, unless the path takes something else than JSON.
-            return await self._ask_engine("POST", path, headers, body)
+            return await self._ask_engine("POST", path, headers, body), None
         if request.path not in GENERATIONS:
-            return await self._ask_engine("POST", path, headers, decode_body(document, None))
+            return await self._ask_engine("POST", path, headers, decode_body(document, None)), None
+        leg = self._continued_leg(request, headers, document)
+        if leg is not None:
+            document = leg.continuation.first_document
+        return await self._generate(request, headers, document), leg
+
+    async def _generate(
+        self, request: web.BaseRequest, headers: "CIMultiDict[str]", document: JsonObject
+    ) -> EngineAnswer:
+        """Answer a request whose prompt a prefiller may compute."""
+        path = request.raw_path
         prefilled = await self._prefill(request, headers, document)
         if prefilled.parameters is not None:
             with_kv = decode_body(document, prefilled.parameters)
@@ -122,11 +151,30 @@ class Proxy:
 
     def _named(self, request: web.BaseRequest) -> Named:
         single = request.headers.getall(PREFILLER_HEADER, [])
-        named = read_prefillers(single, request.headers.getall(PREFILLERS_HEADER, []), self._allowed)
+        return self._reported(read_prefillers(single, request.headers.getall(PREFILLERS_HEADER, []), self._allowed))
+
+    def _reported(self, named: Named) -> Named:
+        """Count and log the members that are left out."""
         if named.left_out:
             self._metrics.prefill_failed(Reason.REFUSED_TARGET, named.left_out)
             self._left_out.warn(named.left_out, accepted="IP:PORT of --pool, --allow or --kube")
         return named
+
+    def _continued_leg(
+        self, request: web.BaseRequest, headers: "CIMultiDict[str]", document: JsonObject
+    ) -> ContinuedLeg | None:
+        """Return how to continue the request's stream, None if that is not possible."""
+        values = request.headers.getall(CONTINUE_HEADER, [])
+        if self._continue_tokens is None or not values:
+            return None
+        targets = self._reported(read_targets(values, self._allowed)).targets
+        chat = request.path == GENERATIONS[1]
+        wanted = JsonObject.parse(decode_body(document, None))
+        continuation = Continuation.of(wanted, chat=chat, tokens_max=self._continue_tokens)
+        if continuation is None or not targets:
+            return None
+        headers.popall("Accept-Encoding", None)
+        return ContinuedLeg(continuation=continuation, path=request.raw_path, headers=headers, targets=targets)
 
     async def _ask_engine(
         self,

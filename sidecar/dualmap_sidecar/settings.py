@@ -37,7 +37,7 @@ class Settings:
 
     ``engine`` is the base URL of the engine, without a path. A prefiller has ``prefill_timeout_s`` to answer. The proxy
     asks the members of the ``pools`` in files, of the pools in ``namespace`` of the Kubernetes API (None: none), and
-    the networks and addresses ``allow``.
+    the networks and addresses ``allow``. It continues streams of up to ``continue_tokens`` tokens (None: none).
     """
 
     host: str
@@ -48,6 +48,7 @@ class Settings:
     namespace: str | None = None
     allow: Sequence[str] = ()
     prefill_timeout_s: float = 60.0
+    continue_tokens: int | None = None
     log_level: str = "info"
     log_format: LogFormat = "text"
     limits: Limits = field(default_factory=Limits)

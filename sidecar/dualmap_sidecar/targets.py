@@ -15,6 +15,8 @@ PREFILLER_HEADER: Final = "x-prefiller-host-port"
 """One prefiller, as llm-d's picker names it."""
 PREFILLERS_HEADER: Final = "x-dualmap-prefillers"
 """A list of prefillers in order of preference."""
+CONTINUE_HEADER: Final = "x-dualmap-continue"
+"""A list of members that continue a stream whose engine ends, in order of preference."""
 TARGETS_MAX: Final = 8
 """The most targets of one request; further ones are left out."""
 

@@ -11,6 +11,7 @@ from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.pools.file import PoolFileError
+from dualmap_sidecar.continuing import Continuer
 from dualmap_sidecar.messages import open_session
 from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.pools import FileMembers, KubeMembers, NoMembers
@@ -57,7 +58,9 @@ async def _serve(settings: Settings) -> None:
         allowed=allowed,
         metrics=metrics,
         limits=limits,
-        left_out=OncePerMinute(_log, "Left out prefillers that are not allowed", loop.time),
+        continuer=Continuer(session, settings, metrics),
+        continue_tokens=settings.continue_tokens,
+        left_out=OncePerMinute(_log, "Left out members that are not allowed", loop.time),
     )
     server = Server(proxy.handle, limits, connections=limits.connections, changed=metrics.show_in_flight)
     status = status_server(metrics, limits)

@@ -34,6 +34,7 @@ from dualmap_sim.kv_publisher import KvPublisher
 from dualmap_sim.kv_transfer import RemoteKv, Transfer, read_transfer
 from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.openai_answers import Answer
+from dualmap_sim.openai_api import Call
 from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
@@ -228,7 +229,7 @@ class EngineHttpServer:
         try:
             if call.stream:
                 stream = stream or await _open_stream(request)
-                return await _stream(stream, answer, generation, include_usage=call.include_usage)
+                return await _stream(stream, answer, generation, call)
             while not generation.finished:
                 await generation.changed()
             kept = None
@@ -387,7 +388,7 @@ async def _open_stream(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(
-    response: web.StreamResponse, answer: Answer, generation: Generation, *, include_usage: bool
+    response: web.StreamResponse, answer: Answer, generation: Generation, call: Call
 ) -> web.StreamResponse:
     """Stream an answer. All tokens between two wake-ups go out in one chunk."""
     sent = 0
@@ -396,10 +397,10 @@ async def _stream(
         chunk = answer.opening_chunk() if not sent else b""
         tokens = generation.tokens
         if tokens > sent:
-            chunk += answer.text_chunk(sent, tokens)
+            chunk += answer.text_chunk(sent, tokens, with_usage=call.continuous_usage)
             sent = tokens
         if generation.finished:
-            if include_usage:
+            if call.include_usage:
                 chunk += answer.usage_chunk(cached_tokens=generation.reused_tokens)
             chunk += openai_answers.DONE
         await response.write(chunk)

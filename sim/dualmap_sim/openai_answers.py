@@ -141,14 +141,21 @@ class Answer:
         }
         return _event(self._chunk_head() | {"choices": [choice], "prompt_token_ids": None, "prompt_text": None})
 
-    def text_chunk(self, sent_tokens: int, tokens: int) -> bytes:
-        """Return the chunk with the tokens from ``sent_tokens`` to ``tokens``; the last chunk has the finish reason."""
+    def text_chunk(self, sent_tokens: int, tokens: int, *, with_usage: bool = False) -> bytes:
+        """Return the chunk with the tokens from ``sent_tokens`` to ``tokens``; the last chunk has the finish reason.
+
+        With ``with_usage``, the chunk says how many tokens were generated so far.
+        """
         text = output_text(self._start + sent_tokens, tokens - sent_tokens)
         if tokens < self._output_tokens:
-            ending = b'null,"token_ids":null}]}\n\n'
+            ending = b'null,"token_ids":null}]'
         else:
-            ending = b'"' + self._finish_reason.encode() + b'","stop_reason":null,"token_ids":null}]}\n\n'
-        return b"".join((self._before_text, text, self._after_text, ending))
+            ending = b'"' + self._finish_reason.encode() + b'","stop_reason":null,"token_ids":null}]'
+        usage = b""
+        if with_usage:
+            counts = {"prompt_tokens": self._prompt_tokens, "total_tokens": self._prompt_tokens + tokens}
+            usage = b',"usage":' + orjson.dumps({**counts, "completion_tokens": tokens})
+        return b"".join((self._before_text, text, self._after_text, ending, usage, b"}\n\n"))
 
     def usage_chunk(self, *, cached_tokens: int) -> bytes:
         """Return the chunk that ``stream_options.include_usage`` requests: no choices and the complete usage."""

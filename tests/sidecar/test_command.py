@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from dualmap_sidecar.main import pd_proxy
 from dualmap_sidecar.metrics import SidecarMetrics
-from dualmap_sidecar.outcomes import Reason, Where
+from dualmap_sidecar.outcomes import Continued, Reason, Where
 from sidecar_site import RecordedEngine, decoded, prefilled
 from waiting import until
 
@@ -168,4 +168,4 @@ def test_metrics_page_lists_exactly_the_exported_metrics() -> None:
 
 def test_metrics_page_lists_every_label_value() -> None:
     _, _, part = DOCUMENT.read_text().partition("## Metrics of pd-proxy")
-    assert not [each.value for each in (*Where, *Reason) if f"`{each.value}`" not in part]
+    assert not [each.value for each in (*Where, *Reason, *Continued) if f"`{each.value}`" not in part]
