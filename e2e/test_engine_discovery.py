@@ -15,8 +15,9 @@ from harness.deployment import Deployment
 from harness.documents import receipt
 from harness.stack import Engine, pool_document
 from harness.waiting import until
+from web_server import WebServer
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 POOL = "qwen"
 OTHERS = 8
@@ -163,14 +164,9 @@ async def test_member_without_an_engine_is_named(qwen_engines: tuple[Engine, Eng
         async with Deployment({POOL: document}, mode=Mode.STREAMED, directory=tmp_path) as deployment:
             await until(lambda: described(deployment), "the engines are described", timeout_s=20.0)
             await replaced.stop()
-            runner = web.AppRunner(web.Application())
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", replaced.port).start()
-            try:
+            async with WebServer(web.Application(), port=replaced.port):
                 await until_reason(deployment, "no vLLM engine answers: /metrics and /v1/models are not there")
                 assert deployment.router.output().count("Engine does not fit its pool") == 1
-            finally:
-                await runner.cleanup()
 
 
 async def until_reason(deployment: Deployment, text: str) -> None:
