@@ -45,7 +45,9 @@ COMMANDS: Final = {
     "chunks": Benchmark(
         "bench.chunks", "output chunks a second through one router process, without Envoy (a minute)", "command"
     ),
-    "soak": Benchmark("bench.soak", "the router's memory over a million requests without sockets (half an hour)", "command"),
+    "soak": Benchmark(
+        "bench.soak", "the router's memory over a million requests without sockets (half an hour)", "command"
+    ),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),
