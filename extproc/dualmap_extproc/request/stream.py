@@ -238,9 +238,7 @@ class Stream:
             self._unanswered.headers = True
             return self._decide(now)
         if self._modes.answering is WAITING:
-            return [
-                answers.without_headers("request_headers", head.strip) if head.strip else answers.PLAIN_REQUEST_HEADERS
-            ]
+            return [answers.without_headers(answers.PLAIN_REQUEST_HEADERS, head.strip)]
         self._unanswered.headers = True
         if self._modes.answering is NO_WAIT:
             self.deadline_s = now + (limits.pause_s if self._expects_prompt() else limits.silence_s)
