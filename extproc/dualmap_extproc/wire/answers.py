@@ -60,13 +60,16 @@ def with_pick(
     request_id: str,
     strip: Sequence[str],
     retries: bool,
+    prefillers: Sequence[str] = (),
 ) -> bytes:
     """Add a pick to an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
     The answer contains the destination as a header and as dynamic metadata, because some gateways read only one of
     them. The access log returns the request id. An answer to trailers cannot set headers. Such an answer contains only
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
-    requests with such an answer.
+    requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
+    destination sends the prompt to the first; llm-d's sidecar accepts one only, so the further ones have a header of
+    their own.
     """
     kind = _KINDS[answer[0]]
     answer += _pick(kind, destination, cluster, retries)
@@ -74,11 +77,17 @@ def with_pick(
         value = request_id.encode()
         before, after = _id_frame(len(value))
         answer += before + value + after
+    # A header that is set replaces the client's header. If the answer also removed this header, the result would depend
+    # on Envoy's order.
+    kept = [names.DESTINATION_HEADER, names.CLUSTER_HEADER] + ([] if retries else [names.NO_RETRY_HEADER])
+    if prefillers:
+        kept.append(names.PREFILLER_HEADER)
+        answer = with_request_header(answer, names.PREFILLER_HEADER, prefillers[0])
+    if len(prefillers) > 1:
+        kept.append(names.PREFILLERS_HEADER)
+        answer = with_request_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers[1:]))
     if strip and kind in _WITH_HEADERS:
-        # A header that is set replaces the client's header. If the answer also removed this header, the result would
-        # depend on Envoy's order.
-        replaced = (names.DESTINATION_HEADER, names.CLUSTER_HEADER, *(() if retries else (names.NO_RETRY_HEADER,)))
-        answer = without_headers(answer, [key for key in strip if key not in replaced])
+        answer = without_headers(answer, [key for key in strip if key not in kept])
     return answer
 
 
