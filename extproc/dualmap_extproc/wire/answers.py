@@ -49,6 +49,7 @@ def add_pick(
     strip: Sequence[str],
     retries: bool,
     prefillers: Sequence[str] = (),
+    continuing: Sequence[str] = (),
 ) -> None:
     """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
@@ -57,7 +58,7 @@ def add_pick(
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
     requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
     destination sends the prompt to the first; llm-d's sidecar accepts one only, so the further ones have a header of
-    their own.
+    their own. ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks.
     """
     kind = answer.WhichOneof("response")
     answer.MergeFrom(_pick(kind, destination, cluster, retries))
@@ -68,6 +69,8 @@ def add_pick(
         add_header(answer, names.PREFILLER_HEADER, prefillers[0])
         if len(prefillers) > 1:
             add_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers[1:]))
+    if continuing:
+        add_header(answer, names.CONTINUE_HEADER, ",".join(continuing))
     if strip and kind in _WITH_HEADERS:
         mutation = getattr(answer, kind).response.header_mutation
         # A header that is set replaces the client's header. If the answer also removed this header, the result would
