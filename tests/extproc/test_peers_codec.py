@@ -60,6 +60,7 @@ REQUESTS = st.builds(
     sequences=st.integers(1, 1024),
     adapter=TEXTS,
     model=TEXTS,
+    prefills_up_to=st.none() | TOKENS,
 )
 RECEIPTS = st.builds(
     Receipt,
@@ -88,6 +89,8 @@ RECEIPTS = st.builds(
     ).map(tuple),
     source=st.sampled_from(["records", "events"]),
     adapter=st.sampled_from(["", "loaded"]),
+    # The router of a request adds the prefill after the owner's answer.
+    prefill=st.none(),
 )
 USAGES = st.builds(
     Usage,
