@@ -9,6 +9,7 @@ from dualmap.pools.pool import Pool
 from dualmap_extproc import names
 from extproc.envoy_messages import (
     BUFFERED,
+    STREAMED,
     Conversation,
     chat,
     headers_set,
@@ -59,3 +60,12 @@ def test_pool_says_whether_streams_continue() -> None:
     }
     (read,) = read_pools(document)
     assert read.routing.continues
+
+
+def test_answer_with_a_member_to_continue_does_not_remove_the_header() -> None:
+    talk = Conversation(continuing())
+    answers = talk.send(
+        request_headers(STREAMED, **{names.CONTINUE_HEADER: "10.9.9.9:1"}), request_body(chat(), end=True)
+    )
+    (picked,) = (each for each in answers if names.CONTINUE_HEADER in headers_set(each))
+    assert names.CONTINUE_HEADER not in mutation_of(picked).remove_headers
