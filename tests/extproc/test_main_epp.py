@@ -45,9 +45,10 @@ schedulingProfiles:
 
 
 @asynccontextmanager
-async def seat(api: KubeApi, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def seat(api: KubeApi, *arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
     ports = [f"--{port}-port=0" for port in ("grpc", "grpc-health", "metrics", "als")]
-    process = await launch("--host=127.0.0.1", *ports, *arguments, command="epp", KUBECONFIG=str(api.kubeconfig))
+    environment |= {"KUBECONFIG": str(api.kubeconfig)}
+    process = await launch("--host=127.0.0.1", *ports, *arguments, command="epp", **environment)
     try:
         yield process
     finally:
@@ -158,7 +159,7 @@ async def test_epp_without_the_right_to_list_pods_says_so(tmp_path: Path) -> Non
     async with kube_api(tmp_path) as api:
         await api.put(gaie_pool())
         api.refuse["pods"] = 403
-        async with seat(api, "--pool-name=qwen", "--pool-namespace=llm") as process:
+        async with seat(api, "--pool-name=qwen", NAMESPACE="llm") as process:
             line = await line_with(process, "Kubernetes list or watch failed")
             assert "kind=pods" in line
             assert 'cannot list resource "pods"' in line.replace("\\", "")

@@ -486,6 +486,7 @@ class Stream:
             strip=self._head.strip,
             retries=self._retries,
             prefillers=outcome.prefillers,
+            continuing=outcome.continuing,
         )
         self._response.destination = outcome.destination
         if self._hooks:
