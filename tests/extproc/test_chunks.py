@@ -202,3 +202,21 @@ def test_stream_sends_no_chunk_of_the_next_request_back():
         assert pieces == [b"a", b"b"]
 
     assert talk.observer.names().count("first_token") == 2
+
+
+def test_stream_echoes_only_chunks_after_the_first_one():
+    talk = Conversation()
+    for message in (request_headers(DUPLEX), request_body(chat()), response_headers(), response_body()):
+        assert talk.stream.echo(talk.now, message.SerializeToString()) is None
+        talk.send(message)
+
+    chunk = response_body(b"last", end=True).SerializeToString()
+    assert talk.stream.echo(talk.now, chunk) == echo(chunk)[0]
+    assert talk.observer.names() == ["routed", "first_token", "finished"]
+
+
+def test_stream_without_duplex_echoes_nothing():
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body())
+
+    assert talk.stream.echo(talk.now, response_body().SerializeToString()) is None

@@ -32,7 +32,7 @@ class ResponsePhase(StrEnum):
 
 
 # Module names are faster than members of an enum (``modes``).
-_AWAITED, _STREAMING, RESPONSE_ENDED = ResponsePhase
+_AWAITED, RESPONSE_STREAMING, RESPONSE_ENDED = ResponsePhase
 _WHOLE, _DUPLEX = ResponseBody.WHOLE, ResponseBody.DUPLEX
 _FINISHED, _ABORTED = Ending.FINISHED, Ending.ABORTED
 
@@ -117,7 +117,7 @@ class Response:
 
     def _begin_body(self, now: float) -> None:
         """Report the first byte of the body."""
-        self.phase = _STREAMING
+        self.phase = RESPONSE_STREAMING
         if self._whole:
             self.end(now, _FINISHED)
         elif self.request_id:
@@ -135,7 +135,7 @@ class Response:
 
     def _answer_first(self, *, last: bool) -> bytes:
         """Answer a chunk that Envoy does not expect back. The first one ends the stream."""
-        if self.phase is _STREAMING or last:
+        if self.phase is RESPONSE_STREAMING or last:
             # The other chunks do not pass through the router, so the access log reports the end of this request.
             self.request_id = ""
             self.phase = RESPONSE_ENDED
@@ -165,7 +165,7 @@ class Response:
             "response_body": _on_chunk,
             "response_trailers": _on_trailers,
         },
-        _STREAMING: {
+        RESPONSE_STREAMING: {
             "response_headers": _on_headers,
             "response_body": _on_chunk,
             "response_trailers": _on_trailers,

@@ -41,7 +41,7 @@ from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITIN
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import INLINE_BYTES, LargeBody, Reader, read_small
-from dualmap_extproc.request.response import RESPONSE_ENDED, Response
+from dualmap_extproc.request.response import RESPONSE_ENDED, RESPONSE_STREAMING, Response
 from dualmap_extproc.request.tokens import Pending, Tokens, TokenSources
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
@@ -88,7 +88,8 @@ def _row(
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` raises no error for any messages in any order, only for bytes that are no message.
+    ``receive`` raises no error for any messages in any order, only for bytes that are no message. ``echo`` is a shorter
+    way for chunks of responses.
     The transport calls ``on_deadline`` at ``deadline_s`` if no message arrives before, ``written`` after it has written
     all answers, and ``close`` after the stream's end. The stream passes answers without a preceding message to
     ``deliver``, during a call of the picker, the reader or another stream. If ``ended`` is true, the transport must
@@ -156,6 +157,16 @@ class Stream:
         # The stubs of protobuf do not know memoryviews.
         message = wire.ProcessingRequest.FromString(data)  # type: ignore[arg-type]
         return self._take(now, message)
+
+    def echo(self, now: float, data: bytes | memoryview) -> bytes | None:
+        """Process an encoded message if it is a chunk of a response after the first one; return its only answer.
+
+        Else, return None: ``receive`` must process the message. Every output token of a gateway in FULL_DUPLEX_STREAMED
+        passes this method.
+        """
+        if self.phase is not _ANSWERED or self._response.phase is not RESPONSE_STREAMING:
+            return None
+        return self._response.receive_chunk(now, data)
 
     def _take(self, now: float, message: wire.ProcessingRequest) -> _Answers:
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
@@ -475,6 +486,7 @@ class Stream:
             strip=self._head.strip,
             retries=self._retries,
             prefillers=outcome.prefillers,
+            continuing=outcome.continuing,
         )
         self._response.destination = outcome.destination
         if self._hooks:

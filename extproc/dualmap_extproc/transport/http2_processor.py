@@ -29,6 +29,10 @@ class _Exchange:
 
     def message(self, now: float, data: memoryview | bytes) -> None:
         stream, processor = self._stream, self._processor
+        echoed = stream.echo(now, data)
+        if echoed is not None:
+            self._call.send(echoed)
+            return
         try:
             self._write(processor.receive(stream, now, data))
         except DecodeError as error:

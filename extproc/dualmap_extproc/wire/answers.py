@@ -61,6 +61,7 @@ def with_pick(
     strip: Sequence[str],
     retries: bool,
     prefillers: Sequence[str] = (),
+    continuing: Sequence[str] = (),
 ) -> bytes:
     """Add a pick to an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
@@ -69,7 +70,7 @@ def with_pick(
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
     requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
     destination sends the prompt to the first; llm-d's sidecar accepts one only, so the further ones have a header of
-    their own.
+    their own. ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks.
     """
     kind = _KINDS[answer[0]]
     answer += _pick(kind, destination, cluster, retries)
@@ -86,6 +87,9 @@ def with_pick(
     if len(prefillers) > 1:
         kept.append(names.PREFILLERS_HEADER)
         answer = with_request_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers[1:]))
+    if continuing:
+        kept.append(names.CONTINUE_HEADER)
+        answer = with_request_header(answer, names.CONTINUE_HEADER, ",".join(continuing))
     if strip and kind in _WITH_HEADERS:
         answer = without_headers(answer, [key for key in strip if key not in kept])
     return answer
