@@ -94,6 +94,7 @@ class Split:
 
     @property
     def is_decided(self) -> bool:
+        """Whether the request was sent to both members."""
         return self.stage in (_Stage.PREFILLING, _Stage.DECODING)
 
 
