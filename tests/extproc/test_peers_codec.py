@@ -60,6 +60,8 @@ REQUESTS = st.builds(
     sequences=st.integers(1, 1024),
     adapter=TEXTS,
     model=TEXTS,
+    tokens=st.none(),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 RECEIPTS = st.builds(
     Receipt,
