@@ -184,6 +184,7 @@ class Chooser:
                 ]
             ),
         )
+
     def _new_tree(self, pool: Pool) -> HotnessTree:
         prefix = pool.routing.prefix
         return HotnessTree(

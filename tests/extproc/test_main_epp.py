@@ -96,6 +96,7 @@ async def picked_in_unknown_modes(channel: grpc.aio.Channel, body: bytes) -> str
     return destination(answer)
 
 
+@pytest.mark.usefixtures("transport")
 async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path) -> None:
     config = tmp_path / "default-plugins.yaml"
     config.write_text(CONFIG)
@@ -133,6 +134,7 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
             assert await router.exited() == 0
 
 
+@pytest.mark.usefixtures("transport")
 async def test_epp_serves_tls_by_default(tmp_path: Path) -> None:
     key, certificate = self_signed()
     (tmp_path / "tls.key").write_bytes(key)

@@ -62,6 +62,7 @@ REQUESTS = st.builds(
     model=TEXTS,
     tokens=st.none(),
     priority=st.integers(-(2**31), 2**31 - 1),
+    prefills_up_to=st.none() | TOKENS,
 )
 RECEIPTS = st.builds(
     Receipt,

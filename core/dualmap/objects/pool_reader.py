@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
+from dualmap.pools.claims import addressed_pools
 from dualmap.pools.pool import (
     BODY_BYTES,
     Discovery,
@@ -117,7 +118,7 @@ def read_settings(document: object) -> PoolSettings:
         slo=_read_slo(spec.sub("slo")),
         routing=_read_routing(spec.sub("routing")),
     )
-    for other in ("model", *_OPERATORS_OWN):
+    for other in ("model", "prefillPool", *_OPERATORS_OWN):
         spec.get(other)
     spec.refuse_others()
     return settings
@@ -158,14 +159,19 @@ def check_addresses(pool: Pool) -> None:
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:
-    """Raise PoolError if two pools have the same name, or the same model name, alias or adapter."""
+    """Raise PoolError if two pools have the same name, or the same model name, alias or adapter.
+
+    Clients do not address a pool that prefills for another one, so its names do not count.
+    """
+    pools = tuple(pools)
+    addressed = {pool.id for pool in addressed_pools(pools)}
     ids: set[str] = set()
     owners: dict[str, str] = {}
     for pool in pools:
         if pool.id in ids:
             raise PoolError("metadata.name", pool.id, "a namespace and name that no other pool has")
         ids.add(pool.id)
-        for model in pool.model.names:
+        for model in pool.model.names if pool.id in addressed else ():
             owner = owners.setdefault(model, pool.id)
             if owner != pool.id:
                 accepted = f"a model name, alias or adapter that pool {owner} does not have"
@@ -312,6 +318,7 @@ def _read_pool(root: _Fields) -> Pool:
     engine = _read_engine(spec.sub("engine"))
     slo = _read_slo(spec.sub("slo"))
     routing = _read_routing(spec.sub("routing"))
+    prefill_pool = _read_prefill_pool(spec, own_name=name)
     for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
     spec.refuse_others()
@@ -325,7 +332,18 @@ def _read_pool(root: _Fields) -> Pool:
         routing=routing,
         members=_read_members(ring, default_port=engine.port),
         ring_version=ring.integer("version", 0, 0, 2**53),
+        prefill_pool=prefill_pool,
     )
+
+
+def _read_prefill_pool(spec: _Fields, *, own_name: str) -> str:
+    """Return the name of the prefill pool; empty for none."""
+    name = spec.get("prefillPool")
+    if name is None or name == "":
+        return ""
+    if not isinstance(name, str) or not _DNS_LABEL.fullmatch(name) or len(name) > 50 or name == own_name:
+        raise PoolError(spec.at("prefillPool"), name, "the name of another pool in the same namespace, or no name")
+    return name
 
 
 def _read_model(fields: _Fields) -> Model:
@@ -436,6 +454,7 @@ def _read_routing(fields: _Fields) -> Routing:
         ),
         queue=_read_queue(fields.sub("queue")),
         session=_read_session(fields.sub("session")),
+        prefill_threshold_tokens=fields.integer("prefillThresholdTokens", 2048, 0, 10**8),
     )
     for each in (ring, spill, rebalance, fairness, fields):
         each.refuse_others()

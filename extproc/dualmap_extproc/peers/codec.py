@@ -196,6 +196,7 @@ def _request(request: Request) -> wire.Request:
         adapter=_text(request.adapter),
         model=_text(request.model),
         priority=request.priority,
+        prefills_up_to=request.prefills_up_to,
     )
 
 
@@ -339,6 +340,7 @@ def _read_request(told: wire.Request) -> Request:
         adapter=_read_text(told.adapter, "adapter", most=MAX_NAME),
         model=_read_text(told.model, "model", most=MAX_NAME),
         priority=told.priority,
+        prefills_up_to=_tokens(told.prefills_up_to) if told.HasField("prefills_up_to") else None,
     )
 
 
