@@ -103,6 +103,7 @@ DECISIONS = st.builds(
     request_id=NAMES,
     endpoints=st.lists(ENDPOINTS, min_size=1, max_size=3).map(tuple),
     receipt=RECEIPTS,
+    prefillers=st.just(()),
 )
 REJECTIONS = st.builds(
     Rejection,
