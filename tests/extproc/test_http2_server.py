@@ -303,6 +303,7 @@ async def test_attack_ends_its_connection_and_no_other(attack, reason):
     registry = CollectorRegistry()
     async with serving(Service()) as (server, port), channel_to(port) as channel:
         TransportMetrics(registry).show(server)
+        assert registry.get_sample_value("dualmap_http2_goaways_total", {"reason": reason}) == 0
         talk = channel.stream_stream("/test.Service/Talk")()
         await talk.write(b"before")
         assert await talk.read() == b"before"
