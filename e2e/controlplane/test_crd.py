@@ -206,6 +206,19 @@ RULES = (
     duration("spec.routing.queue.dispatchWindow", "1ms", "10m", too_short="0.9ms", too_long="601s", also="Unlimited"),
     duration("spec.routing.queue.maxWait", "100ms", "10m", too_short="99ms", too_long="601s"),
     Rule(
+        "spec.prefillPool",
+        accepted=("", "p", "qwen-prefill"),
+        refused=tuple(
+            (name, f'"{name}" is not accepted; give the name of a pool or an empty text') for name in ("Q", "a.b", "-p")
+        ),
+    ),
+    Rule(
+        "spec.prefillPool",
+        accepted=("p",),
+        refused=(("q", '"q" is not accepted; give the name of another pool'),),
+        named="spec.prefillPool",
+    ),
+    Rule(
         "spec.routing.fairness.header",
         accepted=("", "x", "x-tenant_id-2"),
         refused=tuple(

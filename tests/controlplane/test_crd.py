@@ -351,9 +351,13 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
 def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    in_a_cluster, in_a_file, adopting = examples
+    in_a_cluster, in_a_file, decode, prefill, adopting = examples
     assert template_warnings(read_spec(in_a_cluster)) == ()
     assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
+    assert [each.prefill_pool for each in read_pools({"kind": "List", "items": [decode, prefill]})] == [
+        "qwen-prefill",
+        "",
+    ]
     read({**POOL, **adopting})
 
 
