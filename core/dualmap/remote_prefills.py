@@ -15,7 +15,7 @@ prefill decision to the first token. Each router may ask the owner of its pool (
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -124,7 +124,7 @@ class RemotePrefills:
         """
         pool = decode.pool
         most = None if prefiller is None else pool.routing.prefill_threshold_tokens
-        request = replace(request, prefills_up_to=most)
+        request = request._replace(prefills_up_to=most)
         split = _Split(request=request, decode=decode, pool=pool.prefill_pool, prefiller=prefiller)
         if prefiller is None:
             split.stage = _Stage.LOCAL
@@ -176,8 +176,7 @@ class RemotePrefills:
             effects.append((router, end(now, request_id).outcomes))
         if usage is not None:
             router.on_usage(now, request_id, usage)
-        return replace(
-            completion,
+        return completion._replace(
             predicted_cached_tokens=split.prefill.receipt.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,
             comparable=split.request.comparable,
@@ -263,7 +262,7 @@ class RemotePrefills:
     def _decide_locally(self, now: float, split: _Split, reason: LocalPrefill) -> list[Outcomes]:
         """Ask the decode pool again, because its member must compute the prompt; return the effects."""
         split.stage, split.local, split.decision = _Stage.LOCAL, reason, None
-        split.request = replace(split.request, prefills_up_to=None)
+        split.request = split.request._replace(prefills_up_to=None)
         released = split.decode.on_aborted(now, split.request.id).outcomes
         answer, outcomes = split.decode.on_request(now, split.request)
         own = () if isinstance(answer, Asked) else (answer,)
@@ -272,7 +271,7 @@ class RemotePrefills:
     def _local(self, split: _Split, decision: Decision, reason: LocalPrefill) -> Decision:
         del self._splits[decision.request_id]
         prefill = PrefillReceipt(pool=split.pool, local=reason.name, meaning=reason.meaning)
-        return replace(decision, receipt=decision.receipt._replace(prefill=prefill))
+        return decision._replace(receipt=decision.receipt._replace(prefill=prefill))
 
     def _sent(self, split: _Split, prefill: Decision) -> Decision:
         """Return the decision on a request with both members."""
@@ -282,7 +281,7 @@ class RemotePrefills:
             predicted_ttft_s=prefill.receipt.predicted_ttft_s,
             prefill=PrefillReceipt(pool=split.pool, receipt=prefill.receipt),
         )
-        return replace(split.decision, receipt=receipt, prefillers=prefill.endpoints)
+        return split.decision._replace(receipt=receipt, prefillers=prefill.endpoints)
 
     @staticmethod
     def _prefilling(split: _Split) -> Router:

@@ -78,6 +78,7 @@ class TestCounting:
             f"dualmap_completions_total{{endpoint=m-0,outcome=rejected,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=aborted,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=failed,pool={POOL}}}": 1,
+            f"dualmap_prefills_total{{pool={POOL},where=short}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=expired,pool={POOL}}}": 1,
             f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,
             f"dualmap_bodiless_requests_total{{pool={POOL}}}": 1,
@@ -126,7 +127,7 @@ class TestCounting:
         self, predicted: int, measured: int | None, hits: tuple[int, int]
     ) -> None:
         made = metrics()
-        made.measured(POOL, replace(completion(measured=measured), predicted_cached_tokens=predicted))
+        made.measured(POOL, completion(measured=measured)._replace(predicted_cached_tokens=predicted))
         got, at = samples(made), f"endpoint=m-0,pool={POOL}"
         names = ("dualmap_predicted_hit_requests_total", "dualmap_stale_hit_requests_total")
         assert tuple(got[f"{name}{{{at}}}"] for name in names) == hits

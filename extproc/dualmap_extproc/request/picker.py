@@ -361,7 +361,7 @@ class Picker:
             effects += more
             if prefilled is not None and first_token is not None:
                 self._report(FirstTokenSeen(now=now, pool=more[0][0].pool.id, first_token=prefilled))
-                first_token = replace(first_token, predicted_ttft_s=prefilled.predicted_ttft_s)
+                first_token = first_token._replace(predicted_ttft_s=prefilled.predicted_ttft_s)
         if first_token is not None:
             self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
         self._release(now, *effects)
