@@ -21,7 +21,10 @@ class Key(NamedTuple):
 
 
 class CandidateReceipt(NamedTuple):
-    """One candidate with the policy's inputs. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
+    """One candidate with the policy's inputs. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7).
+
+    Behind the ``matched_tokens``, the member would fetch ``fetch_tokens`` from the pool's KV store.
+    """
 
     id: str
     state: str
@@ -29,6 +32,7 @@ class CandidateReceipt(NamedTuple):
     pending_tokens: int
     in_flight: int
     ttft_s: float
+    fetch_tokens: int = 0
 
 
 class Receipt(NamedTuple):
@@ -37,7 +41,8 @@ class Receipt(NamedTuple):
     ``matched_tokens`` is what the chosen member is assumed to cache when the request is sent to it. The ``candidates``
     are as they were at the choice. ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the
     router's own ``records``. ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``,
-    ``absent`` or ``unknown``. It is empty for the base model.
+    ``absent`` or ``unknown``. It is empty for the base model. ``fetch_tokens`` are the tokens that the chosen member is
+    expected to fetch from the pool's KV store; None if the pool has no store.
     """
 
     pool: str
@@ -54,6 +59,7 @@ class Receipt(NamedTuple):
     candidates: tuple[CandidateReceipt, ...]
     source: str = "records"
     adapter: str = ""
+    fetch_tokens: int | None = None
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
         """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
@@ -67,10 +73,11 @@ class Receipt(NamedTuple):
             return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
         pair = " ".join(_sf_string(member) for member in self.pair)
         adapter = f", adapter={_sf_string(self.adapter)}" if self.adapter else ""
+        fetch = "" if self.fetch_tokens is None else f", fetch={self.fetch_tokens}"
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
-            f"source={_sf_string(self.source)}{adapter}"
+            f"source={_sf_string(self.source)}{adapter}{fetch}"
         )
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float, adapter: str = "") -> "Receipt":
@@ -81,6 +88,7 @@ class Receipt(NamedTuple):
             chosen=to.id,
             address=to.endpoint,
             matched_tokens=to.matched_tokens,
+            fetch_tokens=None if self.fetch_tokens is None else to.fetch_tokens,
             source=source_of(to),
             predicted_ttft_s=predicted_ttft_s,
             adapter=adapter,
@@ -94,11 +102,15 @@ class Receipt(NamedTuple):
         fields = self._asdict()
         if not self.adapter:
             del fields["adapter"]
+        candidates = [each._asdict() for each in self.candidates]
+        if self.fetch_tokens is None:
+            for each in (fields, *candidates):
+                del each["fetch_tokens"]
         return {
             **fields,
             "key": {**self.key._asdict(), "hash": f"{self.key.hash:016x}"},
             "pair": list(self.pair),
-            "candidates": [each._asdict() for each in self.candidates],
+            "candidates": candidates,
         }
 
 

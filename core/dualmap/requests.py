@@ -12,6 +12,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dualmap.engines.profile import NO_PROFILE, EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.source import SourceState
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
@@ -32,7 +33,8 @@ class Request:
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
     ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model. ``model`` is the name
     that the request contains: the pool's, an alias or an adapter; empty if it is not known. Requests of higher
-    ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``).
+    ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``). ``stored`` is what the pool's KV store holds
+    of the prompt.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Request:
     adapter: str = ""
     model: str = ""
     priority: int = 0
+    stored: StoreMatch = NO_MATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
