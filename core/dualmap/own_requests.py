@@ -41,6 +41,7 @@ class InFlight:
     heard_s: float
     reported_s: float
     prefilled: bool = False
+    fetch_tokens: int = 0
 
     def sent(self) -> SentRequest:
         """Return what another router needs to account for the request."""
@@ -105,7 +106,9 @@ class OwnRequests:
         self.drop(request.id)
         if isinstance(outcome, Decision):
             receipt = outcome.receipt
-            new_share = 1.0 - min(1.0, receipt.matched_tokens / max(1, receipt.prompt_tokens))
+            fetch_tokens = receipt.fetch_tokens or 0
+            reused_tokens = receipt.matched_tokens + fetch_tokens
+            new_share = 1.0 - min(1.0, reused_tokens / max(1, receipt.prompt_tokens))
             self._new_share += _NEW_SHARE_WEIGHT * (new_share - self._new_share)
             self.in_flight[request.id] = InFlight(
                 request=request,
@@ -117,6 +120,7 @@ class OwnRequests:
                 predicted_ttft_s=receipt.predicted_ttft_s,
                 heard_s=now,
                 reported_s=now,
+                fetch_tokens=fetch_tokens,
             )
         return (outcome,)
 
@@ -159,7 +163,7 @@ class OwnRequests:
         for each in self.in_flight.values():
             requests[each.member] += 1
             if not each.prefilled:
-                tokens[each.member] += max(0, each.request.chain.tokens - each.matched_tokens)
+                tokens[each.member] += max(0, each.request.chain.tokens - each.matched_tokens - each.fetch_tokens)
         queued = [each.request.chain.tokens for name, each in self.waiting.items() if name not in self.asked]
         return replace(
             status,
