@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from dualmap.errors import PoolError
-from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
+from dualmap.objects.fields import UNLIMITED, parse_duration
+from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, read_pools
 from dualmap.policies.registry import POLICIES
+from dualmap.pools.kv_store import ChunkHash, StoreType
 from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm, TokenSource
 from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
 from dualmap_operator.decide.workload.checks import template_warnings
@@ -261,6 +263,8 @@ def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.engine.tokenizer.source": [each.value for each in TokenSource],
+        "spec.kvStore.type": [each.value for each in StoreType],
+        "spec.kvStore.hash": [each.value for each in ChunkHash],
         "spec.routing.policy": list(POLICIES),
         "spec.routing.receiptFields": [each.value for each in ReceiptFields],
         "spec.routing.ring.algorithm": [each.value for each in RingAlgorithm],

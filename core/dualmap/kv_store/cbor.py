@@ -24,6 +24,9 @@ class BlockEncoder:
     def __init__(self) -> None:
         self._encodings = _Encodings()
 
+    def __len__(self) -> int:
+        return len(self._encodings)
+
     def encode(self, parent: bytes, ids: Iterable[int], count: int) -> bytes:
         """Return the encoding of the list of ``parent``, the list of the ``count`` ids, and nil."""
         encoded = b"".join(map(self._encodings.__getitem__, ids))

@@ -88,6 +88,16 @@ def test_block_encoding_equals_cbor2(parent: bytes, ids: list[int]) -> None:
     assert BlockEncoder().encode(parent, ids, len(ids)) == cbor2.dumps([parent, ids, None], canonical=True)
 
 
+def test_encoder_keeps_a_bounded_number_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualmap.kv_store.cbor.IDS_MAX", 2)
+    ids = [1000, 2000, 3000, 1000]
+
+    encoder = BlockEncoder()
+
+    assert encoder.encode(b"", ids, 4) == cbor2.dumps([b"", ids, None])
+    assert len(encoder) == 2
+
+
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300))
 def test_text_encoding_equals_cbor2(text: str) -> None:
     assert encode_text(text) == cbor2.dumps(text, canonical=True)

@@ -200,6 +200,15 @@ async def test_store_that_is_late_in_a_row_is_left_alone(hasty: Desk) -> None:
     assert hasty.lookups.availability.reason == "no answer within 1 ms"
 
 
+async def test_question_without_an_answer_ends(hasty: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualmap_extproc.kv_stores.lookups.QUESTION_S", 0.002)
+    hasty.ask()
+    await hasty.answers.get()
+    await hasty.client.arrived()
+
+    await until(lambda: hasty.client.questions[0][1].cancelled())
+
+
 async def test_unexpected_error_of_a_client_is_a_failure(patient: Desk) -> None:
     patient.ask()
     await patient.client.arrived()
