@@ -15,7 +15,7 @@ from harness.shared_engines import SharedEngines
 from harness.upstream import Answer, Received, sse
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 

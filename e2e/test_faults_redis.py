@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 import redis
 
-from harness.replicated_system import ReplicatedSystem
+from dualmap_extproc.store.redis import ADDRESSES_KEY, loads_key, reports_key, updates_key
+from harness.replicated_system import POOL, ReplicatedSystem
+from harness.stack import Router
 from harness.traffic import Traffic, failed
 from harness.waiting import until
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 LOST = "Lost shared state"
 BACK = "Shared state recovered"
 REQUESTS = 40
+UPDATE_STREAMS = tuple(key(f"llm/{POOL}") for key in (updates_key, loads_key, reports_key))
 
 
 async def wait_for_store(system: ReplicatedSystem, up: int) -> None:
@@ -33,9 +36,10 @@ async def wait_for_peers(system: ReplicatedSystem) -> None:
         await system.replicas.wait_for_metric("dualmap_pool_peers", 1, of=number)
 
 
-def lines(system: ReplicatedSystem, sentence: str) -> list[int]:
-    """Return the number of times that each router has logged a message."""
-    return [router.output().count(sentence) for router in system.replicas.routers]
+async def logged_and_failed(router: Router) -> tuple[float, float, float]:
+    """Return how often a router logged the loss and the recovery of Redis, and the number of failed exchanges."""
+    failures = await router.metric("dualmap_store_errors_total")
+    return router.output().count(LOST), router.output().count(BACK), failures
 
 
 @asynccontextmanager
@@ -61,17 +65,23 @@ async def lost_and_found(
     system: ReplicatedSystem, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
 ) -> None:
     """Break Redis until both routers have detected the fault and routed requests without Redis, then repair Redis."""
-    told = [lines(system, sentence) for sentence in (LOST, BACK)]
+    routers = system.replicas.routers
+    await wait_for_store(system, 1)
+    before = [await logged_and_failed(router) for router in routers]
     async with without_harm(system, fault) as traffic:
-        errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in system.replicas.routers]
+        errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in routers]
         await asyncio.to_thread(spoil)
         await wait_for_store(system, 0)
         await traffic.flowing(REQUESTS)
-        for router, before in zip(system.replicas.routers, errors, strict=True):
-            assert await router.metric("dualmap_store_errors_total", kind=kind) > before
+        for router, count in zip(routers, errors, strict=True):
+            assert await router.metric("dualmap_store_errors_total", kind=kind) > count
         await asyncio.to_thread(mend)
-    for sentence, counts in zip((LOST, BACK), told, strict=True):
-        assert lines(system, sentence) == [count + 1 for count in counts], "each router logs it once"
+    for router, old in zip(routers, before, strict=True):
+        lost, back, failed_exchanges = (
+            now - then for now, then in zip(await logged_and_failed(router), old, strict=True)
+        )
+        # On a busy machine, a router may lose Redis again for a moment.
+        assert 1 <= back <= lost < failed_exchanges, "the router logs each loss once"
 
 
 async def test_redis_restart_with_empty_database_fails_no_request(system: ReplicatedSystem) -> None:
@@ -112,34 +122,38 @@ async def test_missing_redis_at_router_start_fails_no_request(system: Replicated
 
 
 async def test_redis_with_invalid_data_fails_no_request(system: ReplicatedSystem) -> None:
-    routers = system.replicas.routers
+    routers, keys = system.replicas.routers, (*UPDATE_STREAMS, ADDRESSES_KEY)
 
     def spoil() -> None:
         with system.redis.admin as admin:
-            streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
-            assert streams, "the routers have written no stream"
-            for key in streams:
-                admin.delete(key)
+            for key in keys:
                 admin.set(key, b"not a stream")
 
-    def add_to_streams() -> bool:
+    def are_streams() -> bool:
         with system.redis.admin as admin:
-            streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
-            for key in streams:
-                admin.xadd(key, {"n": b"\xff" * 100, b"\x00": b"{}"})
-            return bool(streams)
+            return all(admin.type(key) == b"stream" for key in keys)
 
-    before = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
+    def add_to_streams() -> None:
+        with system.redis.admin as admin:
+            for key in keys:
+                admin.xadd(key, {"n": b"\xff" * 100, b"\x00": b"{}"})
+
+    async def unreadable() -> list[float]:
+        return [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
+
     async with without_harm(system, "holds junk"):
         await asyncio.to_thread(spoil)
-        # After the routers have recreated the Redis streams, the test adds invalid entries to the streams.
-        await until(lambda: asyncio.to_thread(add_to_streams), "the routers write streams again")
+        # Redis appends no entry to a key of another type, so the routers must first replace every such key.
+        await until(lambda: asyncio.to_thread(are_streams), "the routers replace all invalid keys")
+        before = await unreadable()
+        await asyncio.to_thread(add_to_streams)
 
         async def noticed() -> bool:
-            now = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
-            return all(count > old for count, old in zip(now, before, strict=True))
+            # The routers do not count invalid addresses.
+            counted = zip(await unreadable(), before, strict=True)
+            return all(count - old >= len(UPDATE_STREAMS) for count, old in counted)
 
-        await until(noticed, "both routers count unreadable entries", timeout_s=30.0)
+        await until(noticed, "both routers count every unreadable entry")
 
 
 async def test_slow_redis_fails_no_request(system: ReplicatedSystem) -> None:

@@ -14,7 +14,7 @@ from harness.deployment import CHAT, Deployment
 from harness.documents import chat, error_of, receipt
 from harness.shared_engines import SharedEngines
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 STREAMED_MODES = [Mode.STREAMED, Mode.FULL_DUPLEX]
 

@@ -70,7 +70,7 @@ async def test_crafted_prompts_with_usage_teach_no_speed(site: Deployment) -> No
         return await speed(site) < 1.5 * TOKENS_PER_S
 
     # The engine's token counts arrive with Envoy's access log, which may be later than the end of a request.
-    await until(is_honest, "the router's learnt prefill speed is below 1.5 times the engine's speed", timeout_s=5.0)
+    await until(is_honest, "the router's learnt prefill speed is below 1.5 times the engine's speed")
 
 
 async def test_crafted_prompts_of_one_client_change_no_learnt_speed(site: Deployment) -> None:

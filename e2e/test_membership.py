@@ -16,7 +16,7 @@ from harness.shared_engines import SharedEngines
 from harness.upstream import ENGINE_HEADER, Answer, Received, Upstream, plain, sse
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 CLUSTER = "llm/changing"
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]

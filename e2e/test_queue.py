@@ -15,7 +15,7 @@ from harness.documents import chat, document, error_of, member_of, prompt_of, qu
 from harness.shared_engines import BUSY, SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, sse
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 

@@ -14,7 +14,7 @@ from harness.deployment import Deployment
 from harness.documents import document, member_of, receipt
 from harness.shared_engines import SharedEngines
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 VICTIM, ATTACKER = "tenant-b", "tenant-a"
 PROMPT = list(range(1000, 1640))

@@ -26,7 +26,7 @@ from harness.documents import document, receipt
 from harness.stack import Engine
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 POOL = "qwen"
 COMPLETIONS = "/v1/completions"

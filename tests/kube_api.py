@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from web_server import WebServer
+
 Body = dict[str, Any]
 
 
@@ -44,23 +46,22 @@ class KubeApi:
         self._silent: list[web.Request] = []
         self._may_list = asyncio.Event()
         self._may_list.set()
-        self._runner: web.AppRunner | None = None
+        self._server: WebServer | None = None
         self._port = 0
 
     async def start(self) -> None:
         application = web.Application()
         application.router.add_get("/{path:.*}", self._get)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.01, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self._port = self._runner.addresses[0][1]
+        self._server = WebServer(application, port=self._port, shutdown_timeout=0.01)
+        await self._server.start()
+        self._port = self._server.port
         write_kubeconfig(self.kubeconfig, f"http://127.0.0.1:{self._port}")
 
     async def stop(self) -> None:
         self.cut_watches()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     async def put(self, body: Body) -> None:
         """Create an object, or replace the object of the same name."""

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -59,7 +60,11 @@ def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | N
     callback=_names,
     help="Policies to measure again, even if results exist. All other policies are skipped.",
 )
-@click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
+@click.option(
+    "--stale",
+    is_flag=True,
+    help="After the missing measurements, repeat those that were made by another version of the code.",
+)
 @click.option(
     "--draw",
     "only_draw",
@@ -151,7 +156,11 @@ def _measured(results: Results, extent: Extent) -> str:
 
 
 def _commits(kept: Sequence[Measured]) -> str:
-    return ", ".join(sorted({measured.commit for measured in kept})) or "none"
+    """Return the commits of measured code, the most frequent first, with the number of cells if there are several."""
+    cells = Counter(measured.commit for measured in kept).most_common()
+    if len(cells) < 2:
+        return "".join(commit for commit, _ in cells) or "none"
+    return ", ".join(f"{commit} ({number})" for commit, number in cells)
 
 
 def _to_measure(
@@ -162,7 +171,7 @@ def _to_measure(
     *,
     commit: str | None,
 ) -> list[Cell]:
-    """Return the cells to measure, each once.
+    """Return the cells to measure, each once: those without any figures first.
 
     Without ``policies``, the result is all missing cells. With ``commit``, the result also has the cells that another
     version of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, the
@@ -173,7 +182,10 @@ def _to_measure(
         cells = {name: cell for name, cell in cells.items() if cell.policy in policies}
         if commit is None:
             return list(cells.values())
-    return [cell for cell in cells.values() if (kept := results.get(cell)) is None or commit not in (None, kept.commit)]
+    found = {name: results.get(cell) for name, cell in cells.items()}
+    missing = [cell for name, cell in cells.items() if found[name] is None]
+    stale = [cells[name] for name, kept in found.items() if kept is not None and commit not in (None, kept.commit)]
+    return [*missing, *stale]
 
 
 def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
@@ -184,7 +196,7 @@ def _write(section: Section, results: Results, extent: Extent, directory: Path) 
     path.write_text(
         f"# {section.title}\n\n`python -m bench paper --section {section.name}`"
         f"{' --quick' if extent.quick else ''}: {len(kept)} of {len(section.cells(extent))} cells, "
-        f"{minutes:.1f} minutes of processor time; code as of {_commits(kept)} (a + says: with changes).\n\n"
+        f"{minutes:.1f} minutes of processor time; code as of {_commits(kept)}; a + says: with changes.\n\n"
         f"{section.page(results, extent, directory)}"
     )
     click.echo(str(path))

@@ -30,6 +30,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Run the endpoint picker of a gateway with the Inference Extension, such as Istio.",
     ),
     "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that reconciles InferencePools."),
+    "pd-proxy": (
+        "dualmap_sidecar.main",
+        "pd_proxy",
+        "Run the sidecar of a decode engine, which has prompts prefilled by other engines.",
+    ),
     "envoy-config": (
         "dualmap_extproc.app.envoy_config",
         "envoy_config",

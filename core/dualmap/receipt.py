@@ -106,6 +106,9 @@ class Receipt(NamedTuple):
         if self.fetch_tokens is None:
             for each in (fields, *candidates):
                 del each["fetch_tokens"]
+        else:
+            for each, candidate in zip(candidates, self.candidates, strict=True):
+                each["compute_tokens"] = self.prompt_tokens - candidate.matched_tokens - candidate.fetch_tokens
         return {
             **fields,
             "key": {**self.key._asdict(), "hash": f"{self.key.hash:016x}"},

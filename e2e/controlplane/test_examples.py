@@ -53,5 +53,5 @@ async def carried_out(product: Product, pool: dict[str, Any]) -> None:
     if template is not None:
         await product.until(lambda status: status.get("replicas") == pool["spec"]["replicas"], name)
         made = json.loads(await product.kubectl("get", "statefulset", name, "-o", "json"))
-        (container,) = made["spec"]["template"]["spec"]["containers"]
-        assert container["args"] == template["spec"]["containers"][0]["args"]
+        containers = zip(made["spec"]["template"]["spec"]["containers"], template["spec"]["containers"], strict=True)
+        assert all(container["args"] == wanted["args"] for container, wanted in containers)

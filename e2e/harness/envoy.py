@@ -96,13 +96,13 @@ class Envoy:
             result[f"{address['address']}:{address['port_value']}"] = health
         return result
 
-    async def wait_for_hosts(self, cluster: str, hosts: set[str], *, timeout_s: float = 10.0) -> None:
+    async def wait_for_hosts(self, cluster: str, hosts: set[str]) -> None:
         """Wait until the cluster has exactly these hosts in Envoy."""
 
         async def known() -> bool:
             return set(await self.hosts(cluster)) == hosts
 
-        await until(known, f"{cluster} has the hosts {sorted(hosts)}", timeout_s=timeout_s)
+        await until(known, f"{cluster} has the hosts {sorted(hosts)}")
 
     async def __aenter__(self) -> Self:
         await self.start()

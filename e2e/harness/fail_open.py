@@ -14,6 +14,7 @@ from typing import Final
 # Envoy's counter of GOAWAYs is not read, because a draining router sends one. The router counts its GOAWAYs by reason.
 _ENVOY: Final = r"ext_proc\.(failure_mode_allowed|streams_failed|spurious_msgs_received|message_timeouts)$"
 _GOAWAYS: Final = re.compile(r'^dualmap_http2_goaways_total\{reason="(?!drain")(\w+)"\} (\S+)$', re.MULTILINE)
+_GOAWAY: Final = "goaway "
 _TIMEOUT_S: Final = 5.0
 
 # How to read the counters of each running process, and what each process has counted.
@@ -44,6 +45,11 @@ def counts() -> Counter[str]:
     return sum(_counted.values(), Counter())
 
 
+def goaways(failures: Counter[str]) -> Counter[str]:
+    """Return the GOAWAYs of routers among the failures."""
+    return Counter({name: count for name, count in failures.items() if name.startswith(_GOAWAY)})
+
+
 def _read(process: object) -> None:
     """Read the counters of a process. Those of a process that does not answer, as after a crash, stay as they were."""
     read = _running.get(process)
@@ -62,7 +68,7 @@ def _of_envoy(admin: str) -> Counter[str]:
 
 def _of_router(status: str) -> Counter[str]:
     found = _GOAWAYS.findall(_get(f"{status}/metrics"))
-    return Counter({f"goaway {reason}": int(float(count)) for reason, count in found})
+    return Counter({f"{_GOAWAY}{reason}": int(float(count)) for reason, count in found})
 
 
 def _get(url: str) -> str:

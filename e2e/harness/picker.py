@@ -109,13 +109,13 @@ class Picker:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for_entries(self, count: int, *, timeout_s: float = 10.0) -> None:
+    async def wait_for_entries(self, count: int) -> None:
         """Wait until the access log has reported this number of finished requests."""
 
         async def arrived() -> bool:
             return len(self.entries) >= count
 
-        await until(arrived, f"{count} access log entries", timeout_s=timeout_s)
+        await until(arrived, f"{count} access log entries")
 
     async def __aenter__(self) -> Self:
         await self.start()

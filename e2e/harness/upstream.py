@@ -9,6 +9,8 @@ from typing import Self
 
 from aiohttp import web
 
+from web_server import WebServer
+
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
@@ -67,7 +69,7 @@ class Upstream:
     received: list[Received] = field(default_factory=list)
     aborted: int = 0
     port: int = 0
-    _runner: web.AppRunner | None = None
+    _server: WebServer | None = None
 
     @property
     def endpoint(self) -> str:
@@ -78,23 +80,15 @@ class Upstream:
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(self._sign)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._server = WebServer(app, host=self.host, port=self.port, shutdown_timeout=1.0)
+        await self._server.start()
+        self.port = self._server.port
 
     async def stop(self) -> None:
         """Close the port and every connection."""
-        if self._runner is not None:
-            for site in list(self._runner.sites):
-                await site.stop()
-            # The runner registers accepted connections after a few iterations of the event loop, and closes only
-            # registered connections.
-            for _ in range(5):
-                await asyncio.sleep(0)
-            await self._runner.cleanup()
-            self._runner = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("user-agent") == DISCOVERY_AGENT:

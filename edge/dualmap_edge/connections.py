@@ -44,7 +44,9 @@ class Connections:
         source = str((transport.get_extra_info("peername") or ("",))[0])
         of_source = [each for each, other in self._sources.items() if other == source]
         for connections, most in ((of_source, self._most_of_source), (list(self._sources), self._most)):
-            if len(connections) >= most and not self._close_idle(connections):
+            # The connections without the one that the limit of the source has closed.
+            still_open = [each for each in connections if each in self._sources]
+            if len(still_open) >= most and not self._close_idle(still_open):
                 transport.abort()
                 return
         self._sources[transport] = source

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LogFormat = Literal["text", "json"]
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-_OURS: Final = ("dualmap_edge", "dualmap_extproc", "dualmap_operator")
+_OURS: Final = ("dualmap_edge", "dualmap_extproc", "dualmap_operator", "dualmap_sidecar")
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 _MINUTE_S: Final = 60.0
 

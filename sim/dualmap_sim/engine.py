@@ -52,6 +52,8 @@ class Engine:
         self.cached_tokens_total = 0
         """Prompt tokens of all started prefills that were found in the prefix cache."""
         self._jobs: dict[str, Job] = {}
+        # The ended requests whose KV stays in memory.
+        self._kept: dict[str, Job] = {}
         self._waiting = WaitingJobs()
         # The requests with a prompt, or a piece of a prompt, in the current step.
         self._prefilling: list[Job] = []
@@ -193,6 +195,14 @@ class Engine:
             elif self.config.chunk_tokens is None:  # In a chunked step, the job leaves when the step ends.
                 self._take_steps(0, now)
         return True
+
+    def release_kv(self, now: float, request_id: str) -> None:
+        """Release the KV of an ended request with ``keeps_kv``. A second call has no effect."""
+        self._run_until(now)
+        job = self._kept.pop(request_id, None)
+        if job is not None:
+            self._release(job)
+            self._look_at_queue(now)
 
     def advance(self, now: float) -> list[EngineEvent]:
         """Advance to ``now``; return the events since the last call, in order of time."""
@@ -376,6 +386,13 @@ class Engine:
         if self._pool is not None:
             self._pool.end(job.request.request_id)
 
+    def _release_at_end(self, job: Job) -> None:
+        """Release the memory of a job that has ended or was aborted, unless another engine pulls its KV."""
+        if job.request.keeps_kv and job.state is not JobState.GONE:
+            self._kept[job.request.request_id] = job
+        else:
+            self._release(job)
+
     def _abort_prefill(self, job: Job, now: float) -> None:
         job.state = JobState.GONE
         if self.config.chunk_tokens is None:  # In a chunked step, the job leaves when the step ends.
@@ -418,7 +435,7 @@ class Engine:
             if self._pool is not None:
                 self._answer_blocks.join(job)
         else:
-            self._release(job)
+            self._release_at_end(job)
             self._finish(job, now)
 
     def _end_run(self) -> None:
@@ -433,7 +450,7 @@ class Engine:
         self._generated += steps * self._batch.size
         self._fill_answers(self._batch.steps + steps, None)
         for job in self._batch.take(steps):
-            self._release(job)
+            self._release_at_end(job)
             if job.state is JobState.DECODING:
                 self._finish(job, now)
 

@@ -30,6 +30,7 @@ class Generation:
         "finish_reason",
         "finished",
         "joined_step",
+        "pulled_tokens",
         "request_id",
         "tokens",
     )
@@ -39,10 +40,16 @@ class Generation:
         self.finish_reason = finish_reason
         self.tokens = 0
         self.cached_tokens = 0
+        self.pulled_tokens = 0
         self.finished = False
         self.joined_step = 0
         self._changed = False
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that the engine did not compute. As in vLLM's usage, pulled tokens count as cached."""
+        return self.cached_tokens + self.pulled_tokens
 
     async def changed(self) -> None:
         """Wait until ``tokens`` or ``finished`` has changed since the last call."""
@@ -101,6 +108,11 @@ class EngineDriver:
                 self._metrics.aborted()
             self._arm()
 
+    def release_kv(self, request_id: str) -> None:
+        """Release the KV of an ended request with ``keeps_kv``."""
+        self._engine.release_kv(self._now(), request_id)
+        self._arm()
+
     def scrape(self) -> bytes:
         """Advance the engine to the current time and return its metrics page."""
         self._tick()
@@ -121,6 +133,7 @@ class EngineDriver:
             if isinstance(event, FirstToken):
                 self._metrics.first_token(event)
                 generation.cached_tokens = event.cached_tokens
+                generation.pulled_tokens = event.pulled_tokens
                 generation.joined_step = event.decode_step
                 generation.tokens = 1
                 generation.wake()

@@ -40,6 +40,8 @@ class EngineRequest:
     If ``EngineConfig.pull_tokens_per_s`` allows a pull, the engine pulls the tokens that are missing from its own
     cache. Otherwise the engine computes these tokens.
     """
+    keeps_kv: bool = False
+    """Whether the request's KV stays in memory after its end, until ``Engine.release_kv``: another engine pulls it."""
     content: Content | None = None
     """The tokens for KV events. Without content, stand-ins for the tokens are derived from ``blocks``."""
 

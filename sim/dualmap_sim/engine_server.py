@@ -8,6 +8,7 @@ import asyncio
 import signal
 import sys
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 import click
@@ -15,7 +16,7 @@ import click
 from dualmap_sim.errors import CannotPublish
 from dualmap_sim.option_checks import FiniteFloatRange, not_blank
 from dualmap_sim.presets import PRESETS
-from dualmap_sim.server_settings import KvEventSettings, ServerSettings
+from dualmap_sim.server_settings import KvEventSettings, KvTransferSettings, ServerSettings
 
 BLOCK_TOKENS: Final = 16
 """vLLM's block size. The presets use the traces' block size of 512."""
@@ -79,6 +80,32 @@ DRAIN_TIMEOUT_S: Final = 120.0
     help="Encoding of the KV events. vLLM uses arrays up to 0.23, and maps since 0.24.",
 )
 @click.option(
+    "--kv-transfer",
+    is_flag=True,
+    help="Keep the KV of prompts for other engines, and pull KV from them, as vLLM does with a NIXL connector.",
+)
+@click.option(
+    "--kv-transfer-tokens-per-second",
+    type=FiniteFloatRange(1, 1e9),
+    default=200_000.0,
+    show_default=True,
+    help="Speed at which other engines pull KV from this engine, in simulated time.",
+)
+@click.option(
+    "--kv-transfer-hold",
+    type=FiniteFloatRange(0.1, 3600),
+    default=480.0,
+    show_default=True,
+    help="Seconds for which the engine keeps KV that no engine pulls.",
+)
+@click.option(
+    "--kv-load-failure-policy",
+    type=click.Choice(["fail", "recompute"]),
+    default="fail",
+    show_default=True,
+    help="What the engine does if it cannot pull KV: fail the request, or compute the prompt.",
+)
+@click.option(
     "--data-parallel-rank",
     type=click.IntRange(0, 1023),
     default=0,
@@ -98,6 +125,10 @@ def engine_sim(
     kv_events_port: int,
     kv_events_replay_port: int,
     kv_events_encoding: str,
+    kv_transfer: bool,
+    kv_transfer_tokens_per_second: float,
+    kv_transfer_hold: float,
+    kv_load_failure_policy: str,
     data_parallel_rank: int,
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
@@ -112,6 +143,9 @@ def engine_sim(
     As with vLLM's development mode, POST /sleep puts the engine to sleep, POST /wake_up wakes it, and POST
     /reset_prefix_cache empties its prefix cache.
 
+    With --kv-transfer, the engine is a prefiller for requests whose kv_transfer_params ask for a remote decode, and
+    decodes prompts of other engines without computing them.
+
     With --kv-events, requests in flight and cached prefixes share one memory of --cache-tokens, and blocks of answers
     are cached as well. GET /kv_event_sources shows the ports.
 
@@ -123,6 +157,9 @@ def engine_sim(
     config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
     if cache_tokens is not None:
         config = replace(config, cache_tokens=cache_tokens)
+    if kv_transfer:
+        # The transfer takes its time before the engine gets the request.
+        config = replace(config, pull_tokens_per_s=inf)
     if kv_events and config.cache_tokens < 2 * config.block_tokens:
         raise click.UsageError(
             f"--kv-events needs a prefix cache; give --cache-tokens at least {2 * config.block_tokens}"
@@ -145,6 +182,13 @@ def engine_sim(
             as_arrays=kv_events_encoding == "array",
         )
         if kv_events
+        else None,
+        kv_transfer=KvTransferSettings(
+            tokens_per_s=kv_transfer_tokens_per_second,
+            hold_s=kv_transfer_hold,
+            recompute=kv_load_failure_policy == "recompute",
+        )
+        if kv_transfer
         else None,
     )
     sys.exit(asyncio.run(_serve(settings)))

@@ -3,6 +3,7 @@
 EngineSimError
 ├── CannotPublish          the publisher of KV events: a port cannot be used
 ├── RequestDoesNotFit      the engine model: the request is larger than the engine's KV memory
+├── KvNotPulled            the KV of a prompt could not be pulled from another engine
 └── ApiError               the HTTP server: an error response with its status, in OpenAI's format
 """
 
@@ -25,6 +26,10 @@ class CannotPublish(EngineSimError):
 
     def __init__(self, endpoint: str, reason: str) -> None:
         super().__init__(f"cannot publish KV events on {endpoint}: {reason}")
+
+
+class KvNotPulled(EngineSimError):
+    """The KV of a prompt could not be pulled: the other engine is gone, or does not have it."""
 
 
 class ApiError(EngineSimError):

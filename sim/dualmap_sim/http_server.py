@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import count
 from typing import Final
@@ -22,15 +23,18 @@ from typing import Final
 from aiohttp import web
 
 from dualmap.prompts.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
-from dualmap_sim import openai_answers, openai_api, tokenizer
+from dualmap_sim import kv_handover, openai_answers, openai_api, tokenizer
 from dualmap_sim.block_pool import BlockPool
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.engine_driver import EngineDriver, Generation
 from dualmap_sim.engine_requests import Content
-from dualmap_sim.errors import ApiError
+from dualmap_sim.errors import ApiError, KvNotPulled
+from dualmap_sim.kv_handover import KvHandover
 from dualmap_sim.kv_publisher import KvPublisher
+from dualmap_sim.kv_transfer import RemoteKv, Transfer, read_transfer
 from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.openai_answers import Answer
+from dualmap_sim.openai_api import Call
 from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
@@ -64,6 +68,14 @@ class EngineHttpServer:
         metrics = EngineMetrics(engine, model=settings.model, speed=settings.speed, asleep=lambda: self._asleep)
         publish = None if self._publisher is None else self._publisher.publish
         self._driver = EngineDriver(engine, metrics, speed=settings.speed, publish=publish)
+        self._handover: KvHandover | None = None
+        if settings.kv_transfer is not None:
+            self._handover = KvHandover(
+                settings.kv_transfer,
+                speed=settings.speed,
+                block_tokens=config.block_tokens,
+                release=self._driver.release_kv,
+            )
         self._unanswered = 0
         self._draining = False
         self._all_answered = asyncio.Event()
@@ -103,6 +115,8 @@ class EngineHttpServer:
     async def close(self) -> None:
         """Close every connection, which aborts the unanswered requests."""
         await self._runner.cleanup()
+        if self._handover is not None:
+            await self._handover.close()
         if self._publisher is not None:
             await self._publisher.close()
 
@@ -118,6 +132,8 @@ class EngineHttpServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics_page)
+        if self._handover is not None:
+            app.router.add_post(kv_handover.PATH, self._handover.hand_over)
         app.router.add_get("/kv_event_sources", self._kv_event_sources)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/sleep", self._sleep)
@@ -199,15 +215,51 @@ class EngineHttpServer:
         work = self._engine_request(
             number, chain, call.prompt, output_tokens, cache_salt=call.cache_salt, adapter=adapter
         )
+        transfer = Transfer() if self._handover is None else read_transfer(body)
+        work = replace(work, keeps_kv=transfer.remote_decode)
+        stream: web.StreamResponse | None = None
+        if transfer.remote_prefill is not None:
+            stream = await _open_stream(request) if call.stream else None
+            pulled = await self._pull(work, transfer.remote_prefill, stream)
+            if pulled is None:
+                assert stream is not None
+                return stream
+            work = pulled
         generation = self._driver.start(work, stream=call.stream, finish_reason=finish_reason)
         try:
             if call.stream:
-                return await _stream(request, answer, generation, include_usage=call.include_usage)
+                stream = stream or await _open_stream(request)
+                return await _stream(stream, answer, generation, call)
             while not generation.finished:
                 await generation.changed()
-            return _json(answer.whole(cached_tokens=generation.cached_tokens))
+            kept = None
+            if transfer.remote_decode and self._handover is not None:
+                kept = self._handover.keep(request, work, answer.answer_id)
+            return _json(answer.whole(cached_tokens=generation.reused_tokens, kv_transfer_params=kept))
         finally:
             self._driver.stop(generation)
+
+    async def _pull(
+        self, work: EngineRequest, remote: RemoteKv, stream: web.StreamResponse | None
+    ) -> EngineRequest | None:
+        """Return the request with the KV that was pulled, None if the stream has ended with an error.
+
+        Raises ApiError for a request that does not stream.
+        """
+        assert self._handover is not None
+        missing = work.prompt_tokens - self._engine.cached_tokens(work)
+        try:
+            await self._handover.pull(remote, missing)
+        except KvNotPulled:
+            if self._handover.recomputes:
+                return work
+            error = ApiError(500, "InternalServerError", "Internal server error")
+            if stream is None:
+                raise error from None
+            await stream.write(b"data: " + openai_answers.error_body(error) + b"\n\n" + openai_answers.DONE)
+            await stream.write_eof()
+            return None
+        return replace(work, pulled_tokens=work.prompt_tokens)
 
     async def _embeddings(self, request: web.Request) -> web.StreamResponse:
         inputs = openai_api.embedding_inputs(await self._body(request))
@@ -328,23 +380,28 @@ class EngineHttpServer:
         )
 
 
-async def _stream(
-    request: web.Request, answer: Answer, generation: Generation, *, include_usage: bool
-) -> web.StreamResponse:
-    """Stream an answer. All tokens between two wake-ups go out in one chunk."""
+async def _open_stream(request: web.Request) -> web.StreamResponse:
+    """Send the head of a stream, which leaves when the engine accepts the request."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
+    return response
+
+
+async def _stream(
+    response: web.StreamResponse, answer: Answer, generation: Generation, call: Call
+) -> web.StreamResponse:
+    """Stream an answer. All tokens between two wake-ups go out in one chunk."""
     sent = 0
     while not generation.finished:
         await generation.changed()
         chunk = answer.opening_chunk() if not sent else b""
         tokens = generation.tokens
         if tokens > sent:
-            chunk += answer.text_chunk(sent, tokens)
+            chunk += answer.text_chunk(sent, tokens, with_usage=call.continuous_usage)
             sent = tokens
         if generation.finished:
-            if include_usage:
-                chunk += answer.usage_chunk(cached_tokens=generation.cached_tokens)
+            if call.include_usage:
+                chunk += answer.usage_chunk(cached_tokens=generation.reused_tokens)
             chunk += openai_answers.DONE
         await response.write(chunk)
     await response.write_eof()

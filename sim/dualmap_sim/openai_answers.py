@@ -8,7 +8,7 @@ escaping. So a stream's chunk is a concatenation of bytes, without a JSON docume
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import orjson
@@ -113,6 +113,7 @@ class Answer:
         output_tokens: int,
         finish_reason: str,
     ) -> None:
+        self.answer_id = answer_id
         self._chat = chat
         self._start = start
         self._prompt_tokens = prompt_tokens
@@ -140,21 +141,28 @@ class Answer:
         }
         return _event(self._chunk_head() | {"choices": [choice], "prompt_token_ids": None, "prompt_text": None})
 
-    def text_chunk(self, sent_tokens: int, tokens: int) -> bytes:
-        """Return the chunk with the tokens from ``sent_tokens`` to ``tokens``; the last chunk has the finish reason."""
+    def text_chunk(self, sent_tokens: int, tokens: int, *, with_usage: bool = False) -> bytes:
+        """Return the chunk with the tokens from ``sent_tokens`` to ``tokens``; the last chunk has the finish reason.
+
+        With ``with_usage``, the chunk says how many tokens were generated so far.
+        """
         text = output_text(self._start + sent_tokens, tokens - sent_tokens)
         if tokens < self._output_tokens:
-            ending = b'null,"token_ids":null}]}\n\n'
+            ending = b'null,"token_ids":null}]'
         else:
-            ending = b'"' + self._finish_reason.encode() + b'","stop_reason":null,"token_ids":null}]}\n\n'
-        return b"".join((self._before_text, text, self._after_text, ending))
+            ending = b'"' + self._finish_reason.encode() + b'","stop_reason":null,"token_ids":null}]'
+        usage = b""
+        if with_usage:
+            counts = {"prompt_tokens": self._prompt_tokens, "total_tokens": self._prompt_tokens + tokens}
+            usage = b',"usage":' + orjson.dumps({**counts, "completion_tokens": tokens})
+        return b"".join((self._before_text, text, self._after_text, ending, usage, b"}\n\n"))
 
     def usage_chunk(self, *, cached_tokens: int) -> bytes:
         """Return the chunk that ``stream_options.include_usage`` requests: no choices and the complete usage."""
         return _event(self._chunk_head() | {"choices": [], "usage": self._usage(cached_tokens)})
 
-    def whole(self, *, cached_tokens: int) -> bytes:
-        """Return the answer of a request that does not stream."""
+    def whole(self, *, cached_tokens: int, kv_transfer_params: Mapping[str, object] | None = None) -> bytes:
+        """Return the answer of a request that does not stream; the parameters say where the prompt's KV is."""
         text = output_text(self._start, self._output_tokens).decode()
         message: dict[str, object] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
@@ -174,6 +182,7 @@ class Answer:
                 "model": self._head["model"],
                 "choices": [choice],
                 "usage": self._usage(cached_tokens),
+                **({} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}),
             }
         )
 

@@ -33,6 +33,7 @@ class Call:
     cache_salt: str
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     max_tokens: int | None
     min_tokens: int
     ignore_eos: bool
@@ -120,7 +121,10 @@ def read_call(body: Mapping[str, object], *, chat: bool) -> Call:
         prompt=chat_prompt(body) if chat else text_prompt(body, "prompt"),
         cache_salt=salt or "",
         stream=stream,
-        include_usage=_bool(options, "include_usage") if options is not None else False,
+        include_usage=options is not None and _bool(options, "include_usage"),
+        continuous_usage=options is not None
+        and _bool(options, "include_usage")
+        and _bool(options, "continuous_usage_stats"),
         max_tokens=max_tokens or None,
         min_tokens=min_tokens,
         ignore_eos=_bool(body, "ignore_eos"),
@@ -144,8 +148,11 @@ def chat_prompt(body: Mapping[str, object]) -> bytes:
         if message.get("tool_calls"):
             parts.append(orjson.dumps(message["tool_calls"]))
         parts.append(b"<|im_end|>\n")
-    parts.append(b"<|im_start|>assistant\n")
-    return b"".join(parts)
+    if not _bool(body, "continue_final_message"):
+        return b"".join((*parts, b"<|im_start|>assistant\n"))
+    if body.get("add_generation_prompt") is not False:
+        raise ApiError(400, BAD_REQUEST, "continue_final_message requires add_generation_prompt: false")
+    return b"".join(parts).removesuffix(b"<|im_end|>\n")
 
 
 def text_prompt(body: Mapping[str, object], field: str) -> bytes:

@@ -25,10 +25,25 @@ class KvEventSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferSettings:
+    """How an engine hands over KV, and pulls it, as vLLM with a NIXL connector does.
+
+    A transfer takes the number of tokens divided by ``tokens_per_s``, in model time. The engine keeps KV that no engine
+    pulls for ``hold_s`` seconds of real time. If KV cannot be pulled, the engine computes the prompt with
+    ``recompute``; otherwise the request fails.
+    """
+
+    tokens_per_s: float = 200_000.0
+    hold_s: float = 480.0
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """The settings of an engine server. ``port`` 0 selects a free port; ``speed`` is model seconds per real second.
 
-    Without ``kv_events``, the engine publishes no KV events.
+    Without ``kv_events``, the engine publishes no KV events. Without ``kv_transfer``, it ignores the field
+    ``kv_transfer_params``.
     """
 
     host: str
@@ -39,3 +54,4 @@ class ServerSettings:
     api_key: str | None
     adapters: tuple[str, ...] = ()
     kv_events: KvEventSettings | None = None
+    kv_transfer: KvTransferSettings | None = None

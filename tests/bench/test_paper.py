@@ -107,6 +107,32 @@ def test_paper_run_measures_missing_cells_and_selected_policies(
     assert page.endswith("{'x': 1.0}")
 
 
+def test_stale_run_measures_missing_cells_before_stale_ones(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = bench("command")
+    monkeypatch.setattr(command, "commit_of_code", lambda: "now")
+    cells = [cell(bench, name, measure=ones) for name in ("stale", "missing")]
+    monkeypatch.setattr(command, "SECTIONS", {"goodput": a_section(bench, *cells)})
+    bench("results").Results(tmp_path).put(cells[0], measured(bench, x=0.0))
+    done = CliRunner().invoke(command.paper, ["--stale", "--out", str(tmp_path), "--processes", "1"])
+    assert done.exit_code == 0, done.output
+    assert [line.rpartition(": ")[2] for line in done.output.splitlines() if " cells, " in line] == ["missing", "stale"]
+
+
+def test_page_names_the_number_of_cells_of_each_commit(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = bench("command")
+    cells = [cell(bench, name, measure=ones) for name in ("one", "two", "three")]
+    monkeypatch.setattr(command, "SECTIONS", {"goodput": a_section(bench, *cells)})
+    for each, commit in zip(cells, ("old", "new", "new"), strict=True):
+        bench("results").Results(tmp_path).put(each, replace(measured(bench, x=0.0), commit=commit))
+    done = CliRunner().invoke(command.paper, ["--draw", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "code as of new (2), old (1);" in (tmp_path / "some.md").read_text()
+
+
 def test_evaluation_update_replaces_only_text_between_markers(bench: Bench, tmp_path: Path) -> None:
     claims = bench("claims")
     page = tmp_path / "page.md"

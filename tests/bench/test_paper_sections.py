@@ -60,21 +60,21 @@ def test_load_is_cut_into_slots_of_equal_duration(bench: Bench) -> None:
 
 
 def test_ear_threshold_decides_how_many_sessions_move(bench: Bench) -> None:
-    ear = bench("sections.ear")
-    moved = [ear.agents(ear.Run(hot_s=hot_s), 600, 0)["moved_share"] for hot_s in (0.1, inf)]
+    agents = bench("agents")
+    moved = [agents.agents(agents.Run(hot_s=hot_s), 600, 0)["moved_share"] for hot_s in (0.1, inf)]
     assert moved[0] > 0
     assert moved[1] == 0
 
 
 def test_static_split_reports_the_use_of_decode_memory(bench: Bench) -> None:
-    ear = bench("sections.ear")
-    figures = ear.agents(ear.Run(policy="ear", moves=False, decoders=4), 400, 0)
+    agents = bench("agents")
+    figures = agents.agents(agents.Run(policy="ear", moves=False, decoders=4), 400, 0)
     assert 0 < figures["decode_memory_share"] <= 1
     assert figures["decode_wait_p50_s"] > 0
 
 
 def test_prefill_stops_decodes_longer_without_chunks(bench: Bench) -> None:
-    interference = bench("sections.ear").interference
+    interference = bench("agents").interference
     whole, chunked = interference(None), interference(2048)
     assert whole["beside_s"] == pytest.approx(0.02 + (8192 + 1e-5 * 8192**2) / 14_000, rel=0.1)
     assert chunked["beside_s"] < whole["beside_s"] / 2

@@ -90,7 +90,10 @@ def test_stored_prefix_shortens_the_predicted_ttft_and_is_in_the_receipt() -> No
     assert receipt.predicted_ttft_s < 0.6 * without.predicted_ttft_s
     assert "matched=0" in receipt.header()
     assert receipt.header().endswith(", fetch=4096")
-    assert receipt.as_json()["fetch_tokens"] == 4096
+    said = receipt.as_json()
+    candidates = said["candidates"]
+    assert isinstance(candidates, list)
+    assert (said["fetch_tokens"], candidates[0]["fetch_tokens"], candidates[0]["compute_tokens"]) == (4096, 4096, 4096)
 
 
 def test_receipt_of_a_pool_without_store_names_no_fetch() -> None:

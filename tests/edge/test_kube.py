@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from dualmap_edge.kube.client import KubeClient, KubeConfigError, KubeError, Page, WatchEvent, pages
+from web_server import WebServer
 
 PODS = "/api/v1/namespaces/llm/pods"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -23,7 +24,7 @@ class Server:
         self.handler: Handler | None = None
         self.requests: list[web.Request] = []
         self.kubeconfig = folder / "kubeconfig"
-        self._runner = web.AppRunner(self._application(), shutdown_timeout=0.1)
+        self._server = WebServer(self._application())
 
     def _application(self) -> web.Application:
         application = web.Application()
@@ -36,17 +37,15 @@ class Server:
         return await self.handler(request)
 
     async def start(self) -> None:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        await self._server.start()
+        self.port = self._server.port
         self.write_kubeconfig()
 
     def write_kubeconfig(self, **user: str) -> None:
         write_kubeconfig(self.kubeconfig, f"http://127.0.0.1:{self.port}", **user)
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self._server.stop()
 
 
 def write_kubeconfig(path: Path, server: str, **user: str) -> None:

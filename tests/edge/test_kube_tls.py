@@ -12,6 +12,7 @@ from aiohttp import web
 
 from certificates import Authority, write_pair
 from dualmap_edge.kube.client import KubeClient
+from web_server import WebServer
 
 REQUESTS = 8
 # The pauses range from the first iterations of an event loop to completed handshakes, on idle and on busy machines.
@@ -23,12 +24,9 @@ async def test_kube_client_cancelled_connect_leaves_no_connection(tmp_path: Path
     pair = write_pair(tmp_path / "tls", authority.pair())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair / "tls.crt", pair / "tls.key")
-    runner = web.AppRunner(web.Application(), shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    async with WebServer(web.Application(), ssl_context=context) as server:
         kubeconfig = tmp_path / "kubeconfig"
-        write_kubeconfig(kubeconfig, f"https://127.0.0.1:{runner.addresses[0][1]}", authority)
+        write_kubeconfig(kubeconfig, f"https://127.0.0.1:{server.port}", authority)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for pause_s in PAUSES_S:
@@ -36,8 +34,6 @@ async def test_kube_client_cancelled_connect_leaves_no_connection(tmp_path: Path
                 await asyncio.to_thread(asyncio.run, give_up(kubeconfig, pause_s))
             gc.collect()
         assert [str(each.message) for each in said if each.category is ResourceWarning] == []
-    finally:
-        await runner.cleanup()
 
 
 async def give_up(kubeconfig: Path, pause_s: float) -> None:

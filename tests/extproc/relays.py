@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from web_server import stop_accepting
+
 OTHER_HOST = "127.0.0.2"
 
 
@@ -31,6 +33,7 @@ async def relayed(port: int, host: str = OTHER_HOST) -> AsyncIterator[int]:
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
+        await stop_accepting(server)
         server.close()
         for task in tasks:
             task.cancel()

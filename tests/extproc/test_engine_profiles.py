@@ -24,6 +24,7 @@ from dualmap_sim.server_settings import ServerSettings
 from extproc.desks import Desk
 from extproc.envoy_messages import chat
 from waiting import until
+from web_server import WebServer
 
 HOST = "127.0.0.1"
 METRICS = """vllm:num_requests_running 2
@@ -82,13 +83,8 @@ def vllm(started_s: float = 100.0, **answers: object) -> Scripted:
 async def serving(engine: Scripted) -> AsyncIterator[Member]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, HOST, 0).start()
-    try:
-        yield Member(id="m-0", address=HOST, port=runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+    async with WebServer(app, host=HOST) as server:
+        yield Member(id="m-0", address=HOST, port=server.port)
 
 
 def pool_of(*members: Member, type: str = "vLLM", interval_s: float = 10.0, enabled: bool = True) -> Pool:

@@ -34,6 +34,7 @@ from dualmap_sim.kv_publisher import KvPublisher
 from dualmap_sim.server_settings import KvEventSettings
 from extproc import envoy_messages
 from extproc.event_publishers import BLOCK, CLEARED, Publisher, removed, stored
+from web_server import stop_accepting
 
 PROMPT = list(range(100, 100 + 20 * BLOCK + 3))
 HASHES = tuple(range(1, 21))
@@ -515,6 +516,7 @@ async def test_server_of_another_protocol_leaves_a_member_connecting():
         await asyncio.sleep(1.0)
         await follows.has(state="Connecting", blocks=0)
         assert 'source="records"' in (follows.pick().receipt or "")
+        await stop_accepting(server)
         for each in writers:
             each.close()
             await each.wait_closed()
@@ -656,6 +658,7 @@ async def test_silent_server_is_given_up(monkeypatch):
         follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(silent,)))
         await follows.until(lambda: len(connections) >= 2)
         assert follows.status().state == "Connecting"
+        await stop_accepting(server)
         for each in connections:
             each.close()
 
@@ -801,6 +804,7 @@ async def answering(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
+        await stop_accepting(server)
         server.close()
         for each in writers:
             each.close()

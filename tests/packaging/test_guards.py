@@ -42,6 +42,10 @@ PLANTED = [
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
+    ("extproc/dualmap_extproc/names.py", "import dualmap_sidecar.targets", "Layers import downwards only"),
+    ("sidecar/dualmap_sidecar/targets.py", "import dualmap_sidecar.prefill", "The sidecar's modules import downwards"),
+    ("sidecar/dualmap_sidecar/proxy.py", "import dualmap_extproc.request.body", "The sidecar imports neither"),
+    ("sidecar/dualmap_sidecar/prefill.py", "import dualmap_sim.engine", "The sidecar imports neither"),
     ("operator/dualmap_operator/run/reconciler.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("operator/dualmap_operator/decide/ring.py", "import time", "The decide package is pure"),
     (
@@ -233,6 +237,7 @@ UNLISTED = [
     ("core/dualmap/planted.py", "dualmap.planted", "The core's folders"),
     ("core/dualmap/policies/planted.py", "dualmap.policies.planted", "Policies import downwards only"),
     ("operator/dualmap_operator/planted.py", "dualmap_operator.planted", "The operator's packages"),
+    ("sidecar/dualmap_sidecar/planted.py", "dualmap_sidecar.planted", "The sidecar's modules import downwards"),
     (
         "operator/dualmap_operator/decide/planted.py",
         "dualmap_operator.decide.planted",
@@ -263,7 +268,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def copied(folder: Path) -> Path:
-    for name in ("core", "edge", "operator", "extproc", "sim", "cli", "pyproject.toml"):
+    for name in ("core", "edge", "operator", "extproc", "sim", "sidecar", "cli", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -274,7 +279,9 @@ def copied(folder: Path) -> Path:
 
 def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {
-        "PYTHONPATH": ":".join(str(copy / name) for name in ("core", "edge", "operator", "extproc", "sim", "cli")),
+        "PYTHONPATH": ":".join(
+            str(copy / name) for name in ("core", "edge", "operator", "extproc", "sim", "sidecar", "cli")
+        ),
         "PATH": str(BIN),
         "COLUMNS": "1000",  # The report has no shortened lines.
     }

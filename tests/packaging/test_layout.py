@@ -13,6 +13,7 @@ PACKAGES = [
     "operator/dualmap_operator",
     "extproc/dualmap_extproc",
     "sim/dualmap_sim",
+    "sidecar/dualmap_sidecar",
     "cli/dualmap_cli",
 ]
 LONG_LINES = 600

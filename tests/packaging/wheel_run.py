@@ -7,7 +7,15 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"dualmap", "dualmap_edge", "dualmap_operator", "dualmap_extproc", "dualmap_sim", "dualmap_cli"}
+PACKAGES = {
+    "dualmap",
+    "dualmap_edge",
+    "dualmap_operator",
+    "dualmap_extproc",
+    "dualmap_sim",
+    "dualmap_sidecar",
+    "dualmap_cli",
+}
 
 
 def run(*command: str | Path, cwd: Path) -> None:
@@ -37,7 +45,7 @@ def main() -> None:
         run(*install, *hashed, "--requirement", ROOT / "pyproject.toml", "--extra", "dev", cwd=here)
         run(*install, "--no-deps", wheel, cwd=here)
         # The tests run in another folder, so that Python imports the installed packages and not the repository's.
-        tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
+        tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim", "sidecar")]
         tests.append(ROOT / "testing" / "tests" / "unit")
         run(
             python,

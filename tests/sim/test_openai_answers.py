@@ -108,3 +108,8 @@ def test_error_response_has_openai_format() -> None:
     body = json.loads(error_body(ApiError(400, "BadRequestError", "no", param="n")))
 
     assert body == {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}
+
+
+def test_chunk_with_usage_counts_the_tokens_so_far() -> None:
+    (chunk,) = events(answer().text_chunk(0, 3, with_usage=True))
+    assert chunk["usage"] == {"prompt_tokens": 15, "total_tokens": 18, "completion_tokens": 3}

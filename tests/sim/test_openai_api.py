@@ -153,3 +153,11 @@ def test_embedding_inputs_are_parsed() -> None:
     assert embedding_inputs({"input": [1]}) == [b"\1\0\0\0"]
     with pytest.raises(ApiError):
         embedding_inputs({"input": ["a", ""]})
+
+
+def test_chat_that_continues_its_last_message_has_no_further_turn() -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert chat_prompt(body).endswith(b"<|im_start|>assistant\none two")
+    with pytest.raises(ApiError, match="add_generation_prompt: false"):
+        chat_prompt({**body, "add_generation_prompt": True})

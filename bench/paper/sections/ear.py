@@ -5,184 +5,34 @@ given in seconds of pending prefill. Without affinity, every turn goes to the in
 with migration, the session's KV moves there.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Final
-from unittest.mock import patch
+from typing import Final
 
+from bench.paper.agents import BEYOND, COOL_S, EARLY_S, INSTANCES, Run, agents, interference
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
-from bench.paper.measures import tpot_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.sections.sessions import closed_loop_figures
-from bench.paper.settings import Extent, as_shipped
+from bench.paper.settings import Extent
 from bench.paper.tables import Spread, number, table
 
-from dualmap.policies.cache_and_load.ear import Ear
-from dualmap.policies.registry import POLICIES
-from dualmap.policies.situation import Choice, Situation
-from dualmap.pools.pool import Routing, Session, SessionMigration
-from dualmap_sim.engine import Engine, EngineRequest
-from dualmap_sim.experiment import Experiment, run_experiment
-from dualmap_sim.presets import PRESETS
-from dualmap_sim.records import Record
-from dualmap_sim.workloads.agentic import agentic_workload
-from dualmap_sim.workloads.catalog import WORKLOADS, Workload
-
-_AGENT: Final = replace(PRESETS["agent"], pull_tokens_per_s=100_000.0)
-"""EAR's engine, with a link of 10 GB/s (33,600 tokens have 3.3 GB of KV)."""
-_WARMUP: Final = 200
 _WINDOWS: Final = 2
-_RATES: Final = (2.5, 3.5, 5.5)
-_HIGH, _BEYOND = _RATES[1:]
+_RATES: Final = (2.5, 3.5, BEYOND)
+_HIGH: Final = _RATES[1]
 _OVERLOAD: Final = 8.0
 """A nominal rate at which instances are hot most of the time."""
-_COOL_S: Final = 30.0
 _SLO_S: Final = 5.0
-_EARLY_S: Final = 0.5
-"""A threshold that moves sessions. At the SLO, the threshold of the policy ``ear``, hardly any session moves."""
-_HOT_S: Final = (0.1, 0.25, _EARLY_S, 1.0, 2.0, _SLO_S, inf)
-_COOLS_S: Final = (0.0, 3.0, 10.0, _COOL_S, 100.0)
+_HOT_S: Final = (0.1, 0.25, EARLY_S, 1.0, 2.0, _SLO_S, inf)
+_COOLS_S: Final = (0.0, 3.0, 10.0, COOL_S, 100.0)
 _ZIPFS: Final = (0.0, 0.4, 0.8, 1.2)
 _MEMORIES: Final = (150_000, 250_000, 500_000, 1_000_000)
-_INSTANCES: Final = 8
 _INTERFERENCE: Final[Mapping[str, int | None]] = MappingProxyType({"whole prompts": None, "steps of 2048": 2048})
-
-
-class EarWith(Ear):
-    """The published rule with another threshold, in seconds of pending prefill."""
-
-    name: ClassVar[str] = "ear_with"
-
-    def __init__(self, hot_s: float) -> None:
-        self._hot_s = hot_s
-
-    def choose(self, situation: Situation) -> Choice:
-        """Return EAR's choice. EAR compares the pending prefill with the SLO, so the SLO is the threshold."""
-        changed = copy(situation)
-        changed.slo_ttft_s = self._hot_s
-        return super().choose(changed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The settings of a run. ``hot_s`` and ``cool_s`` apply to the policy ``EarWith``. ``zipf`` None: EAR's skew."""
-
-    policy: str = EarWith.name
-    rate: float = _BEYOND
-    hot_s: float = _EARLY_S
-    cool_s: float = _COOL_S
-    moves: bool = True
-    zipf: float | None = None
-    memory: int = _AGENT.kv_memory_tokens
-    decoders: int = 0
-
-    @property
-    def name(self) -> str:
-        """The differences from the default settings, as a name."""
-        shown = [f"{self.rate:g}/s", self.policy]
-        if self.policy == EarWith.name:
-            shown.append(f"T_hot {self.hot_s:g} T_cool {self.cool_s:g}")
-        shown += [] if self.moves else ["no moves"]
-        shown += [] if self.zipf is None else [f"zipf {self.zipf:g}"]
-        shown += [] if self.memory == _AGENT.kv_memory_tokens else [f"memory {self.memory}"]
-        shown += [f"{_INSTANCES - self.decoders}P+{self.decoders}D"] if self.decoders else []
-        return " ".join(shown)
-
-
-def agents(run: Run, requests: int, seed: int) -> Figures:
-    """Run a closed loop; return its figures, TPOT, moves of sessions, and the use of the decode side's memory."""
-    experiment = as_shipped(
-        Experiment(
-            workload=Workload(name=_workload_name(run.zipf), requests=requests, seed=seed),
-            engine=replace(_AGENT, kv_memory_tokens=run.memory),
-            policy=run.policy,
-            requests_per_s=run.rate,
-            instances=_INSTANCES,
-            decoders=run.decoders,
-            warmup=_WARMUP,
-            kv_moves=run.moves,
-            routing=Routing(session=Session(migration=SessionMigration(cooldown_s=run.cool_s))),
-        )
-    )
-    with known(run.hot_s), _workloads():
-        outcome = run_experiment(experiment)
-        figures = {**closed_loop_figures(experiment, outcome), **tpot_figures(outcome.records)}
-    figures["served_per_s"] = len(outcome.records) / max(each.finished_s or 0.0 for each in outcome.records)
-    figures["busiest_ratio"] = _busiest_ratio(outcome.records)
-    figures["moved_share"] = outcome.summary.rules.get("session-move", 0) / outcome.summary.requests
-    if not run.decoders:
-        return figures
-    served = [each for each in outcome.records if each.finished_s is not None]
-    waits_s = [each.first_token_s - each.prefilled_s for each in served if each.first_token_s and each.prefilled_s]
-    held = sum(
-        (each.arrival.work.prompt_tokens + each.arrival.work.output_tokens) * (each.finished_s - each.first_token_s)
-        for each in served
-        if each.finished_s is not None and each.first_token_s is not None
-    )
-    last_s = max(each.arrival.at_s for each in served)
-    waits_s.sort()
-    return {
-        **figures,
-        "decode_memory_share": held / (run.decoders * run.memory * last_s),
-        "decode_wait_p50_s": waits_s[len(waits_s) // 2],
-    }
-
-
-def _busiest_ratio(records: Sequence[Record]) -> float:
-    """Return how many times the mean of the instances' computed prompt tokens the busiest instance computes."""
-    computed = Counter[str]()
-    for record in records:
-        if record.endpoint is not None and record.first_token_s is not None:
-            computed[record.endpoint] += record.arrival.work.prompt_tokens - record.cached_tokens - record.pulled_tokens
-    return max(computed.values()) * len(computed) / computed.total()
-
-
-def interference(chunk_tokens: int | None) -> Figures:
-    """Return the time between two tokens of a decode, alone and beside a prefill of 8192 tokens."""
-    engine = Engine(replace(_AGENT, chunk_tokens=chunk_tokens))
-    engine.submit(0.0, EngineRequest(request_id="decodes", prompt_tokens=1000, output_tokens=200))
-    tokens_s: list[float] = []
-    joined_s = inf
-    while (due_s := engine.next_step_s()) is not None:
-        before = engine.decode_steps
-        if engine.advance(due_s) and joined_s < inf:
-            break
-        if engine.decode_steps > before:
-            tokens_s.append(due_s)
-        if len(tokens_s) == 10:
-            joined_s = due_s
-            engine.submit(due_s, EngineRequest(request_id="prefills", prompt_tokens=8192, output_tokens=1))
-    alone_s = tokens_s[9] - tokens_s[8]
-    # The decode continues after the prefill, or in each of its pieces.
-    beside = [each for each in tokens_s if each > joined_s]
-    end_s = engine.next_step_s() or engine.now_s
-    gap_s = (engine.now_s - joined_s) / len(beside) if beside else end_s - joined_s
-    return {"alone_s": alone_s, "beside_s": gap_s}
-
-
-def known(hot_s: float) -> AbstractContextManager[object]:
-    """Register the policy with core for the duration of the context, because core selects policies by name."""
-    return patch("dualmap.chooser.POLICIES", MappingProxyType({**POLICIES, EarWith.name: EarWith(hot_s)}))
-
-
-def _workloads() -> AbstractContextManager[object]:
-    """Register the workloads with another skew, because a workload is selected by name."""
-    skewed = {_workload_name(zipf): partial(agentic_workload, zipf=zipf) for zipf in _ZIPFS}
-    return patch("dualmap_sim.workloads.catalog.WORKLOADS", MappingProxyType({**WORKLOADS, **skewed}))
-
-
-def _workload_name(zipf: float | None) -> str:
-    return "agentic" if zipf is None else f"agentic with Zipf's exponent {zipf:g}"
 
 
 def _windows(extent: Extent) -> tuple[int, ...]:
@@ -207,14 +57,14 @@ def _interference_cell(mode: str) -> Cell:
     )
 
 
-_HOT: Final = tuple(Run(hot_s=hot_s, rate=rate) for rate in (_BEYOND, _OVERLOAD) for hot_s in _HOT_S)
+_HOT: Final = tuple(Run(hot_s=hot_s, rate=rate) for rate in (BEYOND, _OVERLOAD) for hot_s in _HOT_S)
 _COOL: Final = tuple(Run(cool_s=cool_s, rate=_OVERLOAD) for cool_s in _COOLS_S)
 _PILLARS: Final[Mapping[str, Run]] = MappingProxyType(
     {
         "neither": Run(policy="least_loaded", moves=False),
         "migration only": Run(policy="least_loaded"),
         "affinity only": Run(hot_s=inf),
-        f"both, T_hot {_EARLY_S:g} s": Run(),
+        f"both, T_hot {EARLY_S:g} s": Run(),
         f"both, T_hot {_SLO_S:g} s": Run(hot_s=_SLO_S),
         "dualmap": Run(policy="dualmap", moves=False),
     }
@@ -224,7 +74,7 @@ _SKEW: Final[Mapping[str, Run]] = MappingProxyType(
         "least_loaded": Run(policy="least_loaded", moves=False, rate=_HIGH),
         "cache_affinity (sticky)": Run(policy="cache_affinity", moves=False, rate=_HIGH),
         "EAR, affinity only": Run(hot_s=inf, rate=_HIGH),
-        f"EAR, T_hot {_EARLY_S:g} s": Run(rate=_HIGH),
+        f"EAR, T_hot {EARLY_S:g} s": Run(rate=_HIGH),
         "dualmap": Run(policy="dualmap", moves=False, rate=_HIGH),
     }
 )
@@ -248,7 +98,7 @@ _BY_MEMORY: Final = ("least_loaded", "ear", "dualmap", "6P+2D, ear", "4P+4D, ear
 def _runs() -> list[Run]:
     """Return all runs, each once."""
     runs = [*_HOT, *_COOL]
-    runs += [replace(run, rate=rate) for run in _PILLARS.values() for rate in (_BEYOND, _OVERLOAD)]
+    runs += [replace(run, rate=rate) for run in _PILLARS.values() for rate in (BEYOND, _OVERLOAD)]
     runs += [replace(run, zipf=zipf) for run in _SKEW.values() for zipf in (*_ZIPFS, None)]
     runs += [replace(run, rate=rate) for run in _SPLITS.values() for rate in _RATES]
     runs += [replace(_SPLITS[name], rate=_HIGH, memory=memory) for name in _BY_MEMORY for memory in _MEMORIES]
@@ -291,8 +141,8 @@ _SPLIT_COLUMNS: Final = (
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     return "".join(
         (
-            f"Closed loop of agents, {_INSTANCES} instances. If not stated: {_BEYOND:g}/s, T_hot {_EARLY_S:g} s of "
-            f"prefill, T_cool {_COOL_S:g} s.\n\n![sensitivity](ear.png)\n\n",
+            f"Closed loop of agents, {INSTANCES} instances. If not stated: {BEYOND:g}/s, T_hot {EARLY_S:g} s of "
+            f"prefill, T_cool {COOL_S:g} s.\n\n![sensitivity](ear.png)\n\n",
             _part(results, extent, "T_hot", "T_hot s", [(f"{each.hot_s:g} at {each.rate:g}/s", each) for each in _HOT]),
             _part(
                 results,
@@ -308,7 +158,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
                 "pillars",
                 [
                     (f"{name}, at {rate:g}/s", replace(run, rate=rate))
-                    for rate in (_BEYOND, _OVERLOAD)
+                    for rate in (BEYOND, _OVERLOAD)
                     for name, run in _PILLARS.items()
                 ],
             ),
@@ -392,18 +242,18 @@ def _mean(results: Results, extent: Extent, run: Run, name: str) -> float | None
 
 def _drawn(results: Results, extent: Extent, plots: Path) -> str:
     figure, axes = grid(1, 4)
-    for rate, style in ((_BEYOND, "-"), (_OVERLOAD, "--")):
+    for rate, style in ((BEYOND, "-"), (_OVERLOAD, "--")):
         runs = [run for run in _HOT if run.rate == rate and run.hot_s < inf]
         hot = {"ear": [(run.hot_s, _mean(results, extent, run, "ttft_p90_s")) for run in runs]}
         draw_lines(axes[0][0], ("ear",), hot, style=style)
     axes[0][0].set_xscale("log")
     axes[0][0].set_yscale("log")
-    finish(axes[0][0], f"TTFT p90, s, at {_BEYOND:g}/s, {_OVERLOAD:g}/s (--)", across="T_hot, s of prefill")
+    finish(axes[0][0], f"TTFT p90, s, at {BEYOND:g}/s, {_OVERLOAD:g}/s (--)", across="T_hot, s of prefill")
     cool = {"ear": [(run.cool_s, _mean(results, extent, run, "ttft_p90_s")) for run in _COOL]}
     draw_lines(axes[0][1], ("ear",), cool)
     finish(axes[0][1], f"TTFT p90, s, at {_OVERLOAD:g}/s", across="T_cool, s")
     names = ("least_loaded", "cache_affinity", "ear", "dualmap")
-    chosen = ("least_loaded", "cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
+    chosen = ("least_loaded", "cache_affinity (sticky)", f"EAR, T_hot {EARLY_S:g} s", "dualmap")
     lines = {
         shown: [(zipf, _mean(results, extent, replace(_SKEW[name], zipf=zipf), "worker_max_p90_s")) for zipf in _ZIPFS]
         for shown, name in zip(names, chosen, strict=True)
@@ -437,7 +287,9 @@ class _Compared:
         parts = []
         for title, run in self.runs.items():
             if _kept(results, extent, run):
-                values = (number(_mean(results, extent, run, name), *shown) for name, *shown in self.figures)
+                values = (
+                    number(_mean(results, extent, run, name), digits, scale) for name, digits, scale in self.figures
+                )
                 parts.append(f"{title}: {' / '.join(values)}")
         return Claim(self.source, self.says, self.unit + "; ".join(parts) if parts else "")
 
@@ -472,7 +324,7 @@ _COMPARED: Final = (
         "hit rate in % / pulled in % / TTFT P90 in s / worst instance's: ",
         {
             f"{name} at {rate:g}/s": replace(run, rate=rate)
-            for rate in (_BEYOND, _OVERLOAD)
+            for rate in (BEYOND, _OVERLOAD)
             for name, run in _PILLARS.items()
         },
         (("hit_rate", 1, 100.0), ("pulled_share", 1, 100.0), _TTFT_P90, _WORST_P90),
@@ -498,14 +350,14 @@ _COMPARED: Final = (
         {
             f"{zipf:g} {name}": replace(_SKEW[name], zipf=zipf)
             for zipf in (_ZIPFS[0], _ZIPFS[-1])
-            for name in ("cache_affinity (sticky)", f"EAR, T_hot {_EARLY_S:g} s", "dualmap")
+            for name in ("cache_affinity (sticky)", f"EAR, T_hot {EARLY_S:g} s", "dualmap")
         },
         (_WORST_P90,),
     ),
     _Compared(
         "EAR 1, 5.2",
         "EAR dominates in TPOT, too (open)",
-        f"TPOT P50 / P90 in ms, at {_BEYOND:g}/s: ",
+        f"TPOT P50 / P90 in ms, at {BEYOND:g}/s: ",
         {name: _SPLITS[name] for name in ("round_robin", "least_loaded", "cache_affinity", "ear", "dualmap")},
         (("tpot_p50_s", 0, 1000.0), ("tpot_p90_s", 0, 1000.0)),
     ),

@@ -1,6 +1,7 @@
 """Goodput under difficult conditions: several routers, a slow instance, wrong speeds, another SLO.
 
-Both workloads run on 7b with all policies, in the first window. Four routers run in every window.
+Both workloads run on 7b with all policies, in the first window. Several routers run with the default policy.
+``python -m bench routers`` measures more numbers of routers, workloads and models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput
 from bench.paper.settings import DEFAULT_POLICY, OURS, RIVALS, TITLES, Extent
-from bench.paper.tables import Spread, change, number, table
+from bench.paper.tables import change, number, table
 
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.presets import PRESETS, slowed
@@ -40,12 +41,12 @@ _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     _LOCAL: lambda e: replace(e, routers=4, owner_decides=False, view_delay_s=_VIEW_S),
 }
 _SEVERAL: Final = (_ROUTERS, _LOCAL)
-_ROUTERS_POLICIES: Final = ("dualmap",)
 _BOUND: Final = "limit"
 _WITH_SESSIONS: Final = "with session ids"
 
 
-def _cell(extent: Extent, condition: str, workload: str, window: int, policy: str) -> Cell:
+def _cell(extent: Extent, condition: str, workload: str, policy: str) -> Cell:
+    window = extent.windows[0]
     if condition == _AS_IT_IS:
         return goodput.TRACES.cell(extent, workload, _MODEL, window, policy)
     experiment = extent.experiment(workload, _MODEL, window, policy)
@@ -62,31 +63,29 @@ def _cell(extent: Extent, condition: str, workload: str, window: int, policy: st
 
 
 def _policies(condition: str) -> tuple[str, ...]:
-    if condition in _SEVERAL:
-        return _ROUTERS_POLICIES
-    if condition == _WITH_SESSIONS:
-        return OURS
+    if condition in (*_SEVERAL, _WITH_SESSIONS):
+        return (DEFAULT_POLICY,)
     return (*_SHOWN, _BOUND) if condition == "SLO 10 s" else _SHOWN
-
-
-def _windows(condition: str, extent: Extent) -> tuple[int, ...]:
-    return extent.windows if condition in _SEVERAL else extent.windows[:1]
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
     return [
-        _cell(extent, condition, workload, window, policy)
+        _cell(extent, condition, workload, policy)
         for condition in (*_CONDITIONS, _WITH_SESSIONS)
-        for window in _windows(condition, extent)
         for policy in _policies(condition)
         for workload in extent.workloads
     ]
 
 
-def _found(results: Results, extent: Extent, condition: str, workload: str, policy: str) -> Spread:
-    """Return the goodput under a condition, in the windows measured under this condition."""
-    cells = [_cell(extent, condition, workload, window, policy) for window in _windows(condition, extent)]
-    return Spread.of(figures["goodput_qps"] for cell in cells if (figures := results.figures(cell)) is not None)
+def _found(results: Results, extent: Extent, condition: str, workload: str, policy: str) -> float | None:
+    """Return the goodput under a condition, None if it is not measured."""
+    figures = results.figures(_cell(extent, condition, workload, policy))
+    return None if figures is None else figures["goodput_qps"]
+
+
+def _beside(rate: float | None, base: float | None, digits: int = 1) -> str:
+    """Return a goodput with its change from ``base``, or a dash if it is not measured."""
+    return "-" if rate is None else f"{number(rate)} ({change(rate, base, digits)})"
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
@@ -96,15 +95,14 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     for row, workload in zip(axes, extent.workloads, strict=True):
         rows = []
         for policy in (*_SHOWN, _BOUND):
-            single = results.figures(_cell(extent, _AS_IT_IS, workload, 0, policy))
-            base = None if single is None else single["goodput_qps"]
-            means = [_found(results, extent, condition, workload, policy).mean for condition in shown]
-            rows.append([policy, number(base), *(f"{number(each)} ({change(each, base, 0)})" for each in means)])
+            base = _found(results, extent, _AS_IT_IS, workload, policy)
+            rates = [_found(results, extent, condition, workload, policy) for condition in shown]
+            rows.append([policy, number(base), *(_beside(each, base, 0) for each in rates)])
         parts.append(f"## {TITLES[workload]}, first window: goodput/s\n\n")
         parts.append(table(("policy", _AS_IT_IS, *shown), rows) + "\n")
         for place, condition in zip(row, (_AS_IT_IS, *shown), strict=True):
-            values = [_found(results, extent, condition, workload, policy).values[:1] for policy in _SHOWN]
-            bars(place, _SHOWN, values)
+            found = [_found(results, extent, condition, workload, policy) for policy in _SHOWN]
+            bars(place, _SHOWN, [[] if each is None else [each] for each in found])
             finish(place, f"{TITLES[workload]}: {condition}")
     legend(figure, _SHOWN)
     save(figure, plots / "robust.png")
@@ -115,30 +113,13 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 def _routers(results: Results, extent: Extent) -> str:
     rows = []
     for workload in extent.workloads:
-        for policy in OURS:
-            one = goodput.TRACES.spread(results, extent, workload, _MODEL, policy)
-            several = [_found(results, extent, each, workload, policy) for each in _SEVERAL]
-            named = _found(results, extent, _WITH_SESSIONS, workload, policy)
-            rows.append(
-                [
-                    TITLES[workload],
-                    policy,
-                    one.show(),
-                    *(shown for four in several for shown in (four.show(), change(four.mean, one.mean))),
-                    named.show(),
-                ]
-            )
-    heads = (
-        "workload",
-        "policy",
-        "one router",
-        _ROUTERS,
-        "change",
-        f"{_LOCAL}, views {1000 * _VIEW_S:g} ms old",
-        "change",
-        "one router, session ids (first window)",
-    )
-    return table(heads, rows)
+        one, *others = (
+            _found(results, extent, condition, workload, DEFAULT_POLICY)
+            for condition in (_AS_IT_IS, *_SEVERAL, _WITH_SESSIONS)
+        )
+        rows.append([TITLES[workload], number(one), *(_beside(each, one) for each in others)])
+    local = f"{_LOCAL}, views {1000 * _VIEW_S:g} ms old"
+    return table((f"goodput/s of `{DEFAULT_POLICY}`", "one router", _ROUTERS, local, "one router, session ids"), rows)
 
 
 def _excerpt(results: Results, extent: Extent) -> str:
@@ -146,7 +127,7 @@ def _excerpt(results: Results, extent: Extent) -> str:
     rows = []
     for condition in (_AS_IT_IS, *(each for each in _CONDITIONS if each not in _SEVERAL)):
         for workload in extent.workloads:
-            rates = {p: _found(results, extent, condition, workload, p).mean for p in (*OURS, *RIVALS)}
+            rates = {p: _found(results, extent, condition, workload, p) for p in (*OURS, *RIVALS)}
             others = [(rate, policy) for policy, rate in rates.items() if policy in RIVALS and rate is not None]
             best, name = max(others, default=(None, ""))
             rows.append(

@@ -6,37 +6,30 @@ figure is also given for the first nine tenths of the requests. With KV moves, a
 together with the session.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import nan
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Final
 
+from bench.paper.agents import PULL_TOKENS_PER_S, WARMUP, closed_loop_figures
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import bars, finish, grid, legend, save
 from bench.paper.claims import Claim
-from bench.paper.measures import mean_ttft_s, summary_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import OURS, RIVALS, Extent, as_shipped
 from bench.paper.tables import Spread, table
 
-from dualmap_sim.experiment import Experiment, Outcome, load_trace, run_experiment
+from dualmap_sim.experiment import Experiment, run_experiment
 from dualmap_sim.presets import PRESETS
-from dualmap_sim.records import Record
-from dualmap_sim.summary import percentile
 from dualmap_sim.workloads.catalog import Workload
 
 _RATES: Final = (2.5, 3.5, 5.5)
 """Nominal requests per second: 1/2, 2/3, and slightly more than the capacity with one unlimited shared cache."""
 _WITHOUT_MOVES: Final = ("all_cached", "round_robin", *RIVALS, "ear", *OURS)
 _WITH_MOVES: Final = (*RIVALS, "ear", "dualmap")
-_PULL_TOKENS_PER_S: Final = 100_000.0
-"""The speed of a link of 10 GB/s, with 3.3 GB of KV for 33,600 tokens (EAR)."""
-_WARMUP: Final = 200
 
 
 def closed_loop(experiment: Experiment) -> Figures:
@@ -44,43 +37,14 @@ def closed_loop(experiment: Experiment) -> Figures:
     return closed_loop_figures(experiment, run_experiment(experiment))
 
 
-def closed_loop_figures(experiment: Experiment, outcome: Outcome) -> Figures:
-    """Return a closed loop's summary, its amplification, and the TTFT p90 of the instances."""
-    trace = load_trace(experiment).at_rate(experiment.requests_per_s)
-    nominal_s = sorted(each.arrival_s for each in trace.requests)
-    counted = [each for each in outcome.records if int(each.arrival.request_id) >= experiment.warmup]
-    ended_s = sorted(each.finished_s for each in outcome.records if each.finished_s is not None)
-    tokens = sum(each.arrival.work.prompt_tokens for each in counted)
-    workers_s = _worker_p90_s(counted)
-    return {
-        **summary_figures(outcome.summary),
-        "ttft_mean_s": mean_ttft_s(counted),
-        "turn_mean_s": fmean(each.finished_s - each.arrival.at_s for each in counted if each.finished_s is not None),
-        "amplification": ended_s[-1] / trace.duration_s,
-        "amplification_90": percentile(ended_s, 0.9) / percentile(nominal_s, 0.9),
-        "pulled_share": sum(each.pulled_tokens for each in counted) / tokens,
-        "worker_median_p90_s": median(workers_s) if workers_s else nan,
-        "worker_max_p90_s": max(workers_s, default=nan),
-    }
-
-
-def _worker_p90_s(records: Sequence[Record]) -> list[float]:
-    """Return the TTFT p90 of every instance that served requests."""
-    times_s = defaultdict(list)
-    for record in records:
-        if record.ttft_s is not None and record.endpoint is not None:
-            times_s[record.endpoint].append(record.ttft_s)
-    return [percentile(sorted(each), 0.9) for each in times_s.values()]
-
-
 def _cell(extent: Extent, rate: float, window: int, policy: str, *, moves: bool) -> Cell:
     experiment = as_shipped(
         Experiment(
             workload=Workload(name="agentic", requests=1200 if extent.quick else 4000, seed=window),
-            engine=replace(PRESETS["agent"], pull_tokens_per_s=_PULL_TOKENS_PER_S) if moves else PRESETS["agent"],
+            engine=replace(PRESETS["agent"], pull_tokens_per_s=PULL_TOKENS_PER_S) if moves else PRESETS["agent"],
             policy=policy,
             requests_per_s=rate,
-            warmup=_WARMUP,
+            warmup=WARMUP,
             kv_moves=moves,
         )
     )

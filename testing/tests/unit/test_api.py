@@ -15,6 +15,7 @@ from emulated_cluster.api.follow import Mirror, follow
 from emulated_cluster.control_plane.kubeconfigs import write_for_token
 from kube_api import KubeApi, kube_api
 from waiting import until
+from web_server import WebServer
 
 PODS = "/api/v1/namespaces/team/pods"
 
@@ -34,13 +35,8 @@ async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncItera
 
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with WebServer(application) as server:
+        yield f"http://127.0.0.1:{server.port}"
 
 
 @asynccontextmanager

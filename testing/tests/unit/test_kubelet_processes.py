@@ -23,6 +23,7 @@ from emulated_cluster.kubelet.isolation.processes import run
 from emulated_cluster.kubelet.pod_spec.environment import Values
 from kubelet_objects import pod
 from waiting import until
+from web_server import WebServer
 
 SHELL = ["/bin/sh", "-c"]
 
@@ -48,12 +49,8 @@ async def test_http_probe_succeeds_on_redirect_and_fails_on_error() -> None:
 
     app = web.Application()
     app.router.add_get("/{status}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
+    async with WebServer(app) as server:
+        port = server.port
         where = action_target(http=port)
         header = {"httpHeaders": [{"name": "X-Probe", "value": "yes"}]}
         answers = [
@@ -61,8 +58,6 @@ async def test_http_probe_succeeds_on_redirect_and_fails_on_error() -> None:
             for status in (200, 302, 404, 503)
         ]
         connects = [await perform({"tcpSocket": {"port": port}}, where, timeout_s=10)]
-    finally:
-        await runner.cleanup()
     connects.append(await perform({"tcpSocket": {"port": port}}, where, timeout_s=10))
 
     assert answers == [True, True, False, False]

@@ -17,6 +17,7 @@ from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 from emulated_cluster.kubelet.pod_spec.volumes import persistently
 from emulated_cluster.kubelet.pods import FAKE_ANNOTATION, PodWorker
 from waiting import until
+from web_server import WebServer
 
 POD = {
     "metadata": {
@@ -51,17 +52,12 @@ async def server(*statuses: int) -> AsyncIterator[tuple[Server, ApiClient]]:
     refusing = Server(*statuses)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", refusing.answer)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    async with WebServer(application) as server:
+        client = ApiClient(f"http://127.0.0.1:{server.port}")
         try:
             yield refusing, client
         finally:
             await client.close()
-    finally:
-        await runner.cleanup()
 
 
 async def test_rejected_pod_status_is_sent_again_and_logged_once(
