@@ -42,7 +42,12 @@ COMMANDS: Final = {
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
     ),
     "replay": Benchmark("bench.replay", "the router's whole work for a request without sockets (a minute)", "replay"),
-    "soak": Benchmark("bench.soak", "the router's memory over a million requests without sockets (an hour)", "command"),
+    "chunks": Benchmark(
+        "bench.chunks", "output chunks a second through one router process, without Envoy (a minute)", "command"
+    ),
+    "soak": Benchmark(
+        "bench.soak", "the router's memory over a million requests without sockets (half an hour)", "command"
+    ),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),

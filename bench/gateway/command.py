@@ -52,6 +52,11 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
     help="What serves the router's gRPC port; repeat for several. Default: all.",
 )
 @click.option(
+    "--peer",
+    type=click.Path(exists=True, dir_okay=False, executable=True, path_type=Path),
+    help="Program of llm-d's endpoint picker (llm-d-router) to measure beside the router, not part of this project.",
+)
+@click.option(
     "--quick",
     is_flag=True,
     help="Measure only one short round, in about three minutes. Overrides --rounds, --seconds and --idle-seconds.",
@@ -73,6 +78,7 @@ def gateway(
     rate: float,
     sections: tuple[str, ...],
     transports: tuple[Transport, ...],
+    peer: Path | None,
     quick: bool,
     json_file: Path | None,
     keep: Path | None,
@@ -95,6 +101,7 @@ def gateway(
         idle_s=_QUICK_IDLE_SECONDS if quick else idle_seconds,
         connections=connections,
         rate=rate,
+        peer=peer,
     )
     began, before = time.monotonic(), _load()
     try:
@@ -111,7 +118,7 @@ def gateway(
     )
     click.echo(f'`make bench ARGS="{" ".join(sys.argv[1:])}"`\n\n{machine}\n\n{Tables(measured).markdown()}')
     if json_file is not None:
-        json_file.write_text(json.dumps({"machine": machine, **asdict(measured)}, indent=1))
+        json_file.write_text(json.dumps({"machine": machine, **asdict(measured)}, indent=1, default=str))
 
 
 def _load() -> str:

@@ -16,7 +16,7 @@ from bench.gateway.stacks import BenchError, Lab, Stack
 from dualmap_cli.demo.children import Children
 from dualmap_extproc.settings import Transport
 
-ALONE, TRIVIAL, REDIS = "Envoy alone", "trivial picker", "1 router with Redis"
+ALONE, TRIVIAL, PEER, REDIS = "Envoy alone", "trivial picker", "llm-d-router", "1 router with Redis"
 SIZES_KB = (1, 64, 220)
 FEW_CHUNKS, MANY_CHUNKS = 5, 50
 ROUTERS = (1, 2, 4)
@@ -32,6 +32,7 @@ class Plan:
     """The durations and numbers of the measurements. ``rate`` is the requests per second of the open loops.
 
     One router is measured with each of ``transports``, several routers and routers with Redis with the first one.
+    ``peer`` is the program of llm-d's endpoint picker, if there is one.
     """
 
     sections: tuple[str, ...]
@@ -41,6 +42,7 @@ class Plan:
     idle_s: float
     connections: int
     rate: float
+    peer: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +116,7 @@ class Experiment:
         return Measured(plan=self._plan, samples=tuple(self._samples), idle=tuple(self._idle))
 
     async def _one_router(self) -> None:
-        rate, cells = self._plan.rate, []
-        if "prompts" in self._plan.sections:
-            cells += [
-                Cell(section="prompts", prompt_kb=size, chunks=0, rate=pace) for size in SIZES_KB for pace in (0, rate)
-            ]
-        if "chunks" in self._plan.sections:
-            cells += [
-                Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=rate) for chunks in (FEW_CHUNKS, MANY_CHUNKS)
-            ]
+        rate, wanted = self._plan.rate, self._plan.sections
         async with self._lab("one") as lab:
             stacks = [
                 await lab.envoy_alone(ALONE),
@@ -130,7 +124,16 @@ class Experiment:
                 *[await lab.routers(one_router(each), 1, transport=each) for each in self._plan.transports],
                 await lab.routers(REDIS, 1, redis=True, transport=self._plan.transports[0]),
             ]
-            await self._rounds(lab, stacks, cells)
+            if "prompts" in wanted:
+                sizes = [(size, pace) for size in SIZES_KB for pace in (0, rate)]
+                cells = [Cell(section="prompts", prompt_kb=size, chunks=0, rate=pace) for size, pace in sizes]
+                await self._rounds(lab, [*stacks, *await self._peers(lab)], cells)
+            if "chunks" in wanted:
+                cells = [
+                    Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=rate)
+                    for chunks in (FEW_CHUNKS, MANY_CHUNKS)
+                ]
+                await self._rounds(lab, stacks, cells)
 
     async def _full_duplex(self) -> None:
         """Measure Envoys that send both bodies through the picker, at a rate and as fast as all processes allow."""
@@ -139,7 +142,11 @@ class Experiment:
             stacks = [await lab.envoy_alone(ALONE), await lab.trivial(TRIVIAL, full_duplex=True)]
             for each in self._plan.transports:
                 stacks.append(await lab.routers(one_router(each), 1, transport=each, full_duplex=True))
-            await self._rounds(lab, stacks, cells)
+            await self._rounds(lab, [*stacks, *await self._peers(lab)], cells)
+
+    async def _peers(self, lab: Lab) -> list[Stack]:
+        """Start llm-d's endpoint picker, if the plan has it."""
+        return [await lab.peer(PEER, self._plan.peer)] if self._plan.peer else []
 
     async def _several_routers(self) -> None:
         async with self._lab("several") as lab:

@@ -9,6 +9,7 @@ from bench.gateway.experiment import (
     DUPLEX_RATE,
     FEW_CHUNKS,
     MANY_CHUNKS,
+    PEER,
     REDIS,
     ROUTERS,
     SIZES_KB,
@@ -24,8 +25,8 @@ AIM_SMALL, AIM_LARGE, AIM_IDLE_CORES = 1.5, 1.2, 0.05
 # Target for messages per further chunk: 1 would mean that the picker receives every chunk. Envoy may send a few chunks
 # before it processes the end of the stream.
 AIM_MESSAGES = 0.02
-# The CPU time of the trivial picker, divided by that of llm-d-router 0.10 with one scrape a second: measured in another
-# run than this one, on an idle machine. By prompt in KB; and for event streams, both in FULL_DUPLEX_STREAMED.
+# For runs without llm-d-router: the trivial picker's CPU time, divided by that of llm-d-router 0.10 with one scrape a
+# second, measured on another, idle machine. By prompt in KB; and for event streams, both in FULL_DUPLEX_STREAMED.
 TRIVIAL_TO_LLMD, TRIVIAL_TO_LLMD_DUPLEX = {1: 1.8, 64: 0.35, 220: 0.16}, 0.47
 # Targets for the router's CPU time, divided by that of llm-d-router.
 AIM_TO_LLMD, AIM_TO_LLMD_DUPLEX = {1: 0.8, 64: 0.25, 220: 0.15}, 0.5
@@ -64,7 +65,15 @@ class Tables:
 
     def markdown(self) -> str:
         """Return the tables of the measured sections."""
-        tables = (self._prompts(), self._chunks(), self._duplex(), self._routers(), self._idle(), self._aims())
+        tables = (
+            self._prompts(),
+            self._chunks(),
+            self._duplex(),
+            self._full(),
+            self._routers(),
+            self._idle(),
+            self._aims(),
+        )
         return "\n\n".join(table for table in tables if table)
 
     def _prompts(self) -> str:
@@ -72,15 +81,13 @@ class Tables:
         for size in SIZES_KB:
             closed = Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)
             paced = Cell(section="prompts", prompt_kb=size, chunks=0, rate=self._measured.plan.rate)
-            for stack in (ALONE, TRIVIAL, *self._routers_alone, REDIS):
+            for stack in (ALONE, TRIVIAL, *self._routers_alone, REDIS, *self._peers):
                 alone = stack == ALONE
                 rows.append([
                     f"{size} KB",
                     stack,
-                    "" if alone else self._spread(closed, stack, _picker_us).text(),
-                    "" if alone else self._ratio(closed, stack).text(2),
-                    "" if alone else self._spread(paced, stack, _picker_us).text(),
-                    "" if alone else self._ratio(paced, stack).text(2),
+                    *self._picker(closed, stack),
+                    *self._picker(paced, stack),
                     self._spread(closed, stack, lambda sample: sample.cpu_us("envoy")).text(),
                     self._spread(closed, stack, lambda sample: sample.cpu_us("load")).text(),
                     self._spread(closed, stack, _per_second).text(),
@@ -93,8 +100,8 @@ class Tables:
                 ])  # fmt: skip
         plan = self._measured.plan
         header = [
-            "prompt", "stack", f"picker's CPU a request, us ({plan.connections} clients)", "x trivial",
-            f"at {plan.rate:g}/s, us", "x trivial", "Envoy's CPU a request, us", "clients' CPU, us", "requests/s",
+            "prompt", "stack", f"picker's CPU a request, us ({plan.connections} clients)", *self._ratios,
+            f"at {plan.rate:g}/s, us", *self._ratios, "Envoy's CPU a request, us", "clients' CPU, us", "requests/s",
             f"first byte p50, ms (at {plan.rate:g}/s)", "p99, ms",
         ]  # fmt: skip
         return self._table("prompts", "Prompts, answered with JSON", header, rows)
@@ -122,27 +129,35 @@ class Tables:
     def _duplex(self) -> str:
         paced, closed = _DUPLEX_PACED, _DUPLEX_CLOSED
         rows = []
-        for stack in (ALONE, TRIVIAL, *self._routers_alone):
+        for stack in (ALONE, TRIVIAL, *self._routers_alone, *self._peers):
             alone = stack == ALONE
             p99 = "" if alone else "+" + self._added(closed, stack, lambda sample: sample.result.ttfb_p99_ms).text(2)
             rows.append([
                 stack,
-                "" if alone else self._spread(paced, stack, _picker_us).text(),
-                "" if alone else self._ratio(paced, stack).text(2),
-                "" if alone else self._spread(closed, stack, lambda sample: _picker_us(sample) / MANY_CHUNKS).text(1),
-                "" if alone else self._ratio(closed, stack).text(2),
-                self._spread(closed, stack, lambda sample: sample.cpu_us("envoy") / MANY_CHUNKS).text(1),
+                *self._picker(paced, stack),
+                *self._picker(closed, stack, chunks=MANY_CHUNKS),
+                self._spread(closed, stack, _chunk_us("envoy")).text(1),
                 self._spread(closed, stack, _chunks_per_second).text(),
                 self._spread(closed, stack, lambda sample: sample.result.ttfb_p99_ms).text(2) if alone else p99,
             ])  # fmt: skip
         clients = self._measured.plan.connections
         header = [
-            "stack", f"picker's CPU a request at {DUPLEX_RATE:g}/s, us", "x trivial",
-            f"picker's CPU a chunk, us ({clients} clients, request included)", "x trivial", "Envoy's CPU a chunk, us",
+            "stack", f"picker's CPU a request at {DUPLEX_RATE:g}/s, us", *self._ratios,
+            f"picker's CPU a chunk, us ({clients} clients, request included)", *self._ratios, "Envoy's CPU a chunk, us",
             "chunks/s", "first byte p99, ms",
         ]  # fmt: skip
         title = f"Event streams of {MANY_CHUNKS} chunks, both bodies in FULL_DUPLEX_STREAMED, 1 KB prompts"
         return self._table("duplex", title, header, rows)
+
+    def _full(self) -> str:
+        """Return the rate of chunks that fills one core of each kind of process, in the stack of the first router."""
+        stack, rows = self._routers_alone[0], []
+        for name, process in (("clients", "load"), ("engines", "engines"), ("Envoy", "envoy"), ("router", "picker")):
+            us = self._spread(_DUPLEX_CLOSED, stack, _chunk_us(process))
+            if us.values:
+                rows.append([name, us.text(1), f"{1e6 / us.median:.0f}"])
+        header = ["process", "CPU a chunk, us (request included)", "one core is full at chunks/s (computed)"]
+        return self._table("duplex", f"Processes of {stack} in FULL_DUPLEX_STREAMED", header, rows)
 
     def _routers(self) -> str:
         cell = Cell(section="routers", prompt_kb=1, chunks=0, rate=0)
@@ -197,19 +212,17 @@ class Tables:
         return _markdown("Targets", ["target", "measured", "met"], rows) if rows else ""
 
     def _aims_of(self, stack: str) -> list[list[str]]:
-        """Return the targets of one router with a transport. The ratios to llm-d-router use a figure of another run."""
+        """Return the targets of one router with a transport."""
         rows = []
-        ratios = [(f"{size} KB", Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)) for size in SIZES_KB]
-        known = [(TRIVIAL_TO_LLMD[size], AIM_TO_LLMD[size]) for size in SIZES_KB]
-        ratios.append((f"{MANY_CHUNKS} chunks in FULL_DUPLEX", _DUPLEX_PACED))
-        known.append((TRIVIAL_TO_LLMD_DUPLEX, AIM_TO_LLMD_DUPLEX))
-        for (load, cell), (trivial, aim) in zip(ratios, known, strict=True):
-            ratio = self._ratio(cell, stack)
+        closed = [(size, Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)) for size in SIZES_KB]
+        loads = [(f"{size} KB", cell, TRIVIAL_TO_LLMD[size], AIM_TO_LLMD[size]) for size, cell in closed]
+        duplex = f"{MANY_CHUNKS} chunks in FULL_DUPLEX"
+        loads.append((duplex, _DUPLEX_PACED, TRIVIAL_TO_LLMD_DUPLEX, AIM_TO_LLMD_DUPLEX))
+        for load, cell, trivial, aim in loads:
+            ratio = self._to_peer(cell, stack, trivial)
             if ratio.values:
-                reached = ratio.median * trivial
-                rows.append(
-                    [f"{stack}: CPU at {load}, at most {aim} of llm-d-router's", f"{reached:.2f}", _met(reached <= aim)]
-                )
+                aimed = f"{stack}: CPU at {load}, at most {aim} of llm-d-router's ({self._source_of_peer})"
+                rows.append([aimed, ratio.text(2), _met(ratio.median <= aim)])
         chunks = self._spread(_DUPLEX_CLOSED, stack, _chunks_per_second)
         if chunks.values:
             aimed = f"{stack}: at least {AIM_CHUNKS_PER_S} chunks/s in FULL_DUPLEX"
@@ -220,6 +233,33 @@ class Tables:
             aimed = f"{stack}: first byte at 1 KB, at most +{AIM_ADDED_MS} ms (p50)"
             rows.append([aimed, added.text(2), _met(added.median <= AIM_ADDED_MS)])
         return rows
+
+    def _to_peer(self, cell: Cell, stack: str, trivial: float) -> Spread:
+        """Return the CPU time divided by llm-d-router's, of which ``trivial`` is the trivial picker's known share."""
+        if self._peers:
+            return self._ratio(cell, stack, PEER)
+        return Spread(values=tuple(each * trivial for each in self._ratio(cell, stack).values))
+
+    @property
+    def _source_of_peer(self) -> str:
+        return "measured" if self._peers else "its published ratio to the trivial picker"
+
+    @property
+    def _peers(self) -> tuple[str, ...]:
+        return (PEER,) if self._measured.plan.peer else ()
+
+    @property
+    def _ratios(self) -> list[str]:
+        """The names of the columns with ratios."""
+        return ["x trivial", *(f"x {peer}" for peer in self._peers)]
+
+    def _picker(self, cell: Cell, stack: str, *, chunks: int = 1) -> list[str]:
+        """Return the picker's CPU time of a request or of a chunk, and its ratios; empty for Envoy alone."""
+        if stack == ALONE:
+            return [""] * (1 + len(self._ratios))
+        spent = self._spread(cell, stack, lambda sample: _picker_us(sample) / chunks)
+        ratios = [self._ratio(cell, stack, other).text(2) for other in (TRIVIAL, *self._peers)]
+        return [spent.text(0 if chunks == 1 else 1), *ratios]
 
     @property
     def _routers_alone(self) -> tuple[str, ...]:
@@ -234,10 +274,10 @@ class Tables:
     def _spread(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
         return Spread(values=tuple(figure(sample) for sample in self._of(cell, stack)))
 
-    def _ratio(self, cell: Cell, stack: str) -> Spread:
-        """Return the picker's CPU time divided by the trivial picker's in the same round."""
-        pairs = zip(self._of(cell, stack), self._of(cell, TRIVIAL), strict=True)
-        return Spread(values=tuple(_picker_us(one) / _picker_us(other) for one, other in pairs))
+    def _ratio(self, cell: Cell, stack: str, other: str = TRIVIAL) -> Spread:
+        """Return the picker's CPU time divided by that of another stack's picker in the same round."""
+        pairs = zip(self._of(cell, stack), self._of(cell, other), strict=True)
+        return Spread(values=tuple(_picker_us(one) / _picker_us(two) for one, two in pairs))
 
     def _added(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
         """Return the difference of a figure from the figure of Envoy alone in the same round."""
@@ -250,6 +290,11 @@ class Tables:
 
 def _picker_us(sample: Sample) -> float:
     return sample.cpu_us("picker")
+
+
+def _chunk_us(process: str) -> Callable[[Sample], float]:
+    """Return the function of a sample that returns a process' CPU time for each chunk."""
+    return lambda sample: sample.cpu_us(process) / MANY_CHUNKS
 
 
 def _chunks_per_second(sample: Sample) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import yaml
+from bench.gateway import peer
 from bench.gateway.load import Job, Result
 from bench.gateway.prompts import MODEL
 
@@ -108,11 +109,13 @@ class Lab:
         self._folder = folder
         self.load: Load
         self._engines: tuple[str, ...] = ()
+        self._upstream = 0
 
     async def start(self) -> None:
         """Start the engines and the load generator."""
         upstream = await self._children.start("upstream", module("bench.gateway.upstream", str(ENGINES_MAX)))
         load = await self._children.start("load", module("bench.gateway.load"))
+        self._upstream = upstream.process.pid
         self._engines = tuple((await upstream.ready(within_s=START_S)).values())
         control = (await load.ready(within_s=START_S))["control"]
         self.load = Load(*await asyncio.open_connection(HOST, int(control.rpartition(":")[2])))
@@ -136,6 +139,25 @@ class Lab:
             self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True, full_duplex=full_duplex
         )
         document = _without(_yaml(settings), _LUA)
+        return await self._start(name, yaml.safe_dump(document), pickers=(child,))
+
+    async def peer(self, name: str, program: Path) -> Stack:
+        """Start llm-d's endpoint picker, and an Envoy that sends both bodies through it, as llm-d's Envoy does."""
+        folder = self._folder.resolve()
+        command, address = peer.command(program, self._engines[:ENGINES], folder)
+        child = await self._children.start("peer", command)
+
+        async def listens() -> bool | None:
+            try:
+                _, writer = await asyncio.open_connection(HOST, int(address.rpartition(":")[2]))
+            except OSError:
+                return None
+            writer.close()
+            return True
+
+        await child.wait_for(listens, within_s=START_S)
+        settings = self._settings(self._pool("peer"), routers=(_address(address),), static=True, full_duplex=True)
+        document = peer.without_router_checks(_without(_yaml(settings), _LUA))
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
     async def routers(
@@ -192,20 +214,7 @@ class Lab:
 
     def _pool(self, tag: str, members: int = ENGINES) -> Path:
         """Write a pool file with the first ``members`` engines."""
-        engines = [_address(each) for each in self._engines[:members]]
-        listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(engines)]
-        document = {
-            "apiVersion": "serving.dualmap.dev/v1alpha1",
-            "kind": "InferencePool",
-            "metadata": {"name": MODEL, "namespace": NAMESPACE},
-            # The engines of this benchmark need no time for prefill. With a lower speed, the router would count all
-            # engines as overloaded.
-            "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
-            "status": {"ring": {"version": 1, "members": listed}},
-        }
-        path = self._folder / f"{tag}.json"
-        path.write_text(json.dumps(document, indent=2))
-        return path
+        return write_pool(self._folder / f"{tag}.json", self._engines[:members])
 
     def _settings(
         self,
@@ -254,8 +263,25 @@ class Lab:
             admin=admin_file.read_text(),
             envoy=child.process.pid,
             pickers=tuple(each.process.pid for each in pickers),
-            others=others or {},
+            others={"engines": self._upstream, **(others or {})},
         )
+
+
+def write_pool(path: Path, engines: Sequence[str]) -> Path:
+    """Write a pool file with engines at these addresses; return its path."""
+    addresses = [_address(each) for each in engines]
+    listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(addresses)]
+    document = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": MODEL, "namespace": NAMESPACE},
+        # The engines of this benchmark need no time for prefill. With a lower speed, the router would count all
+        # engines as overloaded.
+        "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
+        "status": {"ring": {"version": 1, "members": listed}},
+    }
+    path.write_text(json.dumps(document, indent=2))
+    return path
 
 
 def router_command(

@@ -1,7 +1,8 @@
 """The engine process: engines that cost almost nothing and answer JSON at once, or server-sent events at a fixed pace.
 
 ``python -m bench.gateway.upstream COUNT`` listens on COUNT free ports of 127.0.0.1 and prints the ports in its ready
-line. A request's header ``x-bench-chunks`` sets the number of events; 0 requests JSON.
+line. A request's header ``x-bench-chunks`` sets the number of events; 0 requests JSON. Every engine has a metrics page,
+which pickers read once a second: the families that they use, and as many others as vLLM has.
 """
 
 import asyncio
@@ -27,8 +28,37 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 _SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _EVENT = _chunk(b"data: %s\n\n" % _TOKEN.encode())
 _END = _chunk(b"data: %s\n\ndata: [DONE]\n\n" % _LAST.encode()) + b"0\r\n\r\n"
+_GET_METRICS = b"GET /metrics "
+_GAUGES = (
+    "process_start_time_seconds 1.795e+09",
+    'vllm:num_requests_running{engine="0",model_name="bench"} 0.0',
+    'vllm:num_requests_waiting{engine="0",model_name="bench"} 0.0',
+    'vllm:kv_cache_usage_perc{engine="0",model_name="bench"} 0.0',
+    'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="62500"} 1.0',
+)
+# A page of vLLM 0.32.0 has 716 lines with 59 KB.
+_HISTOGRAMS, _BUCKETS = 28, 20
 # No prompt of ``prompts`` contains these bytes.
 _END_OF_CHUNKS = b"\r\n0\r\n\r\n"
+
+
+def metrics_page() -> bytes:
+    """Return the answer to a request for the metrics, in Prometheus' text format."""
+    lines = []
+    for gauge in _GAUGES:
+        name = gauge.partition("{")[0].partition(" ")[0]
+        lines += [f"# HELP {name} A gauge.", f"# TYPE {name} gauge", gauge]
+    for number in range(_HISTOGRAMS):
+        name, labels = f"vllm:bench_{number}_seconds", 'engine="0",model_name="bench"'
+        lines += [f"# HELP {name} A histogram.", f"# TYPE {name} histogram"]
+        bounds = (*(f"{bound}.0" for bound in range(1, _BUCKETS)), "+Inf")
+        lines += [f'{name}_bucket{{{labels},le="{bound}"}} 0.0' for bound in bounds]
+        lines += [f"{name}_count{{{labels}}} 0.0", f"{name}_sum{{{labels}}} 0.0"]
+    page = "\n".join((*lines, "")).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n%s" % (len(page), page)
+
+
+_METRICS = metrics_page()
 
 
 class Engine(asyncio.Protocol):
@@ -58,6 +88,9 @@ class Engine(asyncio.Protocol):
             if not end:
                 return
             self._head = b""
+            if head.startswith(_GET_METRICS):
+                self._transport.write(_METRICS)
+                return
             head = head.lower()
             self._events_left = _number(head, b"\r\nx-bench-chunks: ")
             self._left_bytes = _number(head, b"\r\ncontent-length: ")

@@ -43,6 +43,12 @@ class InFlight:
     prefilled: bool = False
     fetch_tokens: int = 0
 
+    @property
+    def new_tokens(self) -> int:
+        """The number of prompt tokens that the member computes."""
+        new_tokens = max(0, self.request.chain.tokens - self.matched_tokens - self.fetch_tokens)
+        return 0 if self.request.is_prefilled_elsewhere(new_tokens) else new_tokens
+
     def sent(self) -> SentRequest:
         """Return what another router needs to account for the request."""
         return SentRequest(
@@ -163,7 +169,7 @@ class OwnRequests:
         for each in self.in_flight.values():
             requests[each.member] += 1
             if not each.prefilled:
-                tokens[each.member] += max(0, each.request.chain.tokens - each.matched_tokens - each.fetch_tokens)
+                tokens[each.member] += each.new_tokens
         queued = [each.request.chain.tokens for name, each in self.waiting.items() if name not in self.asked]
         return replace(
             status,

@@ -6,10 +6,14 @@ decision creates several of these objects. A named tuple is immutable and takes 
 dataclass.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from dualmap.policies.situation import Candidate, Rule
 from dualmap.pools.pool import ReceiptFields
+
+# Where a prompt is computed: at the chosen member, or at a member of the prefill pool.
+_MEMBER: Final = "member"
+_POOL_MEMBER: Final = "pool-member"
 
 
 class Key(NamedTuple):
@@ -35,14 +39,39 @@ class CandidateReceipt(NamedTuple):
     fetch_tokens: int = 0
 
 
+class PrefillReceipt(NamedTuple):
+    """Where the prompt of a request is computed, of a pool with a prefill pool, whose name is ``pool``.
+
+    ``receipt`` is the prefill pool's receipt. It is None if the chosen member computes the prompt itself, for the
+    reason ``local``: a stable name for programs, with ``meaning`` for people.
+    """
+
+    pool: str
+    receipt: "Receipt | None" = None
+    local: str = ""
+    meaning: str = ""
+
+    @property
+    def where(self) -> str:
+        """``pool-member``, or why the chosen member computes the prompt."""
+        return self.local if self.receipt is None else _POOL_MEMBER
+
+    def as_json(self) -> dict[str, object]:
+        """Return the values as JSON values."""
+        if self.receipt is None:
+            return {"where": _MEMBER, "pool": self.pool, "local": self.local, "meaning": self.meaning}
+        return {"where": _POOL_MEMBER, "pool": self.pool, "receipt": self.receipt.as_json()}
+
+
 class Receipt(NamedTuple):
     """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because".
 
     ``matched_tokens`` is what the chosen member is assumed to cache when the request is sent to it. The ``candidates``
     are as they were at the choice. ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the
     router's own ``records``. ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``,
-    ``absent`` or ``unknown``. It is empty for the base model. ``fetch_tokens`` are the tokens that the chosen member is
-    expected to fetch from the pool's KV store; None if the pool has no store.
+    ``absent`` or ``unknown``. It is empty for the base model. ``prefill`` is None for a pool without a prefill pool.
+    If a member of the prefill pool computes the prompt, ``predicted_ttft_s`` is of that member. ``fetch_tokens`` are
+    the tokens that the chosen member is expected to fetch from the pool's KV store; None if the pool has no store.
     """
 
     pool: str
@@ -59,6 +88,7 @@ class Receipt(NamedTuple):
     candidates: tuple[CandidateReceipt, ...]
     source: str = "records"
     adapter: str = ""
+    prefill: PrefillReceipt | None = None
     fetch_tokens: int | None = None
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
@@ -77,8 +107,17 @@ class Receipt(NamedTuple):
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
-            f"source={_sf_string(self.source)}{adapter}{fetch}"
+            f"source={_sf_string(self.source)}{adapter}{fetch}{self._prefill_fields()}"
         )
+
+    def _prefill_fields(self) -> str:
+        prefill = self.prefill
+        if prefill is None:
+            return ""
+        pool = f", prefill_pool={_sf_string(prefill.pool)}"
+        if prefill.receipt is None:
+            return f", prefill={_sf_string(_MEMBER)}{pool}, prefill_local={_sf_string(prefill.local)}"
+        return f", prefill={_sf_string(_POOL_MEMBER)}{pool}, prefill_member={_sf_string(prefill.receipt.chosen)}"
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float, adapter: str = "") -> "Receipt":
         """Return the receipt of the same request after a move to another member's queue."""
@@ -102,6 +141,9 @@ class Receipt(NamedTuple):
         fields = self._asdict()
         if not self.adapter:
             del fields["adapter"]
+        del fields["prefill"]
+        if self.prefill is not None:
+            fields["prefill"] = self.prefill.as_json()
         candidates = [each._asdict() for each in self.candidates]
         if self.fetch_tokens is None:
             for each in (fields, *candidates):

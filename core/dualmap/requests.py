@@ -33,8 +33,9 @@ class Request:
     by them. The engine runs the request as ``sequences`` requests, one for each answer to each prompt.
     ``adapter`` is the LoRA adapter that the request names as its model; empty for the base model. ``model`` is the name
     that the request contains: the pool's, an alias or an adapter; empty if it is not known. Requests of higher
-    ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``). ``stored`` is what the pool's KV store holds
-    of the prompt.
+    ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``). The request's member computes at most
+    ``prefills_up_to`` uncached tokens of the prompt itself; a member of the prefill pool computes more of them. None if
+    the member always computes its prompts. ``stored`` is what the pool's KV store holds of the prompt.
     """
 
     id: str
@@ -52,15 +53,25 @@ class Request:
     model: str = ""
     priority: int = 0
     stored: StoreMatch = NO_MATCH
+    prefills_up_to: int | None = None
+
+    def is_prefilled_elsewhere(self, new_tokens: int) -> bool:
+        """Return whether a member of the prefill pool computes ``new_tokens`` uncached tokens of this request."""
+        return self.prefills_up_to is not None and new_tokens > self.prefills_up_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The destination of a request: ``endpoints`` (``ip:port``) with the choice first; Envoy tries them in order."""
+    """The destination of a request: ``endpoints`` (``ip:port``) with the choice first; Envoy tries them in order.
+
+    ``prefillers`` are the endpoints of the prefill pool that may compute the prompt, the choice first. It is empty if
+    the destination computes the prompt.
+    """
 
     request_id: str
     endpoints: tuple[str, ...]
     receipt: Receipt
+    prefillers: tuple[str, ...] = ()
 
     @property
     def destination(self) -> str:

@@ -7,11 +7,25 @@ Extension (proposal 004, "Endpoint Picker Protocol"). Names with ``dualmap`` are
 
 from typing import Final
 
-# Names of request headers. The router removes all headers with a reserved prefix from clients' requests.
+# Names of request headers. The router removes all headers with a reserved prefix from clients' requests. Besides the
+# router's own headers, these select members for a part of a request in llm-d's sidecar and vLLM (`x-prefiller-...`,
+# `x-encoder-...`, `x-data-parallel-...`, `x-kv-cache-source-...`) and in NVIDIA Dynamo (the other ones).
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
-RESERVED_HEADER_PREFIXES: Final = ("x-gateway-destination-endpoint", "x-dualmap-")
+PREFILLER_HEADER: Final = "x-prefiller-host-port"
+PREFILLERS_HEADER: Final = "x-dualmap-prefillers"
+RESERVED_HEADER_PREFIXES: Final = (
+    "x-gateway-destination-endpoint",
+    "x-dualmap-",
+    "x-prefill",
+    "x-data-parallel-",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    "x-worker-instance-id",
+    "x-dp-rank",
+    "x-dynamo-routing-mode",
+)
 
 # The header in which an authenticating gateway names the client of a request (Gateway API Inference Extension).
 FAIRNESS_HEADER: Final = "x-gateway-inference-fairness-id"

@@ -36,6 +36,7 @@ class EventReason(StrEnum):
     INVALID_SPEC = "InvalidSpec"
     TEMPLATE_WARNING = "TemplateWarning"
     MODEL_CONFLICT = "ModelConflict"
+    PREFILL_POOL_UNUSABLE = "PrefillPoolUnusable"
     MEMBER_JOINING = "MemberJoining"
     MEMBER_ACTIVE = "MemberActive"
     MEMBER_DRAINING = "MemberDraining"

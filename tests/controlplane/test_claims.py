@@ -117,16 +117,46 @@ def test_names_to_reserve_are_neither_lost_nor_reserved_yet() -> None:
     assert index.claims.unreserved(_key("none")) == ()
 
 
+def test_pool_and_its_prefill_pool_share_a_model_without_a_conflict() -> None:
+    index = Index()
+    index.put(body("prefill", "shared", "mine"))
+    assert index.put(body("qwen", "shared", created=1, spec={"prefillPool": "prefill"})) == {"prefill"}
+    assert index.lost("qwen") == index.lost("prefill") == {}
+    assert index.claims.unreserved(_key("prefill")) == ()
+    assert index.claims.unreserved(_key("qwen")) == ("shared",)
+    # The alias of the prefill pool is free for a third pool.
+    index.put(body("third", "third", "mine", created=2))
+    assert index.lost("third") == {}
+    assert index.put(body("qwen", "shared", created=1)) == {"prefill", "third"}
+    assert index.lost("qwen") == {"shared": "llm/prefill"}
+    assert index.lost("third") == {"mine": "llm/prefill"}
+
+
+def test_unusable_prefill_pool_has_a_reason_and_wakes_its_user() -> None:
+    index = Index()
+    index.put(body("qwen", "shared", spec={"prefillPool": "prefill"}))
+    assert "does not exist" in index.claims.prefill_problem(_key("qwen"))
+    assert index.put(body("prefill", "other")) == {"qwen"}
+    assert "another model" in index.claims.prefill_problem(_key("qwen"))
+    index.change("prefill", None)
+    assert index.put(body("prefill", "shared", spec={"prefillPool": "third"})) == {"qwen"}
+    assert "prefill pool of its own" in index.claims.prefill_problem(_key("qwen"))
+    assert index.put(body("prefill", "shared")) == {"qwen"}
+    assert index.claims.prefill_problem(_key("qwen")) == ""
+
+
 _NAMES = st.lists(st.sampled_from(["v", "w", "x", "y", "z"]), min_size=1, max_size=3, unique=True)
 _POOLS = st.sampled_from(["a", "b", "c", "d"])
+_PREFILLERS = st.sampled_from(["", "", "a", "b"])
 _CHANGES = st.lists(
-    st.tuples(_POOLS, st.one_of(st.none(), st.tuples(_NAMES, st.integers(0, 2), st.booleans()))), max_size=20
+    st.tuples(_POOLS, st.one_of(st.none(), st.tuples(_NAMES, st.integers(0, 2), st.booleans(), _PREFILLERS))),
+    max_size=20,
 )
 
 
 @given(_CHANGES, st.dictionaries(st.sampled_from(["v", "w", "x"]), st.sampled_from(["llm", "prod"])))
 def test_name_claims_are_equal_in_operator_and_router(
-    changes: list[tuple[str, tuple[list[str], int, bool] | None]], reserved: dict[str, str]
+    changes: list[tuple[str, tuple[list[str], int, bool, str] | None]], reserved: dict[str, str]
 ) -> None:
     router, index = PoolObjects(), Index()
     router.reserve(reserved)
@@ -139,9 +169,11 @@ def test_name_claims_are_equal_in_operator_and_router(
             woken = index.change(name, None)
             lives.pop(name, None)
         else:
-            names, created, readable = change
+            names, created, readable, prefiller = change
             uid, created = lives.setdefault(name, (f"life-{number}", created))
-            document = body(name, *names, created=created, uid=uid, spec={} if readable else {"replicaz": 1})
+            document = body(name, *names, created=created, uid=uid, spec={"prefillPool": prefiller})
+            if not readable:
+                document["spec"]["replicaz"] = 1
             router.put(document)
             woken = index.put(document)
         after = {each: index.claims.lost(_key(each)) for each in "abcd"}
@@ -150,4 +182,9 @@ def test_name_claims_are_equal_in_operator_and_router(
         assert {each[:2] for each in told} == {(each.pool, each.value) for each in refused}
         assert all(any(pool == each.pool and owner in each.accepted for each in refused) for pool, _, owner in told)
         assert {each for each in after if after[each] != before.get(each, ())} <= woken | {name}
+        problems = {f"llm/{each}": index.claims.prefill_problem(_key(each)) for each in "abcd"}
+        unusable = {each.pool for each in router.invalid if each.field == "spec.prefillPool"}
+        # A pool that names itself is invalid, so it has no version to compare.
+        named_itself = {each.pool for each in router.invalid if each.accepted.startswith("the name of another pool")}
+        assert {pool for pool, problem in problems.items() if problem} == unusable - named_itself
         before = after

@@ -218,6 +218,18 @@ class TestModelConflict:
         again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
         assert (again.status, again.events, again.requeue_after_s) == (made.status, (), 30)
 
+    def test_unusable_prefill_pool_is_reported_and_the_pool_serves_on(self) -> None:
+        settled = after(plan(selector_spec(), self.SEEN, NOW_S), self.SEEN)
+        unusable = replace(settled, prefill_problem="pool other has another model")
+        made = plan(selector_spec(), unusable, NOW_S + 5)
+        accepted = condition(made, "Accepted")
+        assert (accepted.status, accepted.reason) == (False, "PrefillPoolUnusable")
+        assert accepted.message.startswith("spec.prefillPool: pool other has another model")
+        assert [each.reason for each in made.events] == [EventReason.PREFILL_POOL_UNUSABLE]
+        assert replace(made.status, conditions=()) == replace(settled.published, conditions=())
+        told = replace(after(made, unusable), prefill_problem="")
+        assert [each.reason for each in plan(selector_spec(), told, NOW_S + 9).events] == [EventReason.ACCEPTED]
+
     def test_model_conflict_clears_after_the_name_is_released(self) -> None:
         lost = replace(self.SEEN, lost_claims=self.LOST)
         told = replace(after(plan(selector_spec(), lost, NOW_S), lost), lost_claims=())

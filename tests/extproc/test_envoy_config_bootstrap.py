@@ -249,8 +249,21 @@ def test_filters_timeout_exceeds_the_longest_pause_of_a_body(tmp_path: Path) -> 
 def test_listener_removes_reserved_headers_first(tmp_path: Path) -> None:
     (early,) = manager(config("--pool", pool_file(tmp_path)))["early_header_mutation_extensions"]
     removed = [m["remove_on_match"]["key_matcher"]["prefix"] for m in early["typed_config"]["mutations"]]
-    for header in (names.DESTINATION_HEADER, names.SERVED_KEY, names.CLUSTER_HEADER, names.DECISION_HEADER):
+    others = (
+        *(names.PREFILLER_HEADER, names.PREFILLERS_HEADER, "x-prefiller-url", "x-data-parallel-rank"),
+        *("x-data-parallel-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port"),
+        *("x-worker-instance-id", "x-prefill-instance-id", "x-dp-rank", "x-prefill-dp-rank", "x-dynamo-routing-mode"),
+    )
+    own = (names.DESTINATION_HEADER, names.SERVED_KEY, names.CLUSTER_HEADER, names.DECISION_HEADER)
+    for header in (*own, *others):
         assert any(header.startswith(prefix) for prefix in removed), header
+
+
+def test_requests_without_a_pick_go_to_the_pool_that_clients_address(tmp_path: Path) -> None:
+    decode = pool_file(tmp_path, "qwen", prefillPool="prefill", model={"name": "m"})
+    prefill = pool_file(tmp_path, "prefill", model={"name": "m"})
+    routes = manager(config("--pool", decode, "--pool", prefill))["route_config"]["virtual_hosts"][0]["routes"]
+    assert [route["route"]["cluster"] for route in routes if "cluster" in route.get("route", {})] == ["llm/qwen"]
 
 
 def test_listener_disables_http1_trailers(tmp_path: Path) -> None:

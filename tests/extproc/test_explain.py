@@ -258,3 +258,18 @@ class TestWithRedis:
         result = self.explained(pool_file, *options)
         assert result.exit_code == 2
         assert said in result.stderr
+
+
+def test_explain_names_the_prefill_member_and_the_reason_for_a_local_prefill(tmp_path: Path) -> None:
+    pools = tmp_path / "pools.yaml"
+    prefill = POOL.replace("name: qwen", "name: prefill").replace("10.0.0", "10.0.1").replace("qwen-", "prefill-")
+    pools.write_text(POOL.replace("spec: {", "spec: {prefillPool: prefill, ") + "---" + prefill)
+
+    def explained(text: str, *options: str) -> Result:
+        body = json.dumps({"model": "qwen", "prompt": text})
+        return CliRunner().invoke(explain, ["--pool", str(pools), "--request", "-", *options], input=body)
+
+    remote, local = explained("Once upon a time " * 1000), explained("Once")
+    assert re.search(r"Prefill: prefill-\d \(10\.0\.1\.\d:8000\) of pool llm/prefill computes", remote.output)
+    assert "computes the prompt itself, because few tokens of the prompt are uncached" in local.output
+    assert json.loads(explained("Once", "--json").output)["prefill"]["local"] == "short"

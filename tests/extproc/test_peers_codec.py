@@ -60,6 +60,7 @@ REQUESTS = st.builds(
     sequences=st.integers(1, 1024),
     adapter=TEXTS,
     model=TEXTS,
+    prefills_up_to=st.none() | TOKENS,
 )
 RECEIPTS = st.builds(
     Receipt,

@@ -24,6 +24,25 @@ class TestLoadPoolFiles:
         two = write(tmp_path / "two.yaml", document("c"))
         assert [pool.id for pool in load_pool_files([one, two])] == ["llm/b", "llm/a", "llm/c"]
 
+    @pytest.mark.parametrize(
+        ("other", "said"),
+        [
+            (None, "does not exist"),
+            (document("prefill", model="other"), "another model"),
+            (document("prefill", model="m", prefillPool="third"), "prefill pool of its own"),
+        ],
+    )
+    def test_load_unusable_prefill_pool_is_refused(self, tmp_path: Path, other: object, said: str) -> None:
+        named = document("qwen", model="m", prefillPool="prefill")
+        files = [write(tmp_path / "p.yaml", named)]
+        files += [] if other is None else [write(tmp_path / "q.yaml", other)]
+        with pytest.raises(PoolFileError, match=said):
+            load_pool_files(files)
+
+    def test_load_pool_that_prefills_for_itself_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(PoolFileError, match="another pool in the same namespace"):
+            load_pool_files([write(tmp_path / "p.yaml", document("qwen", prefillPool="qwen"))])
+
     @pytest.mark.parametrize("kind", ["List", "InferencePoolList"])
     def test_load_accepts_the_list_output_of_kubectl(self, tmp_path: Path, kind: str) -> None:
         listed = {"apiVersion": "v1", "kind": kind, "items": [document("a"), document("b")], "metadata": {}}

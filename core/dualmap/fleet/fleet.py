@@ -150,7 +150,12 @@ class Fleet:
         request = queued.request
         self.shares.charge(now, request.client, queued.new_tokens)
         self._others.on_dispatched(request.chain.tokens)
-        prediction = self._caches.predict(now, queued.member, request.chain, Origin.of(request), queued.matched_tokens)
+        elsewhere = request.is_prefilled_elsewhere(queued.new_tokens)
+        origin = Origin.of(request)
+        if elsewhere:
+            # The member that computes the prompt reports the cached tokens.
+            origin = origin._replace(comparable=False)
+        prediction = self._caches.predict(now, queued.member, request.chain, origin, queued.matched_tokens)
         if queued.receipt.source == "events" and prediction.origin.comparable:
             is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
             prediction = prediction._replace(is_held=is_held)
@@ -174,6 +179,7 @@ class Fleet:
             session=request.session,
             client=request.client,
             sequences=request.sequences,
+            prefilled_elsewhere=elsewhere,
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
@@ -213,6 +219,9 @@ class Fleet:
                 session=request.session,
                 client=request.client,
                 sequences=request.sequences,
+                prefilled_elsewhere=request.is_prefilled_elsewhere(
+                    chain.tokens - matched_tokens - prefill.fetch_tokens
+                ),
                 alone=False,
             ),
         )

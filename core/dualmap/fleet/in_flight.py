@@ -26,7 +26,8 @@ class InFlightRequest:
     ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
     ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
     decoding. ``alone`` is true if no others had prefills at the member when this request was dispatched. The
-    engine runs the request as ``sequences`` requests. ``lesson`` is what the prefill changed in the member's learnt
+    engine runs the request as ``sequences`` requests. If ``prefilled_elsewhere``, a member of another pool computes the
+    prompt, so the request has no pending prefill here. ``lesson`` is what the prefill changed in the member's learnt
     speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end. The
     pool's KV store holds the leading ``stored_tokens``; of these, the member is expected to fetch ``fetch_tokens``,
     whose time is part of ``compute_s``.
@@ -50,6 +51,7 @@ class InFlightRequest:
     session: int | None = None
     client: int = 0
     sequences: int = 1
+    prefilled_elsewhere: bool = False
     lesson: Lesson | None = None
     stored_tokens: int = 0
     fetch_tokens: int = 0

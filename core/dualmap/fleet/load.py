@@ -142,7 +142,7 @@ class MemberLoad:
     def enter(self, now: float, request: InFlightRequest) -> None:
         """Count a request that was sent to this member."""
         self.kv.add(request)
-        if request.prefilled:
+        if request.prefilled or request.prefilled_elsewhere:
             self.kv.decode(now, request)
         else:
             request.stage = Stage.PENDING
@@ -154,6 +154,9 @@ class MemberLoad:
     def first_token(self, now: float, request: InFlightRequest) -> None:
         """Record that a prefill ended at ``now``, and learn the speed from it."""
         prefills = self.prefills
+        if request.prefilled_elsewhere:
+            request.prefilled = True
+            return
         # A prefill that overtook earlier prefills (chunked prefill, short before long) is not a sample of the speed.
         in_order, busy_s = prefills.head is request, now - prefills.busy_since_s(request)
         if request.stage is Stage.PENDING:

@@ -14,6 +14,7 @@ from dualmap.errors import PoolError
 from dualmap.objects.fields import Fields
 from dualmap.objects.kv_store_reader import read_kv_store
 from dualmap.policies.registry import POLICIES
+from dualmap.pools.claims import addressed_pools
 from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import (
     BODY_BYTES,
@@ -119,7 +120,7 @@ def read_settings(document: object) -> PoolSettings:
         routing=_read_routing(spec.sub("routing")),
         kv_store=read_kv_store(spec.sub("kvStore"), engine.tokenizer),
     )
-    for other in ("model", *_OPERATORS_OWN):
+    for other in ("model", "prefillPool", *_OPERATORS_OWN):
         spec.get(other)
     spec.refuse_others()
     return settings
@@ -160,14 +161,19 @@ def check_addresses(pool: Pool) -> None:
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:
-    """Raise PoolError if two pools have the same name, or the same model name, alias or adapter."""
+    """Raise PoolError if two pools have the same name, or the same model name, alias or adapter.
+
+    Clients do not address a pool that prefills for another one, so its names do not count.
+    """
+    pools = tuple(pools)
+    addressed = {pool.id for pool in addressed_pools(pools)}
     ids: set[str] = set()
     owners: dict[str, str] = {}
     for pool in pools:
         if pool.id in ids:
             raise PoolError("metadata.name", pool.id, "a namespace and name that no other pool has")
         ids.add(pool.id)
-        for model in pool.model.names:
+        for model in pool.model.names if pool.id in addressed else ():
             owner = owners.setdefault(model, pool.id)
             if owner != pool.id:
                 accepted = f"a model name, alias or adapter that pool {owner} does not have"
@@ -189,6 +195,7 @@ def _read_pool(root: Fields) -> Pool:
     slo = _read_slo(spec.sub("slo"))
     routing = _read_routing(spec.sub("routing"))
     kv_store = read_kv_store(spec.sub("kvStore"), engine.tokenizer)
+    prefill_pool = _read_prefill_pool(spec, own_name=name)
     for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
     spec.refuse_others()
@@ -203,7 +210,18 @@ def _read_pool(root: Fields) -> Pool:
         kv_store=kv_store,
         members=_read_members(ring, default_port=engine.port),
         ring_version=ring.integer("version", 0, 0, 2**53),
+        prefill_pool=prefill_pool,
     )
+
+
+def _read_prefill_pool(spec: Fields, *, own_name: str) -> str:
+    """Return the name of the prefill pool; empty for none."""
+    name = spec.get("prefillPool")
+    if name is None or name == "":
+        return ""
+    if not isinstance(name, str) or not _DNS_LABEL.fullmatch(name) or len(name) > 50 or name == own_name:
+        raise PoolError(spec.at("prefillPool"), name, "the name of another pool in the same namespace, or no name")
+    return name
 
 
 def _read_model(fields: Fields) -> Model:
@@ -314,6 +332,7 @@ def _read_routing(fields: Fields) -> Routing:
         ),
         queue=_read_queue(fields.sub("queue")),
         session=_read_session(fields.sub("session")),
+        prefill_threshold_tokens=fields.integer("prefillThresholdTokens", 2048, 0, 10**8),
     )
     for each in (ring, spill, rebalance, fairness, fields):
         each.refuse_others()

@@ -256,7 +256,8 @@ class ReceiptFields(StrEnum):
 class Routing:
     """All settings that decide the member of a request.
 
-    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body.
+    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body. With a prefill
+    pool, the member computes up to ``prefill_threshold_tokens`` uncached tokens of a prompt itself.
     """
 
     policy: str = "dualmap"
@@ -270,6 +271,7 @@ class Routing:
     rebalance: Rebalance = Rebalance()
     queue: Queue = Queue()
     session: Session = Session()
+    prefill_threshold_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,7 @@ class Objectives:
 class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
 
+    ``prefill_pool`` is the name of the pool in the same namespace whose members prefill for this pool; empty for none.
     ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve. They
     change with every pool of the cluster, so a comparison of pools ignores them.
     """
@@ -308,6 +311,7 @@ class Pool:
     ring_version: int = 0
     objectives: Objectives = Objectives()
     kv_store: KvStore = field(default_factory=KvStore)
+    prefill_pool: str = ""
     foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property

@@ -28,6 +28,9 @@ _DEVIATIONS = 3.0
 # The share of the prefill speed that traffic may use. On the Conversation trace, 99.5 % of the requests meet the SLO at
 # the share 0.47, 96 % at 0.53, and 64 % at 0.63. Decoding and bursts of requests cause the misses.
 _UTILISATION = 0.5
+# The part of a member's KV memory that prompts may use in a pool with a prefill pool. The rest is for outputs and for
+# bursts. No measurement led to this value.
+_KV_UTILISATION = 0.7
 # The smallest number of first tokens for an estimate of attainment.
 _FEWEST_FIRST_TOKENS = 20
 # The rate at which low attainment adds members: if no request meets the SLO, half of the present members per window.
@@ -264,7 +267,8 @@ class Scaling:
         own = self.window.first_tokens(now)
         needed = self._needed(arrivals, backlog_tokens, serving)
         self._note_members(now, len(serving))
-        self._correct(now, own, needed, others)
+        if not self._pool.prefill_pool:
+            self._correct(now, own, needed, others)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
         if others and not traffic:
             # The routers that now receive the traffic add these members.
@@ -286,7 +290,20 @@ class Scaling:
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.work_per_token - in_time)
         # Late work needs no headroom: members may use their full speed for it.
-        return (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
+        needed = (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
+        return max(needed, self._needed_memory(serving)) if self._pool.prefill_pool else needed
+
+    def _needed_memory(self, serving: list[EndpointStatus]) -> float:
+        """Return the number of members for the KV memory of the requests in flight and queued; 0 if unknown.
+
+        Members of a pool with a prefill pool compute few prompts, so the first tokens do not show how many it needs.
+        """
+        given = self._pool.engine.kv_tokens
+        known = [tokens for each in serving if (tokens := given or each.engine.kv_tokens)]
+        if not known:
+            return 0.0
+        tokens = sum(each.active_kv_tokens + each.held_prefill_tokens for each in serving)
+        return tokens / (_KV_UTILISATION * sum(known) / len(known))
 
     def _note_members(self, now: float, members: int) -> None:
         if members != self._members:

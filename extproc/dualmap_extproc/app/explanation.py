@@ -110,6 +110,23 @@ def in_words(receipt: Receipt) -> str:
     """Return the text of a receipt for people."""
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
+        *_choice(receipt),
+    ]
+    prefill = receipt.prefill
+    if prefill is None:
+        return "\n".join(lines)
+    if prefill.receipt is None:
+        lines.append(f"Prefill: {receipt.chosen} computes the prompt itself, because {prefill.meaning}.")
+    else:
+        chosen = prefill.receipt
+        lines.append(f"Prefill: {chosen.chosen} ({chosen.address}) of pool {chosen.pool} computes the prompt.")
+        lines += [f"  {line}" for line in _choice(chosen)]
+    return "\n".join(lines)
+
+
+def _choice(receipt: Receipt) -> list[str]:
+    """Return the reason for the choice of a member, in lines."""
+    lines = [
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
@@ -127,7 +144,7 @@ def in_words(receipt: Receipt) -> str:
             f"    {_count(each.pending_tokens, 'prefill token')} pending,"
             f" {_count(each.in_flight, 'request')} in flight; predicted TTFT {_duration(each.ttft_s)}",
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _key(receipt: Receipt) -> str:

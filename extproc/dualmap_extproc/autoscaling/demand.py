@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dualmap.pools.pool import Pool
+from dualmap.receipt import Receipt
+from dualmap.remote_prefills import FULL, NO_MEMBER
 from dualmap.requests import PoolSnapshot, Reason
 from dualmap.scaling.reports import NO_SHARE, Share, share_of
 from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
@@ -17,6 +19,8 @@ from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSee
 # Error codes of requests that the router would not have rejected with one more member. Malformed requests have other
 # codes.
 _FOR_WANT_OF_MEMBERS: Final = frozenset(reason.value for reason in Reason)
+# Why prompts are computed at decode members that one more member of the prefill pool would have computed.
+_FOR_WANT_OF_PREFILLERS: Final = frozenset((NO_MEMBER.name, FULL.name))
 
 
 class Demand:
@@ -74,11 +78,25 @@ class Demand:
         return share_of(self._clock(), scaling, status, others=self._other_routers(status.pool))
 
     def _routed(self, routed: Routed) -> None:
-        scaling, receipt = self._pools.get(routed.pool), routed.decision.receipt
+        receipt = routed.decision.receipt
+        prefill = receipt.prefill
+        if prefill is None:
+            self._add(routed.now, routed.pool, receipt)
+        elif prefill.receipt is not None:
+            self._add(routed.now, routed.pool, receipt, new_tokens=0)
+            self._add(routed.now, prefill.receipt.pool, prefill.receipt)
+        else:
+            self._add(routed.now, routed.pool, receipt)
+            if prefill.local in _FOR_WANT_OF_PREFILLERS:
+                self._reject(routed.now, f"{routed.pool.partition('/')[0]}/{prefill.pool}")
+
+    def _add(self, now: float, pool: str, receipt: Receipt, *, new_tokens: int | None = None) -> None:
+        """Count a request; None for ``new_tokens`` stands for all uncached tokens of the prompt."""
+        scaling, cached = self._pools.get(pool), receipt.matched_tokens
         if scaling is not None:
-            cached = receipt.matched_tokens
-            scaling.window.add(routed.now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
-            self._arrived(routed.pool)
+            uncached = receipt.prompt_tokens - cached if new_tokens is None else new_tokens
+            scaling.window.add(now, uncached_tokens=uncached, cached_tokens=cached)
+            self._arrived(pool)
 
     def _queued(self, queued: Enqueued) -> None:
         """Count a queued request regardless of its outcome: even an abandoned request needed a member."""
@@ -89,10 +107,14 @@ class Demand:
 
     def _rejected(self, rejected: Rejected) -> None:
         """Count a rejected request that one more member would have served."""
-        scaling = self._pools.get(rejected.pool)
-        if scaling is not None and rejected.refused.code in _FOR_WANT_OF_MEMBERS:
-            scaling.window.reject(rejected.now)
-            self._arrived(rejected.pool)
+        if rejected.refused.code in _FOR_WANT_OF_MEMBERS:
+            self._reject(rejected.now, rejected.pool)
+
+    def _reject(self, now: float, pool: str) -> None:
+        scaling = self._pools.get(pool)
+        if scaling is not None:
+            scaling.window.reject(now)
+            self._arrived(pool)
 
     def _first_token(self, seen: FirstTokenSeen) -> None:
         scaling = self._pools.get(seen.pool)

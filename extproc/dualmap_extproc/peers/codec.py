@@ -197,6 +197,7 @@ def _request(request: Request) -> wire.Request:
         adapter=_text(request.adapter),
         model=_text(request.model),
         priority=request.priority,
+        prefills_up_to=request.prefills_up_to,
         stored=_stored(request.stored),
     )
 
@@ -353,6 +354,7 @@ def _read_request(told: wire.Request) -> Request:
         adapter=_read_text(told.adapter, "adapter", most=MAX_NAME),
         model=_read_text(told.model, "model", most=MAX_NAME),
         priority=told.priority,
+        prefills_up_to=_tokens(told.prefills_up_to) if told.HasField("prefills_up_to") else None,
         stored=_read_stored(told.stored) if told.HasField("stored") else NO_MATCH,
     )
 

@@ -18,6 +18,7 @@ import yaml
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import check_distinct, read_pools
+from dualmap.pools.claims import Claimant, prefill_problem
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
@@ -273,7 +274,18 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
 
 
 def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
-    """Return the pools of all files. Raises PoolFileError for a pool name or model that an earlier file already has."""
+    """Return the pools of all files.
+
+    Raises PoolFileError for a pool name or model that an earlier file already has, and for an unusable prefill pool.
+    """
+    files = tuple(files)
+    claimants = {pool.id: Claimant.of(pool, "") for _, pools in files for pool in pools}
+    for path, pools in files:
+        for pool in pools:
+            problem = prefill_problem(claimants[pool.id], claimants)
+            if problem:
+                accepted = f"another pool of the files and the same namespace, with the same model ({problem})"
+                raise PoolFileError(path, f"{pool.id}: spec.prefillPool", pool.prefill_pool, accepted)
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools

@@ -12,7 +12,7 @@ from typing import Any
 from dualmap.errors import PoolError
 from dualmap.objects.pods import mapping_in, text_in
 from dualmap.objects.pool_reader import check_addresses, read_pools
-from dualmap.pools.claims import Claimant, foreign_names, lost_claims, seniority
+from dualmap.pools.claims import Claimant, foreign_names, lost_claims, prefill_problem, seniority
 from dualmap.pools.pool import Pool
 
 
@@ -107,8 +107,15 @@ class PoolObjects:
     def invalid(self) -> tuple[InvalidPool, ...]:
         """The current faults: invalid objects, and model names of older pools or of other namespaces."""
         invalid = [known.invalid for known in self._known.values() if known.invalid is not None]
-        claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
-        for lost in lost_claims(claimants, self._reserved):
+        pools = {key: known.pool for key, known in self._known.items() if known.pool is not None}
+        claimants = {key: Claimant.of(pool, self._known[key].created) for key, pool in pools.items()}
+        for key, claimant in claimants.items():
+            problem = prefill_problem(claimant, claimants)
+            if problem:
+                accepted = f"another pool of the same namespace, with the same model ({problem})"
+                value = _shown(pools[key].prefill_pool)
+                invalid.append(InvalidPool(pool=key, field="spec.prefillPool", value=value, accepted=accepted))
+        for lost in lost_claims(claimants.values(), self._reserved):
             accepted = (
                 f"a model name, alias or adapter that is not reserved for the namespace {lost.owner}"
                 if lost.reserved

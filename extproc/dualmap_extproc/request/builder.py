@@ -48,10 +48,12 @@ class RequestBuilder:
         peer: str,
         ids: "array[int] | None",
         stored: StoreMatch = NO_MATCH,
+        twin: Request | None = None,
     ) -> Request:
         """Return the request with a prompt for a pool; ``ids`` are the prompt's token ids of the pool's tokenizer.
 
-        ``stored`` is what the pool's KV store holds of these ids.
+        ``stored`` is what the pool's KV store holds of these ids. ``twin`` is the same request for another pool with
+        the same model.
         """
         adapter, model = pool.model.adapter_of(prompt.model), pool.model.base_of(prompt.model)
         # An adapter that is the base has keys of its own before an engine says that it is an adapter.
@@ -65,7 +67,7 @@ class RequestBuilder:
         # Without headers, only the salt may name the client.
         client = client_of(headers, client_header, "", key=self._client_key) if headers else 0
         return Request(
-            id=self._ids.new(peer),
+            id=self._ids.new(peer) if twin is None else twin.id,
             chain=chain_blocks(
                 prompt.text,
                 root=root,

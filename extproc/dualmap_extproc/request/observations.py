@@ -103,7 +103,10 @@ class OwnerChanged(NamedTuple):
 
 
 class FirstTokenSeen(NamedTuple):
-    """The first chunk of a response's event stream arrived."""
+    """The first chunk of a response's event stream arrived.
+
+    If a member of the prefill pool computed the prompt, the first token is reported for both pools.
+    """
 
     now: float
     pool: str

@@ -12,7 +12,8 @@ class Picked:
     ``max_body_bytes`` is the largest request body that the pool accepts.
     ``request_id`` is empty for a request without a prompt, because the router does not track such a request.
     ``receipt`` is the value of the decision header, or None for a response without this header. ``decision`` is None
-    for a request without a prompt.
+    for a request without a prompt. ``prefillers`` are the endpoints that may compute the prompt, in order of
+    preference; empty if the destination computes it.
     """
 
     destination: str
@@ -20,6 +21,7 @@ class Picked:
     max_body_bytes: int
     request_id: str = ""
     receipt: str | None = None
+    prefillers: tuple[str, ...] = ()
     decision: Decision | None = field(default=None, compare=False, repr=False)
 
 

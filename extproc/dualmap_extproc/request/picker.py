@@ -24,6 +24,7 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
+from dualmap.remote_prefills import Outcomes, Prefiller, RemotePrefills, Settled
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Asked,
@@ -34,6 +35,7 @@ from dualmap.requests import (
     PoolSnapshot,
     Queued,
     Rejection,
+    Request,
     Usage,
 )
 from dualmap.shared_router import RemoteDecision, Router
@@ -74,7 +76,7 @@ from dualmap_extproc.request.observations import (
 )
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
-from dualmap_extproc.request.served_pools import Mesh, Outcomes, ServedPools
+from dualmap_extproc.request.served_pools import Mesh, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.request.waiting import WaitingRequest, WaitingRequests
@@ -135,6 +137,7 @@ class Picker:
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
         self._waiting = WaitingRequests()
+        self._prefills = RemotePrefills()
         self._ended = EndedRequests(limits.ended_requests)
         self._counts = TokenCounts()
 
@@ -200,6 +203,8 @@ class Picker:
         for request_id, waiting in self._waiting.of_pools(removed):
             refused = self._reject(now, no_endpoint(waiting.router.pool.id), waiting.arrival, waiting.queued_s(now))
             self._waiting.answer(request_id, refused)
+        if self._prefills:
+            effects += self._prefills.on_removed(now, removed)
         self._release(now, *effects)
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
@@ -292,14 +297,40 @@ class Picker:
         self._owners[request.id] = router
         if tokens is not None:
             self._counts.add(request.id, pool.id, tokens)
-        decision, outcomes = router.on_request(now, request)
+        decision, settled = self._decide(now, router, request, prompt, headers=headers, peer=peer, tokens=tokens)
         if isinstance(decision, Queued | Asked):
             since_s = now if isinstance(decision, Queued) else None
             waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
-            return self._await(now, request.id, waiting, outcomes)
+            return self._await(now, request.id, waiting, settled)
         answer = self._answer(now, pool, decision, arrival, quoted)
-        self._release(now, (router, outcomes))
+        self._deliver(now, settled)
         return answer
+
+    def _decide(
+        self,
+        now: float,
+        router: Router,
+        request: Request,
+        prompt: Prompt,
+        *,
+        headers: Mapping[str, str],
+        peer: str,
+        tokens: Tokens | None,
+    ) -> tuple[Outcome | Asked, Sequence[Settled]]:
+        """Ask a pool's router about a new request, and the router of its prefill pool if the pool names one."""
+        pool = router.pool
+        if not pool.prefill_pool:
+            answer, outcomes = router.on_request(now, request)
+            return answer, self._settled(now, (router, outcomes))
+        prefill, prefiller = self._served.prefill_router(pool.id), None
+        if prefill is not None:
+            ids = self._counts.trusted_ids(pool.id, tokens)
+            # The gateway allows destinations, and a prefill member is none.
+            twin = self._builder.build(
+                prefill.pool, prompt, None, request.arrived_s, headers=headers, peer=peer, ids=ids, twin=request
+            )
+            prefiller = Prefiller(prefill, twin)
+        return self._prefills.on_request(now, request, router, prefiller)
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None, *, model: str = "") -> Picked | Refused:
         """Pick any member for a request without a prompt, from the pool of ``model``, or from the only pool.
@@ -336,9 +367,16 @@ class Picker:
         if router is None:
             return
         first_token, outcomes = router.on_first_token(now, request_id)
+        effects = [(router, outcomes)]
+        if self._prefills:
+            prefilled, more = self._prefills.on_first_token(now, request_id)
+            effects += more
+            if prefilled is not None and first_token is not None:
+                self._report(FirstTokenSeen(now=now, pool=more[0][0].pool.id, first_token=prefilled))
+                first_token = replace(first_token, predicted_ttft_s=prefilled.predicted_ttft_s)
         if first_token is not None:
             self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
-        self._release(now, (router, outcomes))
+        self._release(now, *effects)
 
     def heard(self, now: float, request_id: str) -> None:
         """Record that a request's response continues, so that the request does not expire."""
@@ -365,7 +403,9 @@ class Picker:
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """End a request after its complete response. The usage may be known now, later, or never."""
         self._compare(now, request_id, usage)
-        if not self._end(now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED):
+        if not self._end(
+            now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED, usage=usage
+        ):
             self._measure(now, request_id, usage)
 
     def rejected(self, now: float, request_id: str) -> None:
@@ -472,10 +512,16 @@ class Picker:
         """Run all due actions: release or reject queued requests, and expire requests without recent events."""
         for router in self._served:
             expired, outcomes = router.on_deadline(now)
+            effects = [(router, outcomes)]
             for completion in expired:
+                if self._prefills:
+                    if self._owners.get(completion.request_id) is not router:
+                        # The request's prefill expired in its prefill pool. The request continues.
+                        continue
+                    effects += self._prefills.forget(now, completion.request_id)
                 self._owners.pop(completion.request_id, None)
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
-            self._release(now, (router, outcomes))
+            self._release(now, *effects)
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
@@ -514,6 +560,7 @@ class Picker:
             max_body_bytes=pool.routing.max_body_bytes,
             request_id=outcome.request_id,
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
+            prefillers=outcome.prefillers,
             decision=outcome,
         )
 
@@ -532,7 +579,7 @@ class Picker:
         self._report(OwnerChanged(pool=pool, before=before, owner=owner))
 
     def _await(
-        self, now: float, request_id: str, waiting: WaitingRequest, outcomes: tuple[Outcome, ...]
+        self, now: float, request_id: str, waiting: WaitingRequest, settled: Sequence[Settled]
     ) -> Picked | Refused | AnswerLater:
         """Keep a request until its router decides; resume the other requests that its arrival released.
 
@@ -540,7 +587,7 @@ class Picker:
         answer to the waiting request.
         """
         self._waiting.add(request_id, waiting)
-        answer = self._release(now, (waiting.router, outcomes), arriving=request_id)
+        answer = self._deliver(now, settled, arriving=request_id)
         if answer is not None:
             return answer
         self._waiting.announce()
@@ -553,26 +600,35 @@ class Picker:
         if _log.debugging:
             _log.debug("Queued", request_id=request_id, pool=waiting.router.pool.id)
 
-    def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
-        """Resume the waiting requests that routers released or rejected.
+    def _release(self, now: float, *effects: Outcomes) -> None:
+        """Resume the waiting requests that routers released or rejected."""
+        self._deliver(now, self._settled(now, *effects))
+
+    def _settled(self, now: float, *effects: Outcomes) -> Sequence[Settled]:
+        """Return the outcomes of routers' events that are final for their requests."""
+        if self._prefills:
+            return self._prefills.settle(now, effects)
+        return [Settled(router, each) for router, outcomes in effects for each in outcomes]
+
+    def _deliver(self, now: float, settled: Sequence[Settled], *, arriving: str = "") -> Picked | Refused | None:
+        """Resume the waiting requests with these outcomes.
 
         If the request ``arriving`` is among them, return its answer, because its stream does not wait yet. The method
         reports all outcomes of a call before it resumes the first stream.
         """
-        for router, outcomes in effects:
-            for each in outcomes:
-                waiting = self._waiting.get(each.request_id)
-                if waiting is None:
-                    # The deadlines of all other requests must not fail with this one.
-                    _log.error("Ignoring the outcome of an unknown request", pool=router.pool.id)
-                    continue
-                if isinstance(each, Queued):
-                    waiting.since_s = now
-                    self._report_queued(now, each.request_id, waiting)
-                    continue
-                queued_s = waiting.queued_s(now)
-                answer = self._answer(now, router.pool, each, waiting.arrival, waiting.quoted, queued_s)
-                self._waiting.answer(each.request_id, answer)
+        for router, each in settled:
+            waiting = self._waiting.get(each.request_id)
+            if waiting is None:
+                # The deadlines of all other requests must not fail with this one.
+                _log.error("Ignoring the outcome of an unknown request", pool=router.pool.id)
+                continue
+            if isinstance(each, Queued):
+                waiting.since_s = now
+                self._report_queued(now, each.request_id, waiting)
+                continue
+            queued_s = waiting.queued_s(now)
+            answer = self._answer(now, router.pool, each, waiting.arrival, waiting.quoted, queued_s)
+            self._waiting.answer(each.request_id, answer)
         return self._waiting.resume(arriving)
 
     def _end(
@@ -582,6 +638,8 @@ class Picker:
         end: Callable[[Router], Effects[Completion | None]],
         ending: Ending,
         waiting: WaitingRequest | None = None,
+        *,
+        usage: Usage | None = None,
     ) -> bool:
         """End a request at its router and report the end; return whether the request was in flight.
 
@@ -591,6 +649,10 @@ class Picker:
         if router is None:
             return False
         pool, (completion, outcomes) = router.pool.id, end(router)
+        effects = [(router, outcomes)]
+        if self._prefills:
+            completion, more = self._end_prefill(now, request_id, completion, ending, usage)
+            effects += more
         if completion is not None:
             self._owners.pop(request_id, None)
             self._report(Ended(now=now, pool=pool, ending=ending, completion=completion))
@@ -601,8 +663,17 @@ class Picker:
         elif waiting is not None:
             self._owners.pop(request_id, None)
             self._report(Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=waiting.queued_s(now)))
-        self._release(now, (router, outcomes))
+        self._release(now, *effects)
         return completion is not None
+
+    def _end_prefill(
+        self, now: float, request_id: str, completion: Completion | None, ending: Ending, usage: Usage | None
+    ) -> tuple[Completion | None, list[Outcomes]]:
+        """End a request's prefill; return the request's completion, None if it waits for a member, and the effects."""
+        if completion is None or self._prefills.is_waiting(request_id):
+            return None, self._prefills.forget(now, request_id)
+        finished, failed = ending is Ending.FINISHED, ending is Ending.FAILED
+        return self._prefills.on_end(now, completion, usage, finished=finished, failed=failed)
 
     def _compare(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Compare the router's number of prompt tokens with the engine's, if both are known."""

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from dualmap.ownership.messages import Message
+from dualmap.pools.claims import Claimant, prefill_pools, prefill_problem
 from dualmap.pools.pool import Pool, TokenSource
 from dualmap.prompts.prompt import MAX_NAME
-from dualmap.requests import Outcome, PoolSnapshot
+from dualmap.remote_prefills import Outcomes
+from dualmap.requests import PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.shared_router import RemoteDecision, Router, SharedRouter
 from dualmap_extproc.names import FAIRNESS_HEADER, OBJECTIVE_HEADER
 from dualmap_extproc.request.reading import Bounds, BoundsOfModels
-
-Outcomes = tuple[Router, tuple[Outcome, ...]]
-"""A pool's router, and the outcomes of queued requests from one event of the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class ServedPools:
     routers.
 
     A pool serves the names of its specification, and the adapters that its engines serve. A name of a specification
-    always goes to the pool that specifies it.
+    always goes to the pool that specifies it. A pool that prefills for another pool serves no names.
     """
 
     def __init__(self, *, replicated: bool, hash_key: bytes, mesh: Mesh | None = None) -> None:
@@ -52,6 +51,9 @@ class ServedPools:
         # The pools as they were given; a router's pool also contains what its engines say.
         self._given: tuple[Pool, ...] = ()
         self._models: dict[str, Router] = {}
+        # The usable prefill pool of each pool that names one.
+        self._prefill_routers: dict[str, Router] = {}
+        self._addressed: tuple[Router, ...] = ()
         self.known = False
         """Whether ``replace`` was called, perhaps without pools. Before, any model may have a pool."""
         self.session_headers: frozenset[str] = frozenset()
@@ -75,12 +77,16 @@ class ServedPools:
 
     @property
     def only(self) -> Router | None:
-        """The router of the only pool, or None if there are several pools or none."""
-        return next(iter(self._routers.values())) if len(self._routers) == 1 else None
+        """The router of the only pool that clients address, or None if there are several or none."""
+        return self._addressed[0] if len(self._addressed) == 1 else None
 
     def router(self, pool: str) -> Router | None:
         """Return the router of a pool (``namespace/name``), or None if this process does not serve the pool."""
         return self._routers.get(pool)
+
+    def prefill_router(self, pool: str) -> Router | None:
+        """Return the router of the pool that prefills for ``pool``, or None if it has no usable prefill pool."""
+        return self._prefill_routers.get(pool)
 
     def of_model(self, model: str) -> Router | None:
         """Return the router of the pool that serves a model, or None if no pool serves the model.
@@ -142,17 +148,30 @@ class ServedPools:
     def name_pools(self) -> None:
         """Map every model name to its pool again, after a pool or what its engines say has changed."""
         models: dict[str, Router] = {}
-        for pool in self._given:
+        addressed = self._find_prefill_pools()
+        for pool in addressed:
             for name in pool.served_names:
                 models.setdefault(name, self._routers[pool.id])
         # The names of specifications come first, so that no engine can take them.
-        for pool in self._given:
+        for pool in addressed:
             router = self._routers[pool.id]
             for name in router.pool.model.names:
                 if name not in pool.foreign_names:
                     models.setdefault(name, router)
         self._models = models
         self.bounds = {name: _bounds(router.pool) for name, router in models.items()}
+
+    def _find_prefill_pools(self) -> tuple[Pool, ...]:
+        """Find the prefill pool of each pool; return the pools that clients address."""
+        claimants = {pool.id: Claimant.of(pool, "") for pool in self._given}
+        prefilling = prefill_pools(claimants)
+        self._prefill_routers = {
+            pool: self._routers[claimant.prefill_pool]
+            for pool, claimant in claimants.items()
+            if claimant.prefill_pool and not prefill_problem(claimant, claimants)
+        }
+        self._addressed = tuple(router for pool, router in self._routers.items() if pool not in prefilling)
+        return tuple(pool for pool in self._given if pool.id not in prefilling)
 
     def next_deadline(self) -> float | None:
         """Return the time at which any router's ``on_deadline`` is due next, or None."""

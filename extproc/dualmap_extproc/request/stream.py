@@ -463,6 +463,7 @@ class Stream:
             request_id=outcome.request_id,
             strip=self._head.strip,
             retries=self._retries,
+            prefillers=outcome.prefillers,
         )
         self._response.destination = outcome.destination
         if self._hooks:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from dualmap.pools.pool import Pool
+from dualmap.receipt import Receipt
 from dualmap.requests import Completion
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.observations import (
@@ -132,6 +133,7 @@ class _PoolCounts:
     traffic: Traffic = field(default_factory=Traffic)
     endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
     rules: dict[str, int] = field(default_factory=dict)
+    prefills: dict[str, int] = field(default_factory=dict)
     rejections: dict[str, int] = field(default_factory=dict)
     remote: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMOTE_RESULTS, 0))
 
@@ -289,6 +291,9 @@ class RequestCounts(Collector):
             yield family
         rules = [(pool, counts.rules) for pool, counts in pools]
         yield _by_kind("dualmap_decisions", "Routing decisions, by rule.", "rule", rules)
+        prefills = [(pool, counts.prefills) for pool, counts in pools]
+        text = "Requests of a pool with a prefill pool, by where the prompt is computed, or why at the chosen member."
+        yield _by_kind("dualmap_prefills", text, "where", prefills)
         rejections = [("", self._poolless), *((pool, counts.rejections) for pool, counts in pools)]
         yield _by_kind("dualmap_refused_requests", "Requests answered with an error, by code.", "code", rejections)
         for name, text, bounds, distribution in _POOL_DISTRIBUTIONS:
@@ -324,16 +329,14 @@ class RequestCounts(Collector):
         if routed.queued_s is not None:
             counts.queued_s.observe(routed.queued_s)
         receipt = routed.decision.receipt
-        traffic = counts.traffic
-        traffic.requests += 1
-        traffic.prompt_tokens += receipt.prompt_tokens
-        traffic.predicted_cached_tokens += receipt.matched_tokens
-        counts.rules[receipt.rule] = counts.rules.get(receipt.rule, 0) + 1
-        endpoint = counts.endpoints.get(receipt.chosen)
-        if endpoint is not None:
-            endpoint.requests += 1
-            endpoint.prompt_tokens += receipt.prompt_tokens
-            endpoint.predicted_cached_tokens += receipt.matched_tokens
+        _count_request(counts, receipt)
+        prefill = receipt.prefill
+        if prefill is not None:
+            where = prefill.where
+            counts.prefills[where] = counts.prefills.get(where, 0) + 1
+            prefilling = None if prefill.receipt is None else self._pools.get(prefill.receipt.pool)
+            if prefill.receipt is not None and prefilling is not None:
+                _count_request(prefilling, prefill.receipt)
 
     def _routed_bodiless(self, routed: RoutedBodiless) -> None:
         if routed.pool in self._pools:
@@ -421,6 +424,20 @@ class RequestCounts(Collector):
         endpoint = None if counts is None else counts.endpoints.get(completion.member)
         if endpoint is not None:
             endpoint.outcomes[outcome] += 1
+
+
+def _count_request(counts: _PoolCounts, receipt: Receipt) -> None:
+    """Count a request that was sent to a member of a pool."""
+    traffic = counts.traffic
+    traffic.requests += 1
+    traffic.prompt_tokens += receipt.prompt_tokens
+    traffic.predicted_cached_tokens += receipt.matched_tokens
+    counts.rules[receipt.rule] = counts.rules.get(receipt.rule, 0) + 1
+    endpoint = counts.endpoints.get(receipt.chosen)
+    if endpoint is not None:
+        endpoint.requests += 1
+        endpoint.prompt_tokens += receipt.prompt_tokens
+        endpoint.predicted_cached_tokens += receipt.matched_tokens
 
 
 def _endpoint_families(pools: Sequence[tuple[str, _PoolCounts]]) -> Iterator[Metric]:

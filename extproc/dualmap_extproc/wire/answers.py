@@ -48,19 +48,26 @@ def add_pick(
     request_id: str,
     strip: Sequence[str],
     retries: bool,
+    prefillers: Sequence[str] = (),
 ) -> None:
     """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
     The answer contains the destination as a header and as dynamic metadata, because some gateways read only one of
     them. The access log returns the request id. An answer to trailers cannot set headers. Such an answer contains only
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
-    requests with such an answer.
+    requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
+    destination sends the prompt to the first; llm-d's sidecar accepts one only, so the further ones have a header of
+    their own.
     """
     kind = answer.WhichOneof("response")
     answer.MergeFrom(_pick(kind, destination, cluster, retries))
     if request_id:
         ours = answer.dynamic_metadata.fields[names.DUALMAP_NAMESPACE].struct_value.fields
         ours[names.REQUEST_ID_KEY].string_value = request_id
+    if prefillers:
+        add_header(answer, names.PREFILLER_HEADER, prefillers[0])
+        if len(prefillers) > 1:
+            add_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers[1:]))
     if strip and kind in _WITH_HEADERS:
         mutation = getattr(answer, kind).response.header_mutation
         # A header that is set replaces the client's header. If the answer also removed this header, the result would

@@ -87,7 +87,7 @@ class PoolMessage(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "chain", "subset", "whole", "session", "client", "client_is_salt", "incomparable", "tokens", "sequences", "adapter", "model", "priority", "stored")
+    __slots__ = ("id", "chain", "subset", "whole", "session", "client", "client_is_salt", "incomparable", "tokens", "sequences", "adapter", "model", "priority", "prefills_up_to", "stored")
     ID_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     SUBSET_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Request(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_UP_TO_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     id: str
     chain: Chain
@@ -115,8 +116,9 @@ class Request(_message.Message):
     adapter: str
     model: str
     priority: int
+    prefills_up_to: int
     stored: Stored
-    def __init__(self, id: _Optional[str] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., whole: _Optional[bool] = ..., session: _Optional[int] = ..., client: _Optional[int] = ..., client_is_salt: _Optional[bool] = ..., incomparable: _Optional[bool] = ..., tokens: _Optional[_Iterable[_Union[TokenChain, _Mapping]]] = ..., sequences: _Optional[int] = ..., adapter: _Optional[str] = ..., model: _Optional[str] = ..., priority: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., whole: _Optional[bool] = ..., session: _Optional[int] = ..., client: _Optional[int] = ..., client_is_salt: _Optional[bool] = ..., incomparable: _Optional[bool] = ..., tokens: _Optional[_Iterable[_Union[TokenChain, _Mapping]]] = ..., sequences: _Optional[int] = ..., adapter: _Optional[str] = ..., model: _Optional[str] = ..., priority: _Optional[int] = ..., prefills_up_to: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("tokens", "held_at")

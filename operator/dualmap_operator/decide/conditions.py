@@ -49,7 +49,7 @@ def conditions(
     ``waits_for_survivors`` is true while a scale-down waits until one of the remaining pods receives requests.
     """
     findings = {
-        ConditionType.ACCEPTED: _accepted(observed.lost_claims, warnings),
+        ConditionType.ACCEPTED: _accepted(observed, warnings),
         ConditionType.AVAILABLE: _available(spec, members),
         ConditionType.RING_SYNCED: _ring_synced(observed, now_s),
         ConditionType.PROGRESSING: _progressing(spec, observed, members),
@@ -95,21 +95,29 @@ def _condition(generation: int, observed: Observed, type_: str, finding: _Findin
     )
 
 
-def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
+def _accepted(observed: Observed, warnings: Sequence[str]) -> _Finding:
+    lost = observed.lost_claims
+    if observed.prefill_problem:
+        message = f"spec.prefillPool: {observed.prefill_problem}, so the members of this pool prefill themselves"
+        return _Finding(False, "PrefillPoolUnusable", "; ".join((message, *_conflicts(lost), *warnings)))
     if lost:
-        names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        for each in lost:
-            target = (
-                f"namespace {each.owner} only (reserved in ConfigMap {CONFIG_MAP})"
-                if each.reserved
-                else f"the older pool {each.owner}"
-            )
-            names_of[target][_quoted(each.name)] = None
-        conflicts = [f"Requests with model {named(names)} go to {target}" for target, names in names_of.items()]
-        return _Finding(True, "ModelConflict", "; ".join((*conflicts, *warnings)))
+        return _Finding(True, "ModelConflict", "; ".join((*_conflicts(lost), *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))
     return _Finding(True, "Accepted", "The spec is valid and in use.")
+
+
+def _conflicts(lost: Sequence[LostClaim]) -> list[str]:
+    """Return one sentence for each owner of names that the pool has lost."""
+    names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for each in lost:
+        target = (
+            f"namespace {each.owner} only (reserved in ConfigMap {CONFIG_MAP})"
+            if each.reserved
+            else f"the older pool {each.owner}"
+        )
+        names_of[target][_quoted(each.name)] = None
+    return [f"Requests with model {named(names)} go to {target}" for target, names in names_of.items()]
 
 
 def _quoted(name: str) -> str:

@@ -159,3 +159,5 @@ class Observed:
     """The model names that the pool claims but that belong to an older pool or to another namespace."""
     unreserved: tuple[str, ...] = ()
     """The model names that the pool has and that are not reserved for its namespace yet."""
+    prefill_problem: str = ""
+    """Why the pool's prefill pool cannot prefill for it; empty if it can, or if the pool names none."""

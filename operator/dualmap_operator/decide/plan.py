@@ -252,7 +252,9 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
     if accepted is not None and (
         earlier is None or (accepted.reason, accepted.message) != (earlier.reason, earlier.message)
     ):
-        if accepted.status is False:
+        if accepted.reason == "PrefillPoolUnusable":
+            yield Event(reason=EventReason.PREFILL_POOL_UNUSABLE, message=accepted.message, warning=True)
+        elif accepted.status is False:
             yield Event(reason=EventReason.INVALID_SPEC, message=accepted.message, warning=True)
         elif accepted.reason == "ModelConflict":
             yield Event(reason=EventReason.MODEL_CONFLICT, message=accepted.message, warning=True)

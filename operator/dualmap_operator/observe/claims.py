@@ -13,7 +13,7 @@ from dualmap.errors import PoolError
 from dualmap.objects.pods import mapping_in, text_in
 from dualmap.objects.pool_reader import read_pools
 from dualmap.objects.reservations import can_be_reserved
-from dualmap.pools.claims import Claimant, LostClaim, lost_claims
+from dualmap.pools.claims import Claimant, LostClaim, lost_claims, prefill_pools, prefill_problem
 from dualmap_operator.observe.mirror import Key
 
 
@@ -23,6 +23,8 @@ class Claims:
     def __init__(self) -> None:
         self._claimants: dict[Key, Claimant] = {}
         self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
+        # The pools that name a pool (``namespace/name``) as their prefill pool.
+        self._users: defaultdict[str, set[Key]] = defaultdict(set)
         self._reserved: Mapping[str, str] = {}
 
     def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
@@ -42,9 +44,9 @@ class Claims:
             now = _claimant(after) or was
         if now == was:
             return set()
-        concerned = self._rivals(was)
+        concerned = self._concerned(was)
         self._put(key, was, now)
-        return (concerned | self._rivals(now)) - {key}
+        return (concerned | self._concerned(now)) - {key}
 
     def reserve(self, reserved: Mapping[str, str]) -> set[Key]:
         """Replace the reservations; return the pools that the change may affect."""
@@ -57,6 +59,9 @@ class Claims:
         mine = self._claimants.get(key)
         if mine is None:
             return ()
+        users = [self._claimants[user] for user in self._users.get(mine.pool, ())]
+        if mine.pool in prefill_pools({each.pool: each for each in (mine, *users)}):
+            return ()
         lost = {each.name for each in self.lost(key)}
         return tuple(
             name for name in mine.names if name not in self._reserved and name not in lost and can_be_reserved(name)
@@ -67,8 +72,26 @@ class Claims:
         mine = self._claimants.get(key)
         if mine is None:
             return ()
-        rivals = [self._claimants[each] for each in self._rivals(mine)]
-        return tuple(lost for lost in lost_claims(rivals, self._reserved) if lost.pool == mine.pool)
+        rivals = self._rivals(mine)
+        users = {user for rival in rivals for user in self._users.get(self._claimants[rival].pool, ())}
+        claimants = [self._claimants[each] for each in rivals | users]
+        return tuple(lost for lost in lost_claims(claimants, self._reserved) if lost.pool == mine.pool)
+
+    def prefill_problem(self, key: Key) -> str:
+        """Return why a pool's prefill pool cannot prefill for it; empty if it can, or if the pool names none."""
+        mine = self._claimants.get(key)
+        if mine is None or not mine.prefill_pool:
+            return ""
+        named = self._claimants.get(_key(mine.prefill_pool))
+        return prefill_problem(mine, {} if named is None else {named.pool: named})
+
+    def _concerned(self, claimant: Claimant | None) -> set[Key]:
+        """Return the pools that a change of ``claimant`` may affect: rivals, and those related by prefills."""
+        if claimant is None:
+            return set()
+        concerned = self._rivals(claimant) | self._users.get(claimant.pool, set())
+        prefill = self._claimants.get(_key(claimant.prefill_pool)) if claimant.prefill_pool else None
+        return concerned if prefill is None else concerned | self._rivals(prefill)
 
     def _rivals(self, claimant: Claimant | None) -> set[Key]:
         """Return the pools that claim any name of ``claimant``."""
@@ -81,11 +104,22 @@ class Claims:
             self._by_name[name].discard(key)
             if not self._by_name[name]:
                 del self._by_name[name]
+        if was is not None and was.prefill_pool:
+            self._users[was.prefill_pool].discard(key)
+            if not self._users[was.prefill_pool]:
+                del self._users[was.prefill_pool]
         self._claimants.pop(key, None)
         if now is not None:
             self._claimants[key] = now
+            if now.prefill_pool:
+                self._users[now.prefill_pool].add(key)
             for name in now.names:
                 self._by_name[name].add(key)
+
+
+def _key(pool: str) -> Key:
+    namespace, _, name = pool.partition("/")
+    return namespace, name
 
 
 def _claimant(document: Mapping[str, Any]) -> Claimant | None:

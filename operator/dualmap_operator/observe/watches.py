@@ -168,6 +168,10 @@ class Watches:
         """Return the model names that a pool claims but that belong to an older pool or to another namespace."""
         return self._claims.lost(key)
 
+    def prefill_problem(self, key: Key) -> str:
+        """Return why a pool's prefill pool cannot prefill for it; empty if it can, or if the pool names none."""
+        return self._claims.prefill_problem(key)
+
     def unreserved(self, key: Key) -> tuple[str, ...]:
         """Return the model names of a pool that must be reserved when the pool serves them."""
         return () if self._reservations is None else self._claims.unreserved(key)

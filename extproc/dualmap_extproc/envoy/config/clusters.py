@@ -43,6 +43,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
 
+from dualmap.pools.claims import addressed_pools
 from dualmap.pools.pool import MemberState, Pool
 from dualmap_extproc.envoy.config.extensions import BUFFER_BYTES, endpoint_at, extension, packed
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettings
@@ -83,7 +84,7 @@ def clusters(settings: EnvoySettings) -> list[Cluster]:
     pools = [_cluster_of(pool, settings) for pool in settings.pools]
     if settings.discover is not None:
         pools.append(pool_cluster(ONLY_POOL, endpoints=shared_stream()))
-    elif len(pools) > 1:
+    elif len(addressed_pools(settings.pools)) != 1:
         # Only a router can find the pool of a request, so this cluster for requests without a pick has no hosts.
         pools.append(pool_cluster(ONLY_POOL, endpoints=ClusterLoadAssignment(cluster_name=ONLY_POOL)))
     return [_router_cluster(ROUTERS_CLUSTER, settings), *sinks, *pools]

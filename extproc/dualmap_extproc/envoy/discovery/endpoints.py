@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from dualmap.pools.claims import addressed_pools
 from dualmap.pools.pool import MemberState, Pool
 from dualmap_extproc.names import ONLY_POOL, cluster_name
 from dualmap_extproc.wire import base_pb2, discovery_pb2
@@ -38,13 +39,15 @@ def load_assignment(pool: Pool) -> discovery_pb2.ClusterLoadAssignment:
 def assignments_of(pools: Iterable[Pool]) -> dict[str, bytes]:
     """Return all pools' assignments by cluster name, serialized once for every Envoy.
 
-    If there is only one pool, ONLY_POOL has its members. With several pools, only a router can find the pool of a
-    request. ONLY_POOL is then absent, and Envoy rejects a request without a pick.
+    If clients address only one pool, ONLY_POOL has its members. With several pools, only a router can find the pool of
+    a request. ONLY_POOL is then absent, and Envoy rejects a request without a pick.
     """
+    pools = tuple(pools)
     assignments = [load_assignment(pool) for pool in pools]
-    if len(assignments) == 1:
-        (only,) = assignments
-        assignments.append(discovery_pb2.ClusterLoadAssignment(cluster_name=ONLY_POOL, endpoints=only.endpoints))
+    addressed = addressed_pools(pools)
+    if len(addressed) == 1:
+        endpoints = load_assignment(addressed[0]).endpoints
+        assignments.append(discovery_pb2.ClusterLoadAssignment(cluster_name=ONLY_POOL, endpoints=endpoints))
     return {each.cluster_name: each.SerializeToString() for each in assignments}
 
 

@@ -37,6 +37,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
+from dualmap.pools.claims import addressed_pools
 from dualmap_extproc.envoy.config.extensions import extension, packed, socket_address
 from dualmap_extproc.envoy.config.http.access_log import access_logs
 from dualmap_extproc.envoy.config.http.filters import ext_proc_enabled, http_filters
@@ -180,11 +181,9 @@ def _route(settings: EnvoySettings, headers: list[HeaderMatcher], action: RouteA
 
 
 def _unpicked(settings: EnvoySettings) -> str:
-    """Return the cluster of requests without a pick: that of the only pool, or a cluster without hosts."""
-    if len(settings.pools) != 1:
-        return ONLY_POOL
-    (only,) = settings.pools
-    return cluster_name(only.namespace, only.name)
+    """Return the cluster of requests without a pick: that of the only pool with clients, or one without hosts."""
+    addressed = addressed_pools(settings.pools)
+    return cluster_name(addressed[0].namespace, addressed[0].name) if len(addressed) == 1 else ONLY_POOL
 
 
 def _retry_policy() -> RetryPolicy:
