@@ -354,10 +354,13 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
 
 def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
-    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    in_a_cluster, in_a_file, adopting = examples
+    examples = [list(yaml.safe_load_all(block)) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    [in_a_cluster], [in_a_file], with_prefills, [with_store], [adopting] = examples
     assert template_warnings(read_spec(in_a_cluster)) == ()
     assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
+    for each in with_prefills:
+        assert set(each["spec"]) <= set(SPEC["properties"])
+    read({**POOL, "spec": {**POOL["spec"], **with_store["spec"]}})
     read({**POOL, **adopting})
 
 
