@@ -65,10 +65,11 @@ def messages(traceparent: str) -> list[wire.ProcessingRequest]:
 def conversation(picker: Picker, said: list[wire.ProcessingRequest], limits: Limits) -> Callable[[float], None]:
     """Return a function that processes one request per call."""
     buffered = BufferedBodies(limits.buffered_bytes)
+    encoded = [message.SerializeToString() for message in said]
 
     def run(now: float) -> None:
         stream = Stream(picker, limits, lambda answers: None, buffered)
-        for message in said:
+        for message in encoded:
             stream.receive(now, message)
         stream.close(now, cancelled=False)
 

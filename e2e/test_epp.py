@@ -30,6 +30,9 @@ pytestmark = pytest.mark.always_picked
 
 CHAT = "/v1/chat/completions"
 TYPES = "type.googleapis.com/envoy"
+# What llm-d's Envoy sets: a body that goes back to it needs several windows.
+NARROW_WINDOWS = {"initial_stream_window_size": 65_536, "initial_connection_window_size": 1_048_576}
+NARROW_BUFFER_BYTES = 32_768
 
 
 def own_address() -> str:
@@ -64,8 +67,8 @@ class Picker(Router):
         fail_open.watch_router(self, self._status)
 
 
-def gateway(picker_port: int, address: str, ports: list[int]) -> str:
-    """Return the configuration of an Envoy like Istio's for an InferencePool."""
+def gateway(picker_port: int, address: str, ports: list[int], *, narrow: bool = False) -> str:
+    """Return the configuration of an Envoy like Istio's for an InferencePool; ``narrow``: with llm-d's buffers."""
     mode = {"request_header_mode": "SEND", "response_header_mode": "SEND"}
     mode |= {f"{each}_body_mode": "FULL_DUPLEX_STREAMED" for each in ("request", "response")}
     mode |= {f"{each}_trailer_mode": "SEND" for each in ("request", "response")}
@@ -103,7 +106,7 @@ def gateway(picker_port: int, address: str, ports: list[int]) -> str:
     }
     http2 = {
         "@type": f"{TYPES}.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
+        "explicit_http_config": {"http2_protocol_options": NARROW_WINDOWS if narrow else {}},
     }
     picker = {
         **_cluster("picker", "127.0.0.1", [picker_port]),
@@ -118,6 +121,7 @@ def gateway(picker_port: int, address: str, ports: list[int]) -> str:
         "name": "l",
         "address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}},
         "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
+        **({"per_connection_buffer_limit_bytes": NARROW_BUFFER_BYTES} if narrow else {}),
     }
     admin = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}}
     return yaml.safe_dump({"admin": admin, "static_resources": {"listeners": [listener], "clusters": [picker, pool]}})
@@ -146,13 +150,13 @@ class Site:
 
 
 @asynccontextmanager
-async def site(tmp_path: Path, *arguments: str) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, *arguments: str, narrow: bool = False) -> AsyncIterator[Site]:
     address = own_address()
     engines = [Upstream(name=f"engine-{number}", host=address) for number in range(2)]
     async with kube_api(tmp_path) as api, engines[0], engines[1]:
         await _publish(api, address, [each.port for each in engines])
         async with Picker(api.kubeconfig, *arguments, directory=tmp_path) as picker:
-            config = gateway(picker.ports["grpc"], address, [each.port for each in engines])
+            config = gateway(picker.ports["grpc"], address, [each.port for each in engines], narrow=narrow)
             async with Envoy(config, directory=tmp_path) as envoy:
                 yield Site(engines=engines, picker=picker, envoy=envoy)
 
@@ -172,8 +176,9 @@ async def _publish(api: KubeApi, address: str, ports: list[int]) -> None:
     await api.put(pod_body("qwen-0", address=address))
 
 
-async def test_epp_routes_large_bodies_and_streams_through_a_gateway(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
+@pytest.mark.parametrize("narrow", [False, True], ids=["Envoy's buffers", "llm-d's buffers"])
+async def test_epp_routes_large_bodies_and_streams_through_a_gateway(tmp_path: Path, narrow: bool) -> None:
+    async with site(tmp_path, narrow=narrow) as at:
         for size in (100, 3_000_000):
             body = chat("x" * size)
             reply = await at.post(body)

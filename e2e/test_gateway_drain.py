@@ -14,7 +14,7 @@ from harness.shared_engines import SharedEngines
 from harness.upstream import sse
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 SCRIPT = Path(__file__).parents[1] / "helm" / "dualmap" / "files" / "envoy_drain.py"
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]

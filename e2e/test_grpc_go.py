@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from certificates import Authority, write_pair
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -30,9 +32,9 @@ MEMBERS = [PoolMember(id=f"member-{port}", address="127.0.0.1", port=port) for p
 BIG = 9_000_000
 
 
-def started(directory: Path, transport: str) -> Router:
+def started(directory: Path, transport: str, *arguments: str) -> Router:
     pool = write_pool(directory / "pool.json", pool_document(MEMBERS))
-    return Router([pool], directory=directory, arguments=("--transport", transport))
+    return Router([pool], directory=directory, arguments=("--transport", transport, *arguments))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["h2", "grpc"], name="router")
@@ -41,7 +43,7 @@ async def _router(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
         yield router
 
 
-def client_of(router: Router, **options: float) -> GoClient:
+def client_of(router: Router, **options: Any) -> GoClient:
     return GoClient(f"127.0.0.1:{router.ports['grpc']}", **options)
 
 
@@ -147,3 +149,23 @@ async def test_drain_finishes_an_open_stream_and_takes_no_further_one(tmp_path: 
         send(stream, response_headers(), response_body(end=True))
         assert await stream.code() == "OK"
         assert await router.wait() == 0
+
+
+@pytest.mark.parametrize("transport", ["h2", "grpc"])
+async def test_mutual_tls_admits_only_clients_with_a_certificate(tmp_path: Path, transport: str) -> None:
+    routers, clients = Authority("routers"), Authority("clients")
+    ca, client_ca = tmp_path / "ca.crt", tmp_path / "clients.crt"
+    ca.write_bytes(routers.pem)
+    client_ca.write_bytes(clients.pem)
+    tls = write_pair(tmp_path / "router", routers.pair())
+    pair = write_pair(tmp_path / "client", clients.pair("client"))
+    arguments = ("--tls", str(tls), "--tls-client-ca", str(client_ca))
+    async with started(tmp_path, transport, *arguments) as router:
+        async with client_of(router, ca=ca, pair=pair) as client:
+            stream = await picked(client)
+            send(stream, response_headers(), response_body(end=True))
+            assert await stream.code() == "OK"
+        async with client_of(router, ca=ca) as client:
+            assert await client.open(METHOD).code() == "Unavailable"
+        async with client_of(router) as client:
+            assert await client.open(METHOD).code() == "Unavailable"

@@ -11,7 +11,7 @@ from harness.documents import chat, prompt_of, receipt
 from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 REQUESTS = 240
 CLIENTS = 24

@@ -16,7 +16,7 @@ from harness.stack import Engine
 from harness.upstream import Upstream
 from harness.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", name="site_of_module")

@@ -37,6 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
+@pytest.mark.always_picked
 async def test_decision_span_belongs_to_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
@@ -63,6 +64,7 @@ async def test_decision_span_belongs_to_the_client_trace(
 
 
 @modes
+@pytest.mark.always_picked
 async def test_trace_headers_reach_the_engine_without_a_collector(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
     async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:

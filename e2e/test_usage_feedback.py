@@ -11,7 +11,7 @@ from harness.deployment import Deployment
 from harness.documents import chat, document, prompt_of, receipt
 from harness.stack import Engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.always_picked]
 
 PROMPTS = 12
 HITS = 3

@@ -36,12 +36,10 @@ class Picker:
     """Answers every request with the same destination."""
 
     def __init__(self, destination: str, cluster: str) -> None:
-        pick = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
-        answers.add_pick(pick, destination=destination, cluster=cluster, request_id="", strip=(), retries=True)
-        self._pick = pick.SerializeToString()
-        self._request_body = answers.PLAIN_REQUEST_BODY.SerializeToString()
-        self._response_headers = answers.PLAIN_RESPONSE_HEADERS.SerializeToString()
-        self._response_body = answers.PLAIN_RESPONSE_BODY.SerializeToString()
+        plain = answers.PLAIN_REQUEST_HEADERS
+        self._pick = answers.with_pick(
+            plain, destination=destination, cluster=cluster, request_id="", strip=(), retries=True
+        )
 
     async def echo(self, _: object, context: Any) -> None:
         """Serve one stream in FULL_DUPLEX_STREAMED until Envoy ends it."""
@@ -54,9 +52,9 @@ class Picker:
                 if chunk.end_of_stream:
                     await context.write(self._pick)
                     for piece in answers.request_pieces(body, _PIECE_BYTES, last=True):
-                        await context.write(piece.SerializeToString())
+                        await context.write(piece)
             elif kind == _RESPONSE_HEADERS:
-                await context.write(self._response_headers)
+                await context.write(answers.PLAIN_RESPONSE_HEADERS)
             elif kind == _RESPONSE_BODY:
                 echoed = echo(message)
                 assert echoed is not None
@@ -72,11 +70,11 @@ class Picker:
                 if _ends(message):
                     await context.write(self._pick)
                     for _body in range(bodies):
-                        await context.write(self._request_body)
+                        await context.write(answers.PLAIN_REQUEST_BODY)
             elif kind == _RESPONSE_HEADERS:
-                await context.write(self._response_headers)
+                await context.write(answers.PLAIN_RESPONSE_HEADERS)
             elif kind == _RESPONSE_BODY:
-                await context.write(self._response_body)
+                await context.write(answers.PLAIN_RESPONSE_BODY)
                 return
 
 

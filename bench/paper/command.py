@@ -189,8 +189,10 @@ def _to_measure(
 
 
 def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     kept = [measured for cell in section.cells(extent) if (measured := results.get(cell)) is not None]
+    if not kept:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     minutes = sum(measured.cost_s for measured in kept) / 60
     path = directory / f"{section.name}.md"
     path.write_text(

@@ -5,16 +5,20 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"flag"
 	"io"
 	"log"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/keepalive"
@@ -73,9 +77,15 @@ func main() {
 	target := flag.String("target", "", "the server's `address`")
 	ping := flag.Duration("ping", 0, "the time without a byte after which the client sends a PING; grpc-go allows 10s or more")
 	pong := flag.Duration("pong", time.Second, "the time in which the server must answer the PING")
+	authority := flag.String("ca", "", "the `file` of the authority that signed the server's certificate; without it, the client uses plain text")
+	pair := flag.String("pair", "", "the `folder` with tls.crt and tls.key of the client")
 	flag.Parse()
+	transport, err := security(*authority, *pair)
+	if err != nil {
+		log.Fatal(err)
+	}
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithTransportCredentials(transport),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(plain{}), grpc.MaxCallRecvMsgSize(64<<20)),
 	}
 	if *ping > 0 {
@@ -105,6 +115,27 @@ func main() {
 			streams[next.Stream].commands <- next
 		}
 	}
+}
+
+// security returns plain text without an authority, and TLS with it. With a pair, the client has a certificate.
+func security(authority, pair string) (credentials.TransportCredentials, error) {
+	if authority == "" {
+		return insecure.NewCredentials(), nil
+	}
+	pem, err := os.ReadFile(authority)
+	if err != nil {
+		return nil, err
+	}
+	config := &tls.Config{RootCAs: x509.NewCertPool()}
+	config.RootCAs.AppendCertsFromPEM(pem)
+	if pair != "" {
+		own, err := tls.LoadX509KeyPair(filepath.Join(pair, "tls.crt"), filepath.Join(pair, "tls.key"))
+		if err != nil {
+			return nil, err
+		}
+		config.Certificates = []tls.Certificate{own}
+	}
+	return credentials.NewTLS(config), nil
 }
 
 // watch reports the states of the connection.

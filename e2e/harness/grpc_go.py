@@ -21,11 +21,15 @@ class GoClient:
     """A process with one connection to ``target``.
 
     With ``ping_s``, the client sends a PING after this time without a byte, at least 10 s, and closes the connection if
-    the server does not answer within ``pong_s``.
+    the server does not answer within ``pong_s``. With ``ca``, a file, the client uses TLS; ``pair`` is the folder of
+    the client's certificate.
     """
 
-    def __init__(self, target: str, *, ping_s: float = 0.0, pong_s: float = 1.0) -> None:
-        self._arguments = (f"--target={target}", f"--ping={ping_s}s", f"--pong={pong_s}s")
+    def __init__(
+        self, target: str, *, ping_s: float = 0.0, pong_s: float = 1.0, ca: Path | None = None, pair: Path | None = None
+    ) -> None:
+        self._arguments = [f"--target={target}", f"--ping={ping_s}s", f"--pong={pong_s}s"]
+        self._arguments += [f"--{name}={path}" for name, path in (("ca", ca), ("pair", pair)) if path is not None]
         self._numbers = count(1)
         self._streams: defaultdict[int, asyncio.Queue[bytes | str]] = defaultdict(asyncio.Queue)
         self._state_changed = asyncio.Event()

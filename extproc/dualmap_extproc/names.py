@@ -15,6 +15,7 @@ CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
 PREFILLER_HEADER: Final = "x-prefiller-host-port"
 PREFILLERS_HEADER: Final = "x-dualmap-prefillers"
+CONTINUE_HEADER: Final = "x-dualmap-continue"
 RESERVED_HEADER_PREFIXES: Final = (
     "x-gateway-destination-endpoint",
     "x-dualmap-",

@@ -47,6 +47,10 @@ class _Line:
     peer: Peer = field(default_factory=Peer)
 
 
+def _decoded(answers: list[bytes]) -> list[wire.ProcessingResponse]:
+    return [wire.ProcessingResponse.FromString(answer) for answer in answers]
+
+
 class _Talk:
     """Several concurrent streams, the pools that route them, and the clock."""
 
@@ -86,7 +90,7 @@ class _Talk:
                 self._on_time()
             case 2 if line.stream.deadline_s is not None:
                 self._now = max(self._now, line.stream.deadline_s)
-                line.peer.take(line.stream.on_deadline(self._now), ended=line.stream.ended)
+                line.peer.take(_decoded(line.stream.on_deadline(self._now)), ended=line.stream.ended)
             case 3:
                 self._close(line, cancelled=choices.flag())
                 self._lines[at] = self._line()
@@ -128,9 +132,9 @@ class _Talk:
     def _line(self) -> _Line:
         """Return a new stream."""
 
-        def deliver(answers: list[wire.ProcessingResponse]) -> None:
+        def deliver(answers: list[bytes]) -> None:
             assert not line.peer.ended, "a request was released after its stream had ended"
-            line.peer.take(answers, ended=line.stream.ended)
+            line.peer.take(_decoded(answers), ended=line.stream.ended)
 
         line = _Line(Stream(self._picker, _LIMITS, deliver, self._buffered))
         return line
@@ -138,7 +142,7 @@ class _Talk:
     def _receive(self, line: _Line, sent: wire.ProcessingRequest) -> None:
         was_over = line.peer.ended
         line.peer.send(sent)
-        answers = line.stream.receive(self._now, sent)
+        answers = _decoded(line.stream.receive(self._now, sent.SerializeToString()))
         line.peer.take(answers, ended=line.stream.ended)
         if not was_over:
             line.peer.must_answer(sent, answers)

@@ -102,6 +102,9 @@ class EngineAnswer:
             self.first += await self.rest.content.readany()
         except (aiohttp.ClientError, OSError):
             return False
+        except BaseException:
+            self.close()
+            raise
         return not is_failure(self.status, self.first)
 
     def head(self) -> web.StreamResponse:

@@ -146,6 +146,10 @@ def response_trailers() -> wire.ProcessingRequest:
     return wire.ProcessingRequest(response_trailers=wire.HttpTrailers())
 
 
+def decoded(answers: Iterable[bytes]) -> list[wire.ProcessingResponse]:
+    return [wire.ProcessingResponse.FromString(answer) for answer in answers]
+
+
 def kinds(answers: Iterable[wire.ProcessingResponse]) -> list[str]:
     return [answer.WhichOneof("response") for answer in answers]
 
@@ -241,8 +245,7 @@ _NAMES = {
 class Conversation:
     """A stream and its messages. The time ``now`` advances by a second with every message.
 
-    ``delivered`` has the answers without a message from Envoy: the answers to a queued request. As in the HTTP/2
-    transport, ``receive`` gets the messages that ``echo`` has not answered.
+    ``delivered`` has the answers without a message from Envoy: the answers to a queued request.
     """
 
     def __init__(
@@ -275,11 +278,7 @@ class Conversation:
         answers = []
         for message in messages:
             self.now += 1.0
-            echoed = self.stream.echo(self.now, message.SerializeToString())
-            if echoed is None:
-                answers += self.stream.receive(self.now, message)
-            else:
-                answers.append(wire.ProcessingResponse.FromString(echoed))
+            answers += decoded(self.stream.receive(self.now, message.SerializeToString()))
         return answers
 
     def close(self, *, cancelled=False) -> None:
@@ -288,9 +287,10 @@ class Conversation:
 
     def again(self) -> None:
         """Begin another stream with the same picker."""
-        self.stream = Stream(
-            *(self.picker, self.limits, self.delivered.extend, self.buffered, self.reader), tokens=self.tokens
-        )
+        self.stream = Stream(*(self.picker, self.limits, self._deliver, self.buffered, self.reader), tokens=self.tokens)
+
+    def _deliver(self, answers: list[bytes]) -> None:
+        self.delivered += decoded(answers)
 
     @property
     def in_flight(self) -> int:

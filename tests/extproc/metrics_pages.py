@@ -1,6 +1,7 @@
 """Sends events to a router's metrics and parses the metrics page, for the tests of the metrics."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -8,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import builders
 from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.receipt import Key, Receipt
+from dualmap.receipt import Key, PrefillReceipt, Receipt
 from dualmap.requests import Completion, Decision, EndpointStatus, EventsStatus, FirstToken, PoolSnapshot
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint
@@ -183,7 +184,9 @@ def samples(made: Counting, *statuses: PoolSnapshot) -> dict[str, float]:
 
 def everything(made: Counting) -> None:
     """Send every event once."""
-    made.routed(POOL, decision())
+    routed = decision()
+    prefill = PrefillReceipt(pool="llm/prefill", local="short")
+    made.routed(POOL, replace(routed, receipt=routed.receipt._replace(prefill=prefill)))
     made.routed_bodiless(POOL)
     made.refused(no_endpoint(POOL))
     made.refused(model_not_found("m"))

@@ -5,6 +5,7 @@ from struct import pack
 import pytest
 
 from dualmap_extproc.transport.http2 import frames
+from dualmap_extproc.transport.http2.connection import OPENINGS_MAX
 from dualmap_extproc.transport.http2.frames import (
     ACK,
     END_HEADERS,
@@ -237,6 +238,7 @@ def test_many_different_header_blocks_are_served() -> None:
     for number in range(200):
         client.send(headers(2 * number + 1, (*REQUEST, (b"x-request-id", b"%d" % number)), end=True))
     assert [call.half_closes for call in client.calls] == [1] * 200
+    assert len(client.server._openings) <= OPENINGS_MAX
 
 
 def test_trailers_of_the_client_half_close_the_call() -> None:

@@ -14,8 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography import x509
+from prometheus_client import CollectorRegistry
 
 from certificates import Authority, write_pair
+from dualmap_extproc.telemetry.transport import TransportMetrics
 from dualmap_extproc.transport import http2_server
 from dualmap_extproc.transport.grpc_server import GrpcServer
 from dualmap_extproc.transport.http2 import frames
@@ -24,10 +26,12 @@ from dualmap_extproc.transport.http2_server import Http2Server
 from dualmap_extproc.transport.http2_services import Methods
 from dualmap_extproc.transport.tls import Certificates, server_certificates
 from dualmap_extproc.wire.peer import peer_of
-from extproc.http2_client import REQUEST, data, headers, message
+from extproc.http2_client import REQUEST, data, frame, headers, message
 from waiting import WAIT_S, until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+
+FLOOD = 20_000
 
 
 class Service:
@@ -282,6 +286,41 @@ async def test_connections_above_the_limit_are_closed(caplog):
         third = await opened(port)
         for _, other in (second, third, (reader, writer)):
             other.close()
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (frames.ping(bytes(8)) * FLOOD, "control_frames"),
+        (b"".join(headers(2 * number + 1, without=b":path") for number in range(FLOOD)), "resets"),
+        (frame(frames.HEADERS, 0, 1) + frame(frames.CONTINUATION, 0, 1) * FLOOD, "header_bytes"),
+        (headers(1, [(b"a" * 60, b"b" * 60)] * 120), "compression_error"),
+        (b"GET / HTTP/1.1\r\n\r\n" * FLOOD, "frame_size_error"),
+    ],
+    ids=["PING", "resets", "CONTINUATION", "header list", "no frames"],
+)
+async def test_attack_ends_its_connection_and_no_other(attack, reason):
+    registry = CollectorRegistry()
+    async with serving(Service()) as (server, port), channel_to(port) as channel:
+        TransportMetrics(registry).show(server)
+        assert registry.get_sample_value("dualmap_http2_goaways_total", {"reason": reason}) == 0
+        talk = channel.stream_stream("/test.Service/Talk")()
+        await talk.write(b"before")
+        assert await talk.read() == b"before"
+        reader, writer = await opened(port)
+        # The server reads no more once it has ended the connection.
+        with contextlib.suppress(ConnectionError):
+            writer.write(attack)
+            while await asyncio.wait_for(reader.read(100_000), WAIT_S):
+                pass
+        await until(lambda: server.connections == 1)
+        writer.close()
+        await talk.write(b"after")
+        assert await talk.read() == b"after"
+        assert registry.get_sample_value("dualmap_http2_goaways_total", {"reason": reason}) == 1
+        assert server.goaways == {reason: 1}
+        assert registry.get_sample_value("dualmap_http2_connections") == 1
+        await talk.done_writing()
 
 
 def tls_context(*protocols: str) -> ssl.SSLContext:

@@ -78,6 +78,7 @@ class TestCounting:
             f"dualmap_completions_total{{endpoint=m-0,outcome=rejected,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=aborted,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=failed,pool={POOL}}}": 1,
+            f"dualmap_prefills_total{{pool={POOL},where=short}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=expired,pool={POOL}}}": 1,
             f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,
             f"dualmap_bodiless_requests_total{{pool={POOL}}}": 1,

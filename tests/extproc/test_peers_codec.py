@@ -98,6 +98,7 @@ RECEIPTS = st.builds(
     source=st.sampled_from(["records", "events"]),
     adapter=st.sampled_from(["", "loaded"]),
     fetch_tokens=st.none() | TOKENS,
+    # The router of a request adds the prefill after the owner's answer.
     prefill=st.none(),
 )
 USAGES = st.builds(

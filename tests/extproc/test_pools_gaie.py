@@ -247,6 +247,30 @@ async def test_optional_kinds_that_cannot_be_read_count_as_empty(
     assert "WARNING" not in {each.levelname for each in caplog.records}
 
 
+async def test_optional_kind_that_cannot_be_watched_keeps_its_objects(
+    api: KubeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    await api.put(gaie_pool())
+    await api.put(objective("batch", -1))
+    api.refuse_watches_with = 403
+    async with seat(api) as found:
+        await until(lambda: api.lists.count(f"/apis/{OLD}/v1alpha2/namespaces/llm/inferenceobjectives") > 2)
+        assert [pool.objectives.priority_of("batch") for (pool,) in found.told] == [-1]
+    said = [each.details["error"] for each in caplog.records if each.levelname == "WARNING"]
+    assert len([each for each in said if 'cannot watch resource "inferenceobjectives"' in each]) == 1
+
+
+async def test_first_version_that_is_invalid_is_not_served(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+    await api.put(gaie_pool(targetPorts=[]))
+    await api.put(pod_body("qwen-0"))
+    async with seat(api, known=False) as found:
+        await until(lambda: "Rejected object" in caplog.text)
+        assert found.told == []
+        await api.put(gaie_pool())
+        await asyncio.wait_for(found.source.known(), WAIT_S)
+        assert found.states() == {"qwen-0": "Active"}
+
+
 async def test_pods_that_cannot_be_listed_are_reported_once(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
     api.refuse["pods"] = 403
     await api.put(gaie_pool())

@@ -39,11 +39,21 @@ async def test_health_service_reports_liveness_and_readiness():
 
         assert before == [SERVING, NOT_SERVING, NOT_SERVING, NOT_SERVING]
         assert after == [SERVING] * 4
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.health("something else")
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         on_grpc_port = await health_pb2_grpc.HealthStub(router.channel).Check(health_pb2.HealthCheckRequest())
         assert on_grpc_port.status == SERVING
+
+
+async def test_health_of_an_unknown_service_is_unknown_on_both_ports(router):
+    unknown = health_pb2.HealthCheckRequest(service="something else")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as health_port:
+        for channel in (router.channel, health_port):
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(unknown)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            watch.cancel()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Check(unknown)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_health_of_shared_probe_name_is_readiness_then_liveness(monkeypatch):

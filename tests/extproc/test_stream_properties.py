@@ -11,6 +11,7 @@ from extproc.envoy_messages import (
     MODES,
     Conversation,
     chat,
+    decoded,
     kinds,
     pool,
     request_body,
@@ -82,7 +83,7 @@ def test_stream_of_any_messages_leaves_no_request_open(streams, members):
             ended = talk.stream.ended
             answers = talk.send(message)
             if talk.stream.deadline_s is not None:
-                answers += talk.stream.on_deadline(talk.stream.deadline_s)
+                answers += decoded(talk.stream.on_deadline(talk.stream.deadline_s))
             assert not (ended and answers)
             assert "immediate_response" not in kinds(answers)[:-1]
             for answer in answers:

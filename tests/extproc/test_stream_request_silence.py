@@ -12,6 +12,7 @@ from extproc.envoy_messages import (
     Conversation,
     chat,
     crowded_pool,
+    decoded,
     destination,
     headers_set,
     kinds,
@@ -29,7 +30,7 @@ def test_silence_after_complete_body_disables_retries_of_the_pick(headers):
     assert talk.send(request_headers(NO_WAIT, **headers), *request_bodies([chat()[:9], chat()[9:]], end=False)) == []
     assert talk.stream.deadline_s == pytest.approx(talk.now + talk.limits.silence_s)
 
-    answers = talk.stream.on_deadline(talk.stream.deadline_s)
+    answers = decoded(talk.stream.on_deadline(talk.stream.deadline_s))
 
     assert kinds(answers) == ["request_headers", "request_body", "request_body"]
     assert destination(answers[0])
@@ -55,7 +56,7 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
     answers = []
     while talk.stream.deadline_s is not None and talk.stream.deadline_s <= until_s:
         talk.now = talk.stream.deadline_s
-        answers += talk.stream.on_deadline(talk.now)
+        answers += decoded(talk.stream.on_deadline(talk.now))
     talk.now = until_s
     return answers
 

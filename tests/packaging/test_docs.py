@@ -61,7 +61,7 @@ def test_architecture_page_lists_only_existing_files() -> None:
     """
     packages = {
         "core": "dualmap",
-        **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},
+        **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "sidecar", "cli")},
     }
     folder, missing = ROOT, []
     text = (ROOT / "docs" / "architecture.md").read_text()

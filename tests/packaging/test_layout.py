@@ -1,6 +1,7 @@
 """Tests of the repository's layout."""
 
 import operator
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def test_test_folders_contain_no_init_files() -> None:
 def test_packages_are_typed_and_long_files_cause_a_warning(package: str) -> None:
     assert (ROOT / package / "py.typed").exists()
     warn_of_long_files(ROOT / package)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_in_the_wheel_and_in_the_image(package: str) -> None:
+    given = (ROOT / ".dockerignore").read_text().splitlines()
+    assert f"!{package.split('/')[0]}" in given
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 def test_file_of_more_than_600_lines_causes_a_warning(tmp_path: Path) -> None:

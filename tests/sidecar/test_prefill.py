@@ -212,16 +212,22 @@ async def test_other_paths_are_not_prefilled() -> None:
         assert not made.prefillers[0].received
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def only_a_head(request: web.BaseRequest) -> web.StreamResponse:
+    """Send the head of a stream, and no token."""
+    await web.StreamResponse().prepare(request)
+    return await silent(request)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "decode, after its head"])
 async def test_client_that_goes_away_ends_its_leg(leg: str) -> None:
     prefiller = silent if leg == "prefill" else prefilled
-    async with site(prefiller, engine=silent) as made:
+    async with site(prefiller, engine=silent if leg == "decode" else only_a_head) as made:
         ends = made.prefillers[0] if leg == "prefill" else made.engine
         asked = asyncio.create_task(made.complete(made.naming(0)))
         await ends.arrived.wait()
         asked.cancel()
         await ends.cancelled.wait()
-        assert leg == "decode" or not made.engine.received
+        assert leg != "prefill" or not made.engine.received
 
 
 def first_fails(failure: Answering) -> Answering:

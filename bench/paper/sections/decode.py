@@ -2,7 +2,8 @@
 
 An engine with exhausted memory starts no prefill until a decode ends. The paper detects this if no prefill ends for a
 threshold T, and adds the interval to the predicted TTFT. The engines here get less KV memory: all of them, or one of
-eight. The router does not know the engines' memory, as in the paper, unless the table says so.
+eight. By default, engines report their memory, and the router sends a prompt when it fits. In the paper, the router
+does not know the memory. So in most runs with one small instance, and in some others, the engines report nothing.
 """
 
 from collections import defaultdict
@@ -34,9 +35,11 @@ _MEMORIES: Final = (_FULL, _FULL // 2, _FULL // 4)
 _MEMORY_RATES: Final = {CONVERSATION: 2.0, TOOL_AGENT: 5.0}
 """Rates at which every policy meets the SLO with the full memory."""
 _MEMORY_POLICIES: Final = (
-    *((policy, False) for policy in ("dualmap_no_rebalance", *OURS, "min_ttft", "llmd_default")),
-    ("dualmap", True),
+    *((policy, True) for policy in ("dualmap_no_rebalance", *OURS, "min_ttft", "llmd_default")),
+    *((policy, False) for policy in OURS),
 )
+"""Each policy with whether the engines report their memory."""
+_UNREPORTED: Final = ", engines report nothing"
 
 _SMALL: Final = 25_000
 """The memory of one instance of eight: one long prompt."""
@@ -117,29 +120,34 @@ def tpot(experiment: Experiment) -> Figures:
     return {**summary_figures(outcome.summary), **tpot_figures(outcome.records[experiment.warmup :])}
 
 
-def _memory_cell(extent: Extent, workload: str, memory: int, policy: str, *, known: bool) -> Cell:
+def _unreported(experiment: Experiment) -> Experiment:
+    """Return an experiment whose routers know nothing of the engines' memory."""
+    return replace(experiment, discovery=False, kv_tokens_known=False)
+
+
+def _memory_cell(extent: Extent, workload: str, memory: int, policy: str, *, reported: bool) -> Cell:
     experiment = extent.experiment(workload, _MODEL, 0, policy, _MEMORY_RATES[workload])
-    engine = replace(experiment.engine, kv_memory_tokens=memory)
+    experiment = replace(experiment, engine=replace(experiment.engine, kv_memory_tokens=memory))
     return Cell(
         section="decode",
-        name=f"memory {workload} {memory} {policy}{' known' if known else ''}",
+        name=f"memory {workload} {memory} {policy}{'' if reported else _UNREPORTED}",
         policy=policy,
-        measure=partial(bottlenecked, replace(experiment, engine=engine, kv_tokens_known=known)),
+        measure=partial(bottlenecked, experiment if reported else _unreported(experiment)),
     )
 
 
-def _stall_cell(extent: Extent, workload: str, window: int, threshold_s: float, policy: str) -> Cell:
+def _stall_cell(
+    extent: Extent, workload: str, window: int, threshold_s: float, policy: str, *, reported: bool = False
+) -> Cell:
     experiment = extent.experiment(workload, _MODEL, window, policy, _STALL_RATES[workload])
-    small = replace(experiment.engine, kv_memory_tokens=_SMALL)
     experiment = replace(
-        experiment,
-        engines=(("qwen-0", small),),
-        kv_tokens_known=False,
+        experiment if reported else _unreported(experiment),
+        engines=(("qwen-0", replace(experiment.engine, kv_memory_tokens=_SMALL)),),
         routing=Routing(rebalance=Rebalance(decode_stall_s=threshold_s)),
     )
     return Cell(
         section="decode",
-        name=f"stall {workload} window {window} T {threshold_s:g} {policy}",
+        name=f"stall {workload} window {window} T {threshold_s:g} {policy}{'' if reported else _UNREPORTED}",
         policy=policy,
         measure=partial(bottlenecked, experiment, "qwen-0"),
     )
@@ -163,19 +171,24 @@ def _thresholds(extent: Extent) -> tuple[float, ...]:
     return (_PAPER_S, _NEVER_S) if extent.quick else _THRESHOLDS_S
 
 
+def _stall_rows(extent: Extent) -> list[tuple[float, bool]]:
+    """Return the thresholds of the runs with one small instance, each with whether the engines report their memory."""
+    return [*((threshold_s, False) for threshold_s in _thresholds(extent)), (_PAPER_S, True)]
+
+
 def _cells(extent: Extent) -> Sequence[Cell]:
     memory = [
-        _memory_cell(extent, workload, memory, policy, known=known)
+        _memory_cell(extent, workload, memory, policy, reported=reported)
         for workload in extent.workloads
         for memory in _MEMORIES
-        for policy, known in _MEMORY_POLICIES
+        for policy, reported in _MEMORY_POLICIES
     ]
     stall = [
-        _stall_cell(extent, workload, window, threshold_s, policy)
+        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported)
         for policy in OURS
         for workload in extent.workloads
         for window in _windows(extent)
-        for threshold_s in _thresholds(extent)
+        for threshold_s, reported in _stall_rows(extent)
     ]
     tpots = [
         _tpot_cell(extent, workload, chunk_tokens, policy)
@@ -218,8 +231,12 @@ _TPOT_COLUMNS: Final = (
 )
 
 
-def _stalls(results: Results, extent: Extent, workload: str, threshold_s: float, policy: str) -> list[Figures]:
-    cells = [_stall_cell(extent, workload, window, threshold_s, policy) for window in _windows(extent)]
+def _stalls(
+    results: Results, extent: Extent, workload: str, threshold_s: float, policy: str, *, reported: bool = False
+) -> list[Figures]:
+    cells = [
+        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported) for window in _windows(extent)
+    ]
     return [figures for cell in cells if (figures := results.figures(cell)) is not None]
 
 
@@ -232,10 +249,10 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     for workload in extent.workloads:
         rows = []
         for memory in _MEMORIES:
-            for policy, known in _MEMORY_POLICIES:
-                figures = results.figures(_memory_cell(extent, workload, memory, policy, known=known))
+            for policy, reported in _MEMORY_POLICIES:
+                figures = results.figures(_memory_cell(extent, workload, memory, policy, reported=reported))
                 if figures is not None:
-                    name = f"{policy}{', memory known' if known else ''}"
+                    name = f"{policy}{'' if reported else _UNREPORTED}"
                     shown = (number(figures[each], digits, scale) for each, _, digits, scale in _MEMORY_COLUMNS)
                     rows.append([f"{memory:,}", name, *shown])
         parts.append(f"## {TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s: KV memory of all instances\n\n")
@@ -244,16 +261,17 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     for workload in extent.workloads:
         rows = []
         for policy in OURS:
-            for threshold_s in _thresholds(extent):
-                kept = _stalls(results, extent, workload, threshold_s, policy)
+            for threshold_s, reported in _stall_rows(extent):
+                kept = _stalls(results, extent, workload, threshold_s, policy, reported=reported)
                 if kept:
                     shown = (
                         Spread.of(each[name] for each in kept).show(digits, scale)
                         for name, _, digits, scale in _STALL_COLUMNS
                     )
-                    rows.append([policy, _threshold(threshold_s), *shown])
+                    rows.append([policy, f"{_threshold(threshold_s)}{', memory reported' if reported else ''}", *shown])
         parts.append(
-            f"## {TITLES[workload]} at {_STALL_RATES[workload]:g}/s: one of 8 instances with {_SMALL:,} KV tokens\n\n"
+            f"## {TITLES[workload]} at {_STALL_RATES[workload]:g}/s: one of 8 instances with {_SMALL:,} KV tokens"
+            f"{_UNREPORTED} unless stated\n\n"
         )
         parts.append(table(("policy", "T s", *(title for _, title, *_ in _STALL_COLUMNS)), rows) + "\n")
     parts.append(_tpot_tables(results, extent))
@@ -310,12 +328,12 @@ def _excerpt(results: Results, extent: Extent) -> str:
     for workload in extent.workloads:
         for memory in _MEMORIES:
             kept = (
-                results.figures(_memory_cell(extent, workload, memory, policy, known=known))
-                for policy, known in _MEMORY_POLICIES
+                results.figures(_memory_cell(extent, workload, memory, policy, reported=reported))
+                for policy, reported in _MEMORY_POLICIES
             )
             shares = (number(None if each is None else each["slo_attainment"], 1, 100) for each in kept)
             rows.append([f"{TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s", f"{memory:,}", *shares])
-    names = (f"{policy}{', memory known' if known else ''}" for policy, known in _MEMORY_POLICIES)
+    names = (f"{policy}{'' if reported else _UNREPORTED}" for policy, reported in _MEMORY_POLICIES)
     return table(("within the SLO, %", "KV memory, tokens", *names), rows)
 
 
@@ -338,12 +356,10 @@ def _memory_claim(results: Results, extent: Extent, workload: str) -> str:
     parts = []
     for memory in _MEMORIES:
         shown = []
-        for policy, known in _MEMORY_POLICIES:
-            figures = results.figures(_memory_cell(extent, workload, memory, policy, known=known))
+        for policy, reported in _MEMORY_POLICIES:
+            figures = results.figures(_memory_cell(extent, workload, memory, policy, reported=reported))
             if figures is not None and policy in (*OURS, "min_ttft"):
-                shown.append(
-                    f"`{policy}`{' with known memory' if known else ''} {number(figures['slo_attainment'], 1, 100)}"
-                )
+                shown.append(f"`{policy}`{'' if reported else _UNREPORTED} {number(figures['slo_attainment'], 1, 100)}")
         if shown:
             parts.append(f"{memory // 1000}k tokens of memory {', '.join(shown)}")
     return f"{TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s, %: {'; '.join(parts)}" if parts else ""

@@ -184,7 +184,16 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
                 ]
             )
     text = table(
-        ("change", "policy", "20 s before", "worst 20 s", "90 % again after s", "all after the change", "failed"), rows
+        (
+            "change",
+            "policy",
+            "20 s before",
+            "worst 20 s",
+            "90 % again after s",
+            "all after the change",
+            "failed or rejected",
+        ),
+        rows,
     )
     figure, axes = grid(1, len(_SCALINGS))
     for place, (rate, up) in zip(axes[0], _SCALINGS, strict=True):

@@ -312,6 +312,7 @@ def _read_routing(fields: Fields) -> Routing:
             fields.choice("receiptFields", ReceiptFields.FULL, [each.value for each in ReceiptFields])
         ),
         max_body_bytes=fields.integer("maxBodyBytes", BODY_BYTES, 1024, 2**30),
+        continues=fields.flag("continue", default=False),
         fairness=Fairness(
             header=fairness.matching("header", _HEADER_NAME_OR_NONE, "a lower-case header name, or an empty text", "")
         ),

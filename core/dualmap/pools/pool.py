@@ -257,7 +257,8 @@ class Routing:
     """All settings that decide the member of a request.
 
     ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body. With a prefill
-    pool, the member computes up to ``prefill_threshold_tokens`` uncached tokens of a prompt itself.
+    pool, the member computes up to ``prefill_threshold_tokens`` uncached tokens of a prompt itself. With ``continues``,
+    the sidecar of the member learns which member can continue its stream.
     """
 
     policy: str = "dualmap"
@@ -272,6 +273,7 @@ class Routing:
     queue: Queue = Queue()
     session: Session = Session()
     prefill_threshold_tokens: int = 2048
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

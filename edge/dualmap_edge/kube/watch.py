@@ -107,7 +107,7 @@ class Reflector(Generic[T]):
 
     ``kind`` is the collection's name in logs. ``clock`` is monotonic, in seconds. Every failure calls ``on_failure``;
     an exception from ``on_failure`` ends ``run``. With ``optional``, the collection counts as empty while the server
-    does not serve its kind (404), or does not permit to read it (403).
+    does not serve its kind (404), or does not permit to list it (403).
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class Reflector(Generic[T]):
                 await self._list()
                 await self._follow()
             except KubeError as error:
-                if self._optional and error.status in _ABSENT:
+                # Objects that can be listed but not watched stay: they would otherwise come and go with each list.
+                if self._optional and error.status in _ABSENT and not self._watch_failed:
                     await self._wait_for_kind(error)
                 else:
                     await self._pause(error)

@@ -13,7 +13,7 @@ class Picked:
     ``request_id`` is empty for a request without a prompt, because the router does not track such a request.
     ``receipt`` is the value of the decision header, or None for a response without this header. ``decision`` is None
     for a request without a prompt. ``prefillers`` are the endpoints that may compute the prompt, in order of
-    preference; empty if the destination computes it.
+    preference; empty if the destination computes it. ``continuing`` are the endpoints that may continue its stream.
     """
 
     destination: str
@@ -22,6 +22,7 @@ class Picked:
     request_id: str = ""
     receipt: str | None = None
     prefillers: tuple[str, ...] = ()
+    continuing: tuple[str, ...] = ()
     decision: Decision | None = field(default=None, compare=False, repr=False)
 
 

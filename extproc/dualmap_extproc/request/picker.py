@@ -561,6 +561,7 @@ class Picker:
             request_id=outcome.request_id,
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             prefillers=outcome.prefillers,
+            continuing=outcome.endpoints[1:] if pool.routing.continues else (),
             decision=outcome,
         )
 

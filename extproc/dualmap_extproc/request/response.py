@@ -17,7 +17,7 @@ from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers, chunks
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-_Step: TypeAlias = Callable[["Response", float, wire.ProcessingRequest], list[wire.ProcessingResponse]]
+_Step: TypeAlias = Callable[["Response", float, wire.ProcessingRequest], list[bytes]]
 
 
 class ResponsePhase(StrEnum):
@@ -32,7 +32,7 @@ class ResponsePhase(StrEnum):
 
 
 # Module names are faster than members of an enum (``modes``).
-_AWAITED, _STREAMING, RESPONSE_ENDED = ResponsePhase
+_AWAITED, RESPONSE_STREAMING, RESPONSE_ENDED = ResponsePhase
 _WHOLE, _DUPLEX = ResponseBody.WHOLE, ResponseBody.DUPLEX
 _FINISHED, _ABORTED = Ending.FINISHED, Ending.ABORTED
 
@@ -62,23 +62,25 @@ class Response:
         self.request_id = self.destination = ""
         self.receipt: str | None = None
 
-    def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+    def receive(self, now: float, message: wire.ProcessingRequest) -> list[bytes]:
         """Return the answers to a response message."""
         return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
 
-    def echo(self, now: float, message: bytes | memoryview) -> bytes | None:
-        """Process an encoded message if it is a chunk after the first one that goes back; return its encoded answer.
+    def receive_chunk(self, now: float, data: bytes | memoryview) -> bytes | None:
+        """Process an encoded message if it is a chunk that needs no protobuf; return its only answer, encoded.
 
         Else, return None: ``receive`` must process the message.
         """
-        if self.phase is not _STREAMING or len(message) > self._limits.chunk_bytes:
+        if len(data) > self._limits.chunk_bytes:
             return None
-        echoed = chunks.echo(message)
+        echoed = chunks.echo(data)
         if echoed is None:
             return None
         answer, last = echoed
+        if self.phase is _AWAITED and not chunks.is_empty(data):
+            self._begin_body(now)
         self._note_chunk(now, last=last)
-        return answer
+        return answer if self._modes.response_body is _DUPLEX else self._answer_first(last=last)
 
     def end(self, now: float, ending: Ending) -> None:
         """Report the end of the request to the picker, if it is not reported yet."""
@@ -95,7 +97,7 @@ class Response:
             case Ending.FAILED:
                 self._picker.failed(now, request_id)
 
-    def _on_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+    def _on_headers(self, now: float, message: wire.ProcessingRequest) -> list[bytes]:
         headers = message.response_headers
         self.ending, whole = read_response(headers.headers, self.ending)
         self._whole |= whole
@@ -108,36 +110,36 @@ class Response:
             self.end(now, self.ending)
         if headers.end_of_stream:
             self._leave()
-        hooks = self._picker.gateway.conformance_hooks
-        if self.receipt is None and not hooks:
-            return [answers.PLAIN_RESPONSE_HEADERS]
-        answer = wire.ProcessingResponse()
-        mutation = answer.response_headers.response.header_mutation
-        if self.receipt is not None:
-            answers.set_header(mutation, DECISION_HEADER, self.receipt)
-        if hooks:
-            answers.set_header(mutation, SERVED_HEADER, served or "not reported")
-        return [answer]
+        values = {} if self.receipt is None else {DECISION_HEADER: self.receipt}
+        if self._picker.gateway.conformance_hooks:
+            values[SERVED_HEADER] = served or "not reported"
+        return [answers.response_headers(values)]
 
-    def _on_first_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
-        if message.response_body.body:
-            self.phase = _STREAMING
-            if self._whole:
-                self.end(now, _FINISHED)
-            elif self.request_id:
-                self._picker.first_token(now, self.request_id)
-        return self._on_chunk(now, message)
+    def _begin_body(self, now: float) -> None:
+        """Report the first byte of the body."""
+        self.phase = RESPONSE_STREAMING
+        if self._whole:
+            self.end(now, _FINISHED)
+        elif self.request_id:
+            self._picker.first_token(now, self.request_id)
 
-    def _on_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+    def _on_chunk(self, now: float, message: wire.ProcessingRequest) -> list[bytes]:
         chunk = message.response_body
-        self._note_chunk(now, last=chunk.end_of_stream)
+        body, last = chunk.body, chunk.end_of_stream
+        if self.phase is _AWAITED and body:
+            self._begin_body(now)
+        self._note_chunk(now, last=last)
         if self._modes.response_body is _DUPLEX:
-            return list(answers.response_pieces(chunk.body, self._limits.chunk_bytes, last=chunk.end_of_stream))
-        if self.phase is _STREAMING or chunk.end_of_stream:
+            return list(answers.response_pieces(body, self._limits.chunk_bytes, last=last))
+        return [self._answer_first(last=last)]
+
+    def _answer_first(self, *, last: bool) -> bytes:
+        """Answer a chunk that Envoy does not expect back. The first one ends the stream."""
+        if self.phase is RESPONSE_STREAMING or last:
             # The other chunks do not pass through the router, so the access log reports the end of this request.
             self.request_id = ""
             self.phase = RESPONSE_ENDED
-        return [answers.PLAIN_RESPONSE_BODY]
+        return answers.PLAIN_RESPONSE_BODY
 
     def _note_chunk(self, now: float, *, last: bool) -> None:
         """Report the end of the request with its last chunk, and from time to time that it continues."""
@@ -147,7 +149,7 @@ class Response:
             self._alive_due_s = now + self._limits.alive_interval_s
             self._picker.heard(now, self.request_id)
 
-    def _on_trailers(self, now: float, _: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+    def _on_trailers(self, now: float, _: wire.ProcessingRequest) -> list[bytes]:
         self.end(now, self.ending)
         self._leave()
         return [answers.PLAIN_RESPONSE_TRAILERS]
@@ -160,10 +162,10 @@ class Response:
     STEPS: ClassVar[Mapping[ResponsePhase, Mapping[str | None, _Step]]] = {
         _AWAITED: {
             "response_headers": _on_headers,
-            "response_body": _on_first_chunk,
+            "response_body": _on_chunk,
             "response_trailers": _on_trailers,
         },
-        _STREAMING: {
+        RESPONSE_STREAMING: {
             "response_headers": _on_headers,
             "response_body": _on_chunk,
             "response_trailers": _on_trailers,

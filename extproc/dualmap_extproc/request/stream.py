@@ -41,14 +41,14 @@ from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITIN
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.reading import INLINE_BYTES, LargeBody, Reader, read_small
-from dualmap_extproc.request.response import RESPONSE_ENDED, Response
+from dualmap_extproc.request.response import RESPONSE_ENDED, RESPONSE_STREAMING, Response
 from dualmap_extproc.request.tokens import Pending, Tokens, TokenSources
 from dualmap_extproc.request.unanswered import Unanswered
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import answers, chunks
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-_Answers: TypeAlias = list[wire.ProcessingResponse]
+_Answers: TypeAlias = list[bytes]
 _Step: TypeAlias = Callable[["Stream", float, wire.ProcessingRequest], _Answers]
 
 
@@ -88,7 +88,8 @@ def _row(
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` never raises an error, for any messages in any order; ``echo`` takes the messages that need no protobuf.
+    ``receive`` raises no error for any messages in any order, only for bytes that are no message. ``echo`` is a shorter
+    way for chunks of responses.
     The transport calls ``on_deadline`` at ``deadline_s`` if no message arrives before, ``written`` after it has written
     all answers, and ``close`` after the stream's end. The stream passes answers without a preceding message to
     ``deliver``, during a call of the picker, the reader or another stream. If ``ended`` is true, the transport must
@@ -136,17 +137,39 @@ class Stream:
         """Whether the transport must end the stream."""
         return self.phase is _ENDED
 
-    def receive(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Process a message from Envoy; return the answers to send, in order."""
-        self.deadline_s = None
-        return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
+    def receive(self, now: float, data: bytes | memoryview) -> _Answers:
+        """Process an encoded message from Envoy; return the answers to send, encoded and in order.
 
-    def echo(self, now: float, message: bytes | memoryview) -> bytes | None:
-        """Process an encoded message and return its only answer, encoded; None if ``receive`` must process the message.
-
-        A chunk of a response that passes the router (FULL_DUPLEX_STREAMED) thus needs no protobuf.
+        Nothing refers to ``data`` afterwards. Raises DecodeError if it is no message. The usual chunks of bodies need
+        no protobuf.
         """
-        return self._response.echo(now, message) if self.phase is _ANSWERED else None
+        self.deadline_s = None
+        if self.phase is _ANSWERED:
+            answer = self._response.receive_chunk(now, data)
+            if answer is not None:
+                if self._response.phase is RESPONSE_ENDED:
+                    self.phase = _ENDED
+                return [answer]
+        elif self.phase is _READING:
+            chunk = chunks.request_chunk(data)
+            if chunk is not None:
+                return self._read_chunk(now, *chunk)
+        # The stubs of protobuf do not know memoryviews.
+        message = wire.ProcessingRequest.FromString(data)  # type: ignore[arg-type]
+        return self._take(now, message)
+
+    def echo(self, now: float, data: bytes | memoryview) -> bytes | None:
+        """Process an encoded message if it is a chunk of a response after the first one; return its only answer.
+
+        Else, return None: ``receive`` must process the message. Every output token of a gateway in FULL_DUPLEX_STREAMED
+        passes this method.
+        """
+        if self.phase is not _ANSWERED or self._response.phase is not RESPONSE_STREAMING:
+            return None
+        return self._response.receive_chunk(now, data)
+
+    def _take(self, now: float, message: wire.ProcessingRequest) -> _Answers:
+        return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
 
     def on_deadline(self, now: float) -> _Answers:
         """Process the deadline: decide by the received messages, unless the body may continue (see the module)."""
@@ -188,7 +211,7 @@ class Stream:
         """Process a first message that is not request headers, as part of a request without headers."""
         self._read_modes(message)
         self._expect_request(now)
-        return self.receive(now, message)
+        return self._take(now, message)
 
     def _read_modes(self, message: wire.ProcessingRequest) -> None:
         if message.HasField("protocol_config"):
@@ -226,28 +249,27 @@ class Stream:
             self._unanswered.headers = True
             return self._decide(now)
         if self._modes.answering is WAITING:
-            answer = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
-            if head.strip:
-                answer.request_headers.response.header_mutation.remove_headers.extend(head.strip)
-            return [answer]
+            return [answers.without_headers(answers.PLAIN_REQUEST_HEADERS, head.strip)]
         self._unanswered.headers = True
         if self._modes.answering is NO_WAIT:
             self.deadline_s = now + (limits.pause_s if self._expects_prompt() else limits.silence_s)
         return []
 
     def _read_body(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Process the next chunk of a body: decide after the last chunk, or answer if the mode requires an answer."""
-        head, limits, answering = self._head, self._limits, self._modes.answering
-        head.read_subset(message, limits)
-        if head.unacceptable is not None:
-            return self._refuse(now, head.unacceptable)
+        """Process a body message that has other fields than a chunk, or an unusual encoding."""
+        self._head.read_subset(message, self._limits)
+        if self._head.unacceptable is not None:
+            return self._refuse(now, self._head.unacceptable)
         body = message.request_body
-        # Each access to a message's bytes copies the bytes, so the method accesses them only once.
-        chunk = body.body
+        return self._read_chunk(now, body.body, body.end_of_stream)
+
+    def _read_chunk(self, now: float, chunk: bytes, last: bool) -> _Answers:
+        """Process the next chunk of a body: decide after the last chunk, or answer if the mode requires an answer."""
+        limits, answering = self._limits, self._modes.answering
         self._body.add(chunk)
         if self._body.size_bytes > self._picker.max_body_bytes:
             return self._refuse(now, body_too_large(self._picker.max_body_bytes))
-        if body.end_of_stream or self._modes.request_body is _WHOLE_BODY:
+        if last or self._modes.request_body is _WHOLE_BODY:
             self._unanswered.bodies += 1
             return self._decide(now)
         if not self._buffered.hold(now, self, len(chunk)):
@@ -257,7 +279,7 @@ class Stream:
         self._unanswered.bodies += 1
         if answering is NO_WAIT:
             self._heard_s = now
-            complete = self._body.scan(chunk, head.content_length)
+            complete = self._body.scan(chunk, self._head.content_length)
             self.deadline_s = now + (limits.silence_s if complete else limits.pause_s)
         return []
 
@@ -305,14 +327,14 @@ class Stream:
         return self._refuse(now, body_too_large(max_body_bytes))
 
     def _answer_late_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        return [wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
+        return [answers.PLAIN_REQUEST_TRAILERS]
 
     def _leave_queue(self, now: float, message: wire.ProcessingRequest) -> _Answers:
         """Abort the queued request, because Envoy itself has answered the client, or has sent an unexpected message."""
         self._end_request(now, Ending.ABORTED)
         self.phase = _ANSWERED
         self._max_body_bytes = self._picker.max_body_bytes
-        return self.receive(now, message)
+        return self._take(now, message)
 
     def _on_response(self, now: float, message: wire.ProcessingRequest) -> _Answers:
         out = self._response.receive(now, message)
@@ -456,7 +478,7 @@ class Stream:
         self._max_body_bytes = outcome.max_body_bytes
         self._response.request_id, self._response.receipt = outcome.request_id, outcome.receipt
         out = self._unanswered.answer(self._modes.answering, self._limits.chunk_bytes)
-        answers.add_pick(
+        out[0] = answers.with_pick(
             out[0],
             destination=outcome.destination,
             cluster=outcome.cluster,
@@ -464,10 +486,12 @@ class Stream:
             strip=self._head.strip,
             retries=self._retries,
             prefillers=outcome.prefillers,
+            continuing=outcome.continuing,
         )
         self._response.destination = outcome.destination
         if self._hooks:
-            answers.add_header(out[0], ECHO_HEADER, f"{SERVED_HEADER}:{outcome.destination.partition(',')[0]}")
+            served = f"{SERVED_HEADER}:{outcome.destination.partition(',')[0]}"
+            out[0] = answers.with_request_header(out[0], ECHO_HEADER, served)
         return out
 
     def _refuse(self, now: float, refused: Refused) -> _Answers:

@@ -2,7 +2,6 @@
 
 from dualmap_extproc.request.modes import DUPLEX, Answering
 from dualmap_extproc.wire import answers
-from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 
 class Unanswered:
@@ -19,23 +18,20 @@ class Unanswered:
         self.trailers = False
         self.body = b""
 
-    def answer(self, answering: Answering, chunk_bytes: int) -> list[wire.ProcessingResponse]:
-        """Return the answers to all these messages, in the order that Envoy expects.
+    def answer(self, answering: Answering, chunk_bytes: int) -> list[bytes]:
+        """Return the answers to all these messages, encoded, in the order that Envoy expects.
 
-        The caller writes the pick into the first answer. The other answers may be shared objects, so the caller must
-        not change them. ``chunk_bytes`` is the size of the largest piece of a body that the router sends back to Envoy.
+        The caller adds the pick to the first answer. ``chunk_bytes`` is the size of the largest piece of a body that
+        the router sends back to Envoy.
         """
-        out: list[wire.ProcessingResponse] = []
+        out: list[bytes] = []
         if self.headers:
-            out.append(wire.ProcessingResponse(request_headers=wire.HeadersResponse()))
+            out.append(answers.PLAIN_REQUEST_HEADERS)
         if answering is not DUPLEX:
-            bodies = [answers.PLAIN_REQUEST_BODY] * self.bodies
-            if bodies and not out:
-                bodies[0] = wire.ProcessingResponse(request_body=wire.BodyResponse())
-            out += bodies
+            out += [answers.PLAIN_REQUEST_BODY] * self.bodies
         elif self.bodies:
-            out.extend(answers.request_pieces(self.body, chunk_bytes, last=not self.trailers))
+            out += answers.request_pieces(self.body, chunk_bytes, last=not self.trailers)
         if self.trailers:
-            out.append(wire.ProcessingResponse(request_trailers=wire.TrailersResponse()))
+            out.append(answers.PLAIN_REQUEST_TRAILERS)
         self.body = b""
         return out

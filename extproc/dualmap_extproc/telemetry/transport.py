@@ -11,7 +11,10 @@ _CHECK_S: Final = 0.1
 # Envoy counts a router as lost whose loop is late by two seconds.
 _BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # These reasons have a series from the start, because an alert needs the value 0 before the first event.
-_REASONS: Final = ("control_frames", "drain", "handshake", "protocol_error", "resets", "silence")
+_REASONS: Final = (
+    *("drain", "handshake", "silence", "control_frames", "resets", "header_bytes", "settings"),
+    *("protocol_error", "frame_size_error", "flow_control_error", "compression_error", "stream_closed"),
+)
 
 
 class Server(Protocol):

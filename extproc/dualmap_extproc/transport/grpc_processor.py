@@ -10,10 +10,9 @@ from google.protobuf.message import DecodeError
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.processor import Answers, ExternalProcessor
-from dualmap_extproc.wire import ext_proc_pb2 as wire
 from dualmap_extproc.wire.peer import peer_of
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # grpc-stubs declares only the type
 
@@ -24,16 +23,14 @@ def grpc_handler(processor: ExternalProcessor) -> Handler:
     async def process(_: object, context: _Context) -> None:
         await _process(processor, context)
 
-    method = grpc.stream_stream_rpc_method_handler(
-        process,
-        request_deserializer=wire.ProcessingRequest.FromString,
-        response_serializer=wire.ProcessingResponse.SerializeToString,
-    )
+    # Without serializers, gRPC passes bytes in both directions.
+    method = grpc.stream_stream_rpc_method_handler(process)
     return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method})
 
 
 async def _process(processor: ExternalProcessor, context: _Context) -> None:
     """Serve one stream, and close its state machine after any end of the stream."""
+    clock = asyncio.get_running_loop().time
     writer = _UnpromptedWriter(context)
     stream = processor.open(writer.write, peer_of(context))
     writer.on_written = stream.written
@@ -45,7 +42,7 @@ async def _process(processor: ExternalProcessor, context: _Context) -> None:
                 await writer.writing
             if message is _EOF:
                 break
-            answers = processor.receive(stream, message)
+            answers = processor.receive(stream, clock(), message)
             for answer in answers:
                 await context.write(answer)
             stream.written()
@@ -56,7 +53,7 @@ async def _process(processor: ExternalProcessor, context: _Context) -> None:
     except DecodeError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     finally:
-        processor.close(stream, cancelled=cancelled)
+        processor.close(stream, clock(), cancelled=cancelled)
         writer.cancel()
 
 

@@ -5,7 +5,6 @@ from google.protobuf.message import DecodeError
 from dualmap_extproc.transport.http2.calls import Call, CallHandler, Factory
 from dualmap_extproc.transport.http2.status import Status
 from dualmap_extproc.transport.processor import Answers, ExternalProcessor
-from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 
 def http2_method(processor: ExternalProcessor) -> Factory:
@@ -35,26 +34,24 @@ class _Exchange:
             self._call.send(echoed)
             return
         try:
-            # protobuf copies the fields, so nothing refers to ``data`` afterwards. Its stubs do not know memoryviews.
-            answers = processor.receive(stream, wire.ProcessingRequest.FromString(data))  # type: ignore[arg-type]
-            self._write(answers)
+            self._write(processor.receive(stream, now, data))
         except DecodeError as error:
-            self._close(cancelled=True)
+            self._close(now, cancelled=True)
             self._call.finish(Status.INVALID_ARGUMENT, str(error))
             return
         except Exception:
-            self._close(cancelled=True)
+            self._close(now, cancelled=True)
             raise
         if stream.ended:
-            self._end()
+            self._end(now)
         elif stream.deadline_s is not None:
             processor.watch(stream, self._write)
 
     def half_closed(self, now: float) -> None:
-        self._end()
+        self._end(now)
 
     def cancelled(self, now: float) -> None:
-        self._close(cancelled=True)
+        self._close(now, cancelled=True)
 
     def drained(self) -> None:
         self._stream.written()
@@ -62,15 +59,15 @@ class _Exchange:
     def _write(self, answers: Answers) -> None:
         call = self._call
         for answer in answers:
-            call.send(answer.SerializeToString())
+            call.send(answer)
         if not call.unsent_bytes:
             self._stream.written()
 
-    def _end(self) -> None:
-        self._close(cancelled=False)
+    def _end(self, now: float) -> None:
+        self._close(now, cancelled=False)
         self._call.finish()
 
-    def _close(self, *, cancelled: bool) -> None:
+    def _close(self, now: float, *, cancelled: bool) -> None:
         if self._open:
             self._open = False
-            self._processor.close(self._stream, cancelled=cancelled)
+            self._processor.close(self._stream, now, cancelled=cancelled)

@@ -21,8 +21,8 @@ from dualmap_extproc.transport.grpc_server import Handler
 from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.status import Status
 
-# A call that sends waits while the client's windows hold back more than this.
-_UNSENT_BYTES_MAX: Final = 262_144
+UNSENT_BYTES_MAX: Final = 262_144
+"""A call that sends waits while the client's windows hold back more than this."""
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # grpc-stubs declares only the type
 _log = get_logger(__name__)
 
@@ -136,7 +136,7 @@ class _Served:
         """Send a message; wait while the client does not read."""
         serialize = self._method.response_serializer
         self._call.send(message if serialize is None else serialize(message))
-        while self._call.unsent_bytes > _UNSENT_BYTES_MAX:
+        while self._call.unsent_bytes > UNSENT_BYTES_MAX:
             self._drained.clear()
             await self._drained.wait()
 

@@ -16,11 +16,10 @@ from dualmap_extproc.request.reading import Reader
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.request.tokens import TokenSources
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _log = get_logger(__name__)
 
-Answers: TypeAlias = Sequence[wire.ProcessingResponse]
+Answers: TypeAlias = Sequence[bytes]
 Write: TypeAlias = Callable[[Answers], None]
 
 # The poll interval of streams' deadlines. Deadlines are at least 0.1 s away, and only requests with trailers or slow
@@ -94,24 +93,29 @@ class ExternalProcessor:
             *(self._picker, self._limits, write, self._buffered, self._reader), tokens=self._tokens, peer=peer
         )
 
-    def receive(self, stream: Stream, message: wire.ProcessingRequest) -> Answers:
-        """Return a stream's answers to a message. The transport calls ``watch`` after it has sent them."""
-        now = self._clock()
-        undecided = not stream.decided
-        answers = stream.receive(now, message)
-        if undecided and stream.decided:
+    def receive(self, stream: Stream, now: float, data: bytes | memoryview) -> Answers:
+        """Return a stream's encoded answers to an encoded message. The transport calls ``watch`` after sending them.
+
+        Raises DecodeError if ``data`` is no message.
+        """
+        if stream.decided:
+            return stream.receive(now, data)
+        # The message may have waited for others that arrived together with it.
+        began_s = self._clock()
+        answers = stream.receive(now, data)
+        if stream.decided:
             done_s = self._clock()
-            self._report(Decided(now=done_s, seconds=done_s - now))
+            self._report(Decided(now=done_s, seconds=done_s - began_s))
         return answers
 
     def watch(self, stream: Stream, write: Write) -> None:
         """Call the stream at its deadline, if it has one; ``write`` sends the answers."""
         self._deadlines.watch(stream, write)
 
-    def close(self, stream: Stream, *, cancelled: bool) -> None:
+    def close(self, stream: Stream, now: float, *, cancelled: bool) -> None:
         """Report the end of a stream. ``cancelled`` is true if Envoy or its client cancelled, or the call failed."""
         self._deadlines.forget(stream)
-        stream.close(self._clock(), cancelled=cancelled)
+        stream.close(now, cancelled=cancelled)
         self._streams -= 1
         if not self._streams:
             self._idle.set()

@@ -14,8 +14,9 @@ from dualmap_extproc.transport.http2.limits import Http2Counters, Http2Limits
 from dualmap_extproc.transport.http2.status import Status
 from dualmap_extproc.transport.http2.stream import PREFIX, PREFIX_BYTES, Stream, StreamError
 
-# The number of header blocks whose openings are stored, and the largest of them. One Envoy sends few different ones.
-_OPENINGS_MAX: Final = 64
+OPENINGS_MAX: Final = 64
+"""The number of header blocks whose openings a connection stores. One Envoy sends few different ones."""
+# The largest of these blocks.
 _OPENING_BYTES: Final = 1024
 # The least time between two checks of the calls' deadlines (grpc-timeout).
 _TIMEOUTS_S: Final = 0.1
@@ -393,7 +394,7 @@ class Http2Connection:
                 self._stream_error(now, stream_id, ErrorCode.PROTOCOL_ERROR, both=bool(flags & END_STREAM))
                 return
             if unchanged and len(block) <= _OPENING_BYTES:
-                if len(self._openings) >= _OPENINGS_MAX:
+                if len(self._openings) >= OPENINGS_MAX:
                     self._openings.clear()
                 self._openings[block] = asked
             self._open(now, stream_id, asked, flags)
