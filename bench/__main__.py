@@ -58,6 +58,9 @@ COMMANDS: Final = {
     ),
     "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),
+    "prefill_decode": Benchmark(
+        "bench.prefill_decode", "a joint pool beside prefill and decode apart, in virtual time (15 minutes; --quick: 1)"
+    ),
     "replicas": Benchmark("bench.replicas", "several routers, in virtual time (20 minutes; --quick: 3)"),
     "routers": Benchmark(
         "bench.routers", "goodput of one to eight routers, in virtual time (an hour; --quick: 5 minutes)"

@@ -283,7 +283,7 @@ def replicated(rate: int) -> list[ReplicaUpdate]:
     for turn in range(round(REPLICATED_S / INTERVAL_S)):
         now = turn * INTERVAL_S
         while sent <= now * rate:
-            asked = replace(question(REQUEST_TOKENS, sent), arrived_s=now)
+            asked = question(REQUEST_TOKENS, sent)._replace(arrived_s=now)
             router.on_request(now, asked)
             if sent:
                 router.on_first_token(now, question(REQUEST_TOKENS, sent - 1).id)

@@ -27,17 +27,18 @@ class Chooser:
 
     def __init__(self, pool: Pool, candidates: Candidates, *, replicated: bool) -> None:
         self._candidates = candidates
+        self._replicated = replicated
         self.sessions = SessionTable(pool.routing.session.ttl_s, replicated=replicated)
         self._sequence = 0
         self._pool = pool
         self._pool_id = pool.id
         self._policy = POLICIES[pool.routing.policy]
-        self.tree = _tree(pool)
+        self.tree = self._new_tree(pool)
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool."""
         if pool.routing.prefix != self._pool.routing.prefix:
-            self.tree = _tree(pool)
+            self.tree = self._new_tree(pool)
         self._pool = pool
         self._policy = POLICIES[pool.routing.policy]
         self.sessions.ttl_s = pool.routing.session.ttl_s
@@ -197,7 +198,11 @@ class Chooser:
             ),
         )
 
-
-def _tree(pool: Pool) -> HotnessTree:
-    prefix = pool.routing.prefix
-    return HotnessTree(initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s)
+    def _new_tree(self, pool: Pool) -> HotnessTree:
+        prefix = pool.routing.prefix
+        return HotnessTree(
+            initial_blocks=prefix.initial_blocks,
+            max_blocks=prefix.max_blocks,
+            window_s=prefix.window_s,
+            replicated=self._replicated,
+        )

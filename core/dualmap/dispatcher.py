@@ -267,13 +267,13 @@ class Dispatcher:
         if self._replicated and chain.cacheable:
             # A prompt that adds no blocks is also a placement. Otherwise, each router's index would evict other blocks.
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
-        # Envoy tries the other member of the pair if the chosen member refuses the connection.
-        others = [self._candidates.endpoint(each) for each in pair if each != queued.member]
-        return Decision(
-            request_id=queued.request.id,
-            endpoints=(endpoint, *[each for each in others if each is not None][:1]),
-            receipt=queued.receipt,
-        )
+        endpoints: tuple[str, ...] = (endpoint,)
+        for other in pair:
+            if other != queued.member and (fallback := self._candidates.endpoint(other)) is not None:
+                # Envoy tries the other member of the pair if the chosen member refuses the connection.
+                endpoints = endpoint, fallback
+                break
+        return Decision(request_id=queued.request.id, endpoints=endpoints, receipt=queued.receipt)
 
     def _rejection(
         self, now: float, request_id: str, reason: Reason, member: str | None = None, *, limited: bool = False

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from math import inf
 from typing import Final
 
@@ -43,7 +42,7 @@ class Guests:
 
     def ask(self, now: float, peer: str, ask: Ask) -> tuple[Outcome, ...]:
         """Decide a request of another router. Its id must be unknown."""
-        request = replace(ask.request, arrived_s=now - ask.age_s)
+        request = ask.request._replace(arrived_s=now - ask.age_s)
         answer, outcomes = self._router.on_request(now, request)
         self._routers[request.id], self._numbers[request.id] = peer, ask.number
         return (answer, *outcomes)

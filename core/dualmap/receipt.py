@@ -101,7 +101,7 @@ class Receipt(NamedTuple):
         chosen = _sf_string(self.chosen)
         if fields is ReceiptFields.CHOSEN:
             return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
-        pair = " ".join(_sf_string(member) for member in self.pair)
+        pair = " ".join(map(_sf_string, self.pair))
         adapter = f", adapter={_sf_string(self.adapter)}" if self.adapter else ""
         fetch = "" if self.fetch_tokens is None else f", fetch={self.fetch_tokens}"
         return (

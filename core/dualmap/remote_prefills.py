@@ -15,7 +15,7 @@ prefill decision to the first token. Each router may ask the owner of its pool (
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -79,7 +79,7 @@ class _Stage(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Split:
+class Split:
     """A request that both pools decide; ``local`` is why the prefill became local."""
 
     request: Request
@@ -94,6 +94,7 @@ class _Split:
 
     @property
     def is_decided(self) -> bool:
+        """Whether the request was sent to both members."""
         return self.stage in (_Stage.PREFILLING, _Stage.DECODING)
 
 
@@ -105,14 +106,12 @@ class RemotePrefills:
     """
 
     def __init__(self) -> None:
-        self._splits: dict[str, _Split] = {}
-
-    def __len__(self) -> int:
-        return len(self._splits)
+        self.splits: dict[str, Split] = {}
+        """The requests without a decision, and those with a remote prefill, by id."""
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether a request of a pool with a prefill pool has no final decision."""
-        split = self._splits.get(request_id)
+        split = self.splits.get(request_id)
         return split is not None and not split.is_decided
 
     def on_request(
@@ -124,11 +123,11 @@ class RemotePrefills:
         """
         pool = decode.pool
         most = None if prefiller is None else pool.routing.prefill_threshold_tokens
-        request = replace(request, prefills_up_to=most)
-        split = _Split(request=request, decode=decode, pool=pool.prefill_pool, prefiller=prefiller)
+        request = request._replace(prefills_up_to=most)
+        split = Split(request=request, decode=decode, pool=pool.prefill_pool, prefiller=prefiller)
         if prefiller is None:
             split.stage = _Stage.LOCAL
-        self._splits[request.id] = split
+        self.splits[request.id] = split
         settled: list[Settled] = []
         due: deque[Outcomes] = deque()
         answer, outcomes = decode.on_request(now, request)
@@ -150,7 +149,7 @@ class RemotePrefills:
 
         The prefill member has no part in the request after the first token.
         """
-        split = self._splits.get(request_id)
+        split = self.splits.get(request_id)
         if split is None or split.stage is not _Stage.PREFILLING:
             return None, []
         router = self._prefilling(split)
@@ -166,7 +165,7 @@ class RemotePrefills:
         A request that failed before its first token may have failed at either member, so it counts at both. Engines
         report the cached tokens of the member that computed the prompt.
         """
-        split = self._splits.pop(completion.request_id, None)
+        split = self.splits.pop(completion.request_id, None)
         if split is None or split.prefill is None:
             return completion, []
         request_id, router = completion.request_id, self._prefilling(split)
@@ -176,8 +175,7 @@ class RemotePrefills:
             effects.append((router, end(now, request_id).outcomes))
         if usage is not None:
             router.on_usage(now, request_id, usage)
-        return replace(
-            completion,
+        return completion._replace(
             predicted_cached_tokens=split.prefill.receipt.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,
             comparable=split.request.comparable,
@@ -185,7 +183,7 @@ class RemotePrefills:
 
     def forget(self, now: float, request_id: str) -> list[Outcomes]:
         """Forget a request whose client left, or which expired; return the effects at the prefill pool."""
-        split = self._splits.pop(request_id, None)
+        split = self.splits.pop(request_id, None)
         if split is None or split.stage not in (_Stage.PREFILL, _Stage.PREFILLING):
             return []
         router = self._prefilling(split)
@@ -197,13 +195,13 @@ class RemotePrefills:
         The routers of removed pools answer no further questions, so requests that wait for them get local prefills.
         """
         effects: list[Outcomes] = []
-        for request_id, split in tuple(self._splits.items()):
+        for request_id, split in tuple(self.splits.items()):
             if split.decode.pool.id in pools:
                 effects += self.forget(now, request_id)
             elif split.prefiller is not None and split.prefiller.router.pool.id in pools:
                 split.prefiller = None
                 if split.is_decided:
-                    del self._splits[request_id]
+                    del self.splits[request_id]
                 elif split.stage is _Stage.PREFILL:
                     effects += self._decide_locally(now, split, UNUSABLE)
         return effects
@@ -212,14 +210,14 @@ class RemotePrefills:
         while due:
             router, outcomes = due.popleft()
             for outcome in outcomes:
-                split = self._splits.get(outcome.request_id)
+                split = self.splits.get(outcome.request_id)
                 if split is None or split.is_decided:
                     settled.append(Settled(router, outcome))
                 else:
                     self._advance(now, split, outcome, due, settled)
 
     def _advance(
-        self, now: float, split: _Split, outcome: Outcome | Asked, due: deque[Outcomes], settled: list[Settled]
+        self, now: float, split: Split, outcome: Outcome | Asked, due: deque[Outcomes], settled: list[Settled]
     ) -> None:
         """Take a router's outcome for a request that waits for it."""
         if isinstance(outcome, Asked):
@@ -235,7 +233,7 @@ class RemotePrefills:
             else:
                 settled.append(Settled(split.decode, self._sent(split, outcome)))
         elif isinstance(outcome, Rejection):
-            del self._splits[outcome.request_id]
+            del self.splits[outcome.request_id]
             settled.append(Settled(split.decode, outcome))
         elif split.stage is _Stage.LOCAL:
             settled.append(Settled(split.decode, self._local(split, outcome, split.local)))
@@ -243,7 +241,7 @@ class RemotePrefills:
             self._on_decode_member(now, split, outcome, due, settled)
 
     def _on_decode_member(
-        self, now: float, split: _Split, decision: Decision, due: deque[Outcomes], settled: list[Settled]
+        self, now: float, split: Split, decision: Decision, due: deque[Outcomes], settled: list[Settled]
     ) -> None:
         """Ask the prefill pool, unless the decode member computes the prompt itself."""
         receipt, prefiller = decision.receipt, split.prefiller
@@ -262,21 +260,21 @@ class RemotePrefills:
             due.append((prefiller.router, outcomes))
             self._advance(now, split, answer, due, settled)
 
-    def _decide_locally(self, now: float, split: _Split, reason: LocalPrefill) -> list[Outcomes]:
+    def _decide_locally(self, now: float, split: Split, reason: LocalPrefill) -> list[Outcomes]:
         """Ask the decode pool again, because its member must compute the prompt; return the effects."""
         split.stage, split.local, split.decision = _Stage.LOCAL, reason, None
-        split.request = replace(split.request, prefills_up_to=None)
+        split.request = split.request._replace(prefills_up_to=None)
         released = split.decode.on_aborted(now, split.request.id).outcomes
         answer, outcomes = split.decode.on_request(now, split.request)
         own = () if isinstance(answer, Asked) else (answer,)
         return [(split.decode, (*released, *own, *outcomes))]
 
-    def _local(self, split: _Split, decision: Decision, reason: LocalPrefill) -> Decision:
-        del self._splits[decision.request_id]
+    def _local(self, split: Split, decision: Decision, reason: LocalPrefill) -> Decision:
+        del self.splits[decision.request_id]
         prefill = PrefillReceipt(pool=split.pool, local=reason.name, meaning=reason.meaning)
-        return replace(decision, receipt=decision.receipt._replace(prefill=prefill))
+        return decision._replace(receipt=decision.receipt._replace(prefill=prefill))
 
-    def _sent(self, split: _Split, prefill: Decision) -> Decision:
+    def _sent(self, split: Split, prefill: Decision) -> Decision:
         """Return the decision on a request with both members."""
         assert split.decision is not None, "the decode member is chosen first"
         split.stage, split.prefill = _Stage.PREFILLING, prefill
@@ -284,9 +282,9 @@ class RemotePrefills:
             predicted_ttft_s=prefill.receipt.predicted_ttft_s,
             prefill=PrefillReceipt(pool=split.pool, receipt=prefill.receipt),
         )
-        return replace(split.decision, receipt=receipt, prefillers=prefill.endpoints)
+        return split.decision._replace(receipt=receipt, prefillers=prefill.endpoints)
 
     @staticmethod
-    def _prefilling(split: _Split) -> Router:
+    def _prefilling(split: Split) -> Router:
         assert split.prefiller is not None, "a prefill pool's router was asked"
         return split.prefiller.router

@@ -3,6 +3,9 @@
 ``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Rejection, or Queued. For a queued request, a later
 event returns the Decision or Rejection. The drivers (the ext_proc server and the simulator) report each request's
 progress to the router. The router returns values for metrics and logs.
+
+The values that every request creates are named tuples. A named tuple is immutable and takes a quarter of the time of a
+frozen dataclass.
 """
 
 from dataclasses import dataclass
@@ -17,8 +20,7 @@ from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """A request for a pool.
 
     ``id`` is unique among all requests that have not ended. ``arrived_s`` is the arrival time on the same clock as
@@ -60,8 +62,7 @@ class Request:
         return self.prefills_up_to is not None and new_tokens > self.prefills_up_to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """The destination of a request: ``endpoints`` (``ip:port``) with the choice first; Envoy tries them in order.
 
     ``prefillers`` are the endpoints of the prefill pool that may compute the prompt, the choice first. It is empty if
@@ -163,8 +164,7 @@ class Usage:
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
+class FirstToken(NamedTuple):
     """The first token of a request, with the measured TTFT and the prediction at the time of the decision."""
 
     member: str
@@ -181,8 +181,7 @@ class FirstToken:
         return cls(member=member, ttft_s=ttft_s, predicted_ttft_s=predicted_ttft_s, within_slo=ttft_s <= slo_ttft_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """The end of a request. ``measured_cached_tokens`` is None if the engine reported no usage.
 
     ``comparable`` is false if the measured tokens do not say what the engine caches (``Request``).

@@ -414,7 +414,7 @@ class SharedRouter:
             known = tuple(each for each in outcome.endpoints if each in self._endpoints)
             if known[:1] != outcome.endpoints[:1]:
                 return moved + self._give_up(now, waiting, "refused")
-            outcome = replace(outcome, endpoints=known)
+            outcome = outcome._replace(endpoints=known)
         return moved + self._requests.on_outcome(now, waiting, outcome)
 
     def _give_up(self, now: float, waiting: Waiting, result: str) -> tuple[Outcome, ...]:

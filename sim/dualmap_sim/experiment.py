@@ -21,6 +21,7 @@ from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConf
 from dualmap_sim.decoders import split
 from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
+from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.shared_store import StoreConfig
@@ -50,6 +51,12 @@ class Experiment:
     """Members with an engine that differs from ``engine``, by member id."""
     decoders: int = 0
     """Number of the instances that only decode (``decoders.py``). The other instances only prefill; 0 for no split."""
+    prefillers: int = 0
+    """Number of the instances in a prefill pool (``prefill_decode.py``), 0 for none."""
+    decode_policy: str | None = None
+    """Policy of the pool with a prefill pool. None uses ``policy``, which is that of the prefill pool."""
+    prefill_threshold_tokens: int = 2048
+    """Uncached tokens of a prompt that a decode member computes itself, if there is a prefill pool."""
     slo_ttft_s: float = 5.0
     warmup: int = 500
     """Number of requests at the start of the trace that are served but not counted."""
@@ -154,6 +161,8 @@ _Replayed = tuple[tuple[Record, ...], tuple[LoadSample, ...], bool]
 
 
 def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
+    if experiment.prefillers:
+        return _replay_split(experiment, asked, gives_up)
     engine, decode_side = _with_store(experiment, experiment.engine), None
     if experiment.decoders:
         engine, decode_side = split(engine, decoders=experiment.decoders)
@@ -184,9 +193,36 @@ def _with_store(experiment: Experiment, engine: EngineConfig) -> EngineConfig:
     return engine if store is None else replace(engine, pull_tokens_per_s=store.tokens_per_s)
 
 
+def _replay_split(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
+    """Replay with a prefill pool, one router without delays, and no samples of the load."""
+    engine = experiment.engine
+    if experiment.routers > 1 or experiment.engines or experiment.decoders or experiment.kv_moves:
+        raise ValueError("a prefill pool requires one router, equal engines and no sessions that move their KV")
+    if experiment.store is not None:
+        raise ValueError("a prefill pool has no KV store")
+    if engine.decode is None or engine.pull_tokens_per_s is None:
+        raise ValueError("a prefill pool requires an engine that decodes, with pull_tokens_per_s")
+    pool = _pool(experiment)
+    threshold = experiment.prefill_threshold_tokens
+    pool = replace(pool, routing=replace(pool.routing, prefill_threshold_tokens=threshold))
+    decode, prefill = split_pools(pool, prefillers=experiment.prefillers)
+    if experiment.decode_policy is not None:
+        decode = replace(decode, routing=replace(decode.routing, policy=experiment.decode_policy))
+    cluster = SplitCluster(
+        SplitConfig(
+            decode=decode,
+            prefill=prefill,
+            engine=engine,
+            transfer_tokens_per_s=engine.pull_tokens_per_s,
+            gives_up=gives_up,
+        )
+    )
+    return cluster.run(asked), (), cluster.gave_up
+
+
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay without routers: an oracle has no reports and no delays."""
-    if experiment.engines or experiment.decoders:
+    if experiment.engines or experiment.decoders or experiment.prefillers:
         raise ValueError(f"the bound {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,

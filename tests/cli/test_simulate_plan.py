@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "seeds": (0,),
     "policies": ("dualmap",),
     "instances": 4,
+    "prefillers": 0,
     "model": "7b",
     "parameters": (),
     "slow": (),
@@ -45,6 +46,28 @@ OPTIONS: dict[str, Any] = {
 
 def plan(**options: Any) -> Plan:
     return make_plan(**{**OPTIONS, **options})
+
+
+def test_plan_with_a_prefill_pool_moves_kv_and_not_sessions() -> None:
+    base = plan(prefillers=1).base
+
+    assert (base.prefillers, base.kv_moves, base.engine.pull_tokens_per_s) == (1, False, 100_000.0)
+    assert plan(prefillers=1, parameters=(("pull", 5000.0),)).base.engine.pull_tokens_per_s == 5000.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefillers": 4},
+        {"prefillers": 1, "model": "pd"},
+        {"prefillers": 1, "routers": 2},
+        {"prefillers": 1, "slow": (("qwen-0", 0.5),)},
+        {"prefillers": 1, "policies": ("limit",)},
+    ],
+)
+def test_plan_with_a_prefill_pool_that_is_not_modelled_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(click.BadParameter, match="is not accepted"):
+        plan(**options)
 
 
 def numbers_of(config: EngineConfig) -> dict[str, float | None]:
@@ -73,7 +96,14 @@ def test_kv_store_option_gives_the_instances_a_store() -> None:
     assert plan(store_tokens_per_s=5000.0).base.store == StoreConfig(tokens_per_s=5000.0)
 
 
-@pytest.mark.parametrize("options", [{"parameters": (("pull", 1000.0),), "sessions": True}, {"policies": ("limit",)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parameters": (("pull", 1000.0),), "sessions": True},
+        {"parameters": (("pull", 1000.0),), "prefillers": 1},
+        {"policies": ("limit",)},
+    ],
+)
 def test_kv_store_beside_what_has_no_store_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(click.BadParameter, match="--kv-store"):
         plan(store_tokens_per_s=5000.0, **options)

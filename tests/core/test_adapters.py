@@ -20,7 +20,7 @@ UNKNOWN = EngineProfile(reason="/v1/models was answered with 401")
 
 def adapted(n: object, *, now: float = 0.0, tokens: int = 400, subset: frozenset[str] | None = None) -> Request:
     prompt = text_of(tokens, f"seed {n}")
-    return replace(request(f"{now}-{n}", prompt, now=now, subset=subset), adapter="sql")
+    return request(f"{now}-{n}", prompt, now=now, subset=subset)._replace(adapter="sql")
 
 
 def specified(count: int = 4) -> Pool:

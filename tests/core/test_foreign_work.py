@@ -1,7 +1,6 @@
 """Tests of the requests that came through no router: what counts as such, for how long, and in how much memory."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -70,7 +69,7 @@ class TestReplicas:
 class TestSequences:
     def test_answers_of_one_request_are_no_foreign_work(self) -> None:
         router = PoolRouter(pool(1))
-        router.on_request(0.0, replace(request("a", text_of(400, "a")), sequences=64))
+        router.on_request(0.0, request("a", text_of(400, "a"))._replace(sequences=64))
         report(router, 60, 4)
         assert requests_at(router) == (1, 400)
         router.on_first_token(1.5, "a")
@@ -82,7 +81,7 @@ class TestSequences:
 
     def test_other_replicas_hear_of_every_answer(self) -> None:
         router, other = PoolRouter(pool(1)), PoolRouter(pool(1))
-        router.on_request(0.0, replace(request("a", text_of(400, "a")), sequences=64))
+        router.on_request(0.0, request("a", text_of(400, "a"))._replace(sequences=64))
         other.on_update(0.0, "peer", router.take_update(0.0), 0.0)
         report(other, 60, 4)
         assert requests_at(other) == (64, 400)

@@ -29,7 +29,7 @@ def router_of(of: Pool, *profiles: EngineProfile) -> PoolRouter:
 
 
 def asked(n: object, model: str = "m", *, now: float = 1.0, subset: frozenset[str] | None = None) -> Request:
-    return replace(request(f"{now}-{n}", text_of(400, f"seed {n}"), now=now, subset=subset), model=model)
+    return request(f"{now}-{n}", text_of(400, f"seed {n}"), now=now, subset=subset)._replace(model=model)
 
 
 def chosen(router: PoolRouter, model: str = "m", *, subset: frozenset[str] | None = None) -> set[str]:
@@ -104,7 +104,7 @@ class TestEnginesThatCheckNames:
     def test_specified_adapter_may_be_loaded_on_demand(self) -> None:
         router = router_of(named(2), WRONG, WRONG)
         found = {
-            router.on_request(1.0, replace(asked(n, ""), adapter="sql")).answer.receipt.chosen  # type: ignore[union-attr]
+            router.on_request(1.0, asked(n, "")._replace(adapter="sql")).answer.receipt.chosen  # type: ignore[union-attr]
             for n in range(40)
         }
         assert found == {"m-0", "m-1"}

@@ -4,7 +4,6 @@ By default, prompts have 1000 tokens, the SLO is 5 s, and every member prefills 
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -294,7 +293,7 @@ class TestEar:
         router = PoolRouter(pool(3, routing=routing, engine=Engine(prefill_tokens_per_second=1000.0)))
 
         def turn(number: int, now: float) -> tuple[str, str]:
-            asked = replace(request(f"turn {number}", text_of(1024, "chat"), now=now), session=7)
+            asked = request(f"turn {number}", text_of(1024, "chat"), now=now)._replace(session=7)
             outcome = router.on_request(now, asked).answer
             assert isinstance(outcome, Decision)
             router.on_first_token(now, asked.id)
@@ -303,7 +302,7 @@ class TestEar:
         def load(member: str, tokens: int, now: float) -> None:
             endpoint = next(each.endpoint for each in router.pool.members if each.id == member)
             asked = request(f"load {member} {now}", text_of(tokens, f"{member} {now}"), now=now)
-            assert isinstance(router.on_request(now, replace(asked, subset=frozenset({endpoint}))).answer, Decision)
+            assert isinstance(router.on_request(now, asked._replace(subset=frozenset({endpoint}))).answer, Decision)
 
         first, rule = turn(1, 0.0)
         assert rule == "new-session"

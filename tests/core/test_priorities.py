@@ -21,7 +21,7 @@ def send(
     router: PoolRouter, id: str, priority: int = NORMAL, *, client: int = 0, now: float = 0.0
 ) -> Effects[Decision | Queued | Rejection]:
     plain = request(id, text_of(2000, f"prompt {id}"), now=now, client=client)
-    return router.on_request(now, replace(plain, priority=priority))
+    return router.on_request(now, plain._replace(priority=priority))
 
 
 def in_order(router: PoolRouter, *, first: str) -> list[str]:

@@ -239,9 +239,9 @@ class TestRebalancing:
             if event.startswith("ask"):
                 asked = request(str(n), text_of(100 + 150 * pick, f"prompt {n}"), now=now)
                 if event == "ask one":
-                    asked = replace(asked, subset=frozenset({f"10.0.0.{pick % 3 + 1}"}))
+                    asked = asked._replace(subset=frozenset({f"10.0.0.{pick % 3 + 1}"}))
                 elif event == "ask session":
-                    asked = replace(asked, session=pick % 3, streamed=bool(pick % 2))
+                    asked = asked._replace(session=pick % 3, streamed=bool(pick % 2))
                 effects = router.on_request(now, asked)
                 if isinstance(effects.answer, Queued):
                     waiting.add(str(n))

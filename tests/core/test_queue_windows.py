@@ -40,7 +40,7 @@ class TestWindow:
 
     def test_dispatch_window_opens_at_predicted_end_without_stream(self) -> None:
         router = PoolRouter(slow_pool(dispatch_window_s=0.001))
-        router.on_request(0.0, replace(request("1", text_of(2000, "a")), streamed=False))
+        router.on_request(0.0, request("1", text_of(2000, "a"))._replace(streamed=False))
         ask(router, "2")
         opens_s = router.next_deadline()
         assert opens_s is not None

@@ -99,7 +99,7 @@ def test_short_prompt_is_prefilled_by_the_decode_member() -> None:
     assert decision.prefillers == ()
     assert loads(split.decode) == (1, 500, 500)
     assert loads(split.prefill) == (0, 0, 0)
-    assert len(split.prefills) == 0
+    assert not split.prefills.splits
 
 
 def test_prompt_cached_at_the_decode_member_is_prefilled_there() -> None:
@@ -148,7 +148,7 @@ def test_end_before_the_first_token_releases_both_accounts(finished: bool, faile
     split.end("a", now=1.0, finished=finished, failed=failed)
 
     assert loads(split.decode) == loads(split.prefill) == (0, 0, 0)
-    assert len(split.prefills) == 0
+    assert not split.prefills.splits
 
 
 def test_failures_before_the_first_token_suspend_the_prefill_member() -> None:
@@ -242,7 +242,7 @@ def test_unusable_prefill_pool_leaves_prefills_to_decode_members() -> None:
     assert decision.receipt.prefill is not None
     assert decision.receipt.prefill.local == "unusable"
     assert loads(split.decode) == (1, 4000, 4000)
-    assert len(split.prefills) == 0
+    assert not split.prefills.splits
 
 
 def test_removed_prefill_pool_releases_its_waiting_requests_to_decode_members() -> None:
@@ -256,7 +256,7 @@ def test_removed_prefill_pool_releases_its_waiting_requests_to_decode_members() 
     assert isinstance(decision, Decision)
     assert decision.request_id == "b"
     assert decision.prefillers == ()
-    assert len(split.prefills) == 0
+    assert not split.prefills.splits
 
 
 def test_client_that_leaves_the_prefill_queue_frees_both_members() -> None:
@@ -276,7 +276,7 @@ def test_decode_pool_without_room_rejects_before_a_prefill_member_is_chosen() ->
 
     assert isinstance(split.ask("a"), Rejection)
     assert loads(split.prefill) == (0, 0, 0)
-    assert len(split.prefills) == 0
+    assert not split.prefills.splits
 
 
 class SharedSplit:

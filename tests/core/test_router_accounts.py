@@ -91,7 +91,7 @@ def test_aborted_request_keeps_shared_cached_blocks() -> None:
 
 def test_unstreamed_response_does_not_stall_a_member() -> None:
     router = PoolRouter(pool(1))
-    whole = replace(request("1", text_of(7000, "x")), streamed=False)
+    whole = request("1", text_of(7000, "x"))._replace(streamed=False)
     assert isinstance(router.on_request(0.0, whole).answer, Decision)
     assert decide(router, "2", text_of(7000, "x"), 20.0).receipt.predicted_ttft_s < 0.1
 

@@ -33,7 +33,7 @@ def test_unknown_second_endpoint_of_a_decision_is_dropped() -> None:
     decision = PoolRouter(pool(3)).on_request(0.0, at("a")).answer
     assert isinstance(decision, Decision)
     first, second = decision.endpoints
-    forged = replace(decision, endpoints=(first, "6.6.6.6:80", second))
+    forged = decision._replace(endpoints=(first, "6.6.6.6:80", second))
     both.take(both[other].on_message(0.0, both.owner, Answer(outcome=forged, number=1)))
     assert both.decision("a").destination == f"{first},{second}"
 
@@ -89,7 +89,7 @@ def test_reports_and_answers_of_strangers_have_no_effect() -> None:
 def test_prompt_of_a_peer_counts_up_to_the_longest_prompt(chain: BlockChain, sent: bool) -> None:
     both = Routers(pool(2))
     (other,) = both.others
-    asked = replace(at("a"), chain=chain)
+    asked = at("a")._replace(chain=chain)
     message: Message = Ask(request=asked, age_s=0.0)
     if sent:
         message = Sent(

@@ -16,7 +16,7 @@ NAME = session_key("conversation 7", chain_root(model="m"))
 
 
 def turn(id: str, text: str, *, now: float = 0.0, session: int | None = NAME) -> Request:
-    return replace(request(id, text, now=now), session=session)
+    return request(id, text, now=now)._replace(session=session)
 
 
 def decide(router: PoolRouter, asked: Request) -> Decision:
@@ -187,7 +187,7 @@ class TestMigration:
         router.on_finished(2.0, "1")
         endpoint = next(each.endpoint for each in router.pool.members if each.id == host)
         for n in range(10):
-            other = replace(request(f"other {n}", text_of(4000, f"other {n}"), now=2.0), subset=frozenset({endpoint}))
+            other = request(f"other {n}", text_of(4000, f"other {n}"), now=2.0)._replace(subset=frozenset({endpoint}))
             decide(router, other)
         return router, host
 
@@ -210,7 +210,7 @@ class TestMigration:
         second = decide(router, turn("2", text_of(2048, "chat"), now=3.0)).receipt.chosen
         endpoint = next(each.endpoint for each in router.pool.members if each.id == second)
         for n in range(10):
-            crowd = replace(request(f"crowd {n}", text_of(4000, f"crowd {n}"), now=4.0), subset=frozenset({endpoint}))
+            crowd = request(f"crowd {n}", text_of(4000, f"crowd {n}"), now=4.0)._replace(subset=frozenset({endpoint}))
             decide(router, crowd)
         assert decide(router, turn("3", text_of(2048, "chat"), now=5.0)).receipt.rule == "session-host"
         assert decide(router, turn("4", text_of(2048, "chat"), now=33.0)).receipt.rule == "session-move"

@@ -75,8 +75,8 @@ def test_request_queued_by_the_owner_is_told_and_released() -> None:
 def test_queue_is_fair_between_clients_of_different_routers() -> None:
     both = Routers(slow_pool())
     for number in range(6):
-        both.ask(both.names[0], replace(at(f"a{number}", text_of(2000, f"a {number}")), client=1))
-    both.ask(both.names[1], replace(at("b", text_of(2000, "b")), client=2))
+        both.ask(both.names[0], at(f"a{number}", text_of(2000, f"a {number}"))._replace(client=1))
+    both.ask(both.names[1], at("b", text_of(2000, "b"))._replace(client=2))
     both.deliver()
     order = []
     while len(order) < 7:

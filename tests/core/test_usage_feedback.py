@@ -40,7 +40,7 @@ class Site:
     def send(self, text: str, *, client: int = 0, tokens: int = TOKENS, **fields: bool) -> tuple[str, Receipt]:
         name = str(next(self._ids))
         self.now += 1.0
-        asked = replace(request(name, text_of(tokens, text), now=self.now, client=client), **fields)
+        asked = request(name, text_of(tokens, text), now=self.now, client=client)._replace(**fields)
         decision = self.router.on_request(self.now, asked).answer
         assert isinstance(decision, Decision)
         return name, decision.receipt
@@ -303,7 +303,7 @@ def test_index_report_of_a_response_without_stream_counts() -> None:
         name = text + str(site.now)
         site.now += 1.0
         asked = request(name, text_of(TOKENS, text), now=site.now)
-        site.router.on_request(site.now, replace(asked, streamed=False))
+        site.router.on_request(site.now, asked._replace(streamed=False))
         site.now += 1.0
         site.router.on_finished(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0))
     assert [site.matched(text) for text in (*OLD, "plain 2")] == [0] * 8 + [TOKENS]
@@ -383,7 +383,7 @@ def test_tokens_ignore_counts_of_requests_before_another_block_size() -> None:
         site.router.on_finished(site.now, name, Usage(prompt_tokens=TOKENS, cached_tokens=0))
     asked = request("whole", "", now=site.now)
     decision = site.router.on_request(
-        site.now, replace(asked, chain=chain(text_of(TOKENS, "whole"), block_tokens=64))
+        site.now, asked._replace(chain=chain(text_of(TOKENS, "whole"), block_tokens=64))
     ).answer
     assert isinstance(decision, Decision)
     assert decision.receipt.prompt_tokens == TOKENS
@@ -530,7 +530,7 @@ def test_tokens_of_token_ids_are_exact() -> None:
         site.serve(f"prompt {number}", cached=0)
     ids = chain_blocks(text_of(TOKENS, "ids").encode(), root=1, block_tokens=128, exact=True)
     asked = request("ids", "", now=site.now)
-    decision = site.router.on_request(site.now, replace(asked, chain=ids)).answer
+    decision = site.router.on_request(site.now, asked._replace(chain=ids)).answer
     assert isinstance(decision, Decision)
     assert decision.receipt.prompt_tokens == TOKENS
 

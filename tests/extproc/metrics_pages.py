@@ -1,7 +1,6 @@
 """Sends events to a router's metrics and parses the metrics page, for the tests of the metrics."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -186,7 +185,7 @@ def everything(made: Counting) -> None:
     """Send every event once."""
     routed = decision()
     prefill = PrefillReceipt(pool="llm/prefill", local="short")
-    made.routed(POOL, replace(routed, receipt=routed.receipt._replace(prefill=prefill)))
+    made.routed(POOL, routed._replace(receipt=routed.receipt._replace(prefill=prefill)))
     made.routed_bodiless(POOL)
     made.refused(no_endpoint(POOL))
     made.refused(model_not_found("m"))

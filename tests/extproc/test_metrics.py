@@ -127,7 +127,7 @@ class TestCounting:
         self, predicted: int, measured: int | None, hits: tuple[int, int]
     ) -> None:
         made = metrics()
-        made.measured(POOL, replace(completion(measured=measured), predicted_cached_tokens=predicted))
+        made.measured(POOL, completion(measured=measured)._replace(predicted_cached_tokens=predicted))
         got, at = samples(made), f"endpoint=m-0,pool={POOL}"
         names = ("dualmap_predicted_hit_requests_total", "dualmap_stale_hit_requests_total")
         assert tuple(got[f"{name}{{{at}}}"] for name in names) == hits

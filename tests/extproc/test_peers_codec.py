@@ -66,6 +66,8 @@ REQUESTS = st.builds(
     sequences=st.integers(1, 1024),
     adapter=TEXTS,
     model=TEXTS,
+    tokens=st.none(),
+    priority=st.integers(-(2**31), 2**31 - 1),
     prefills_up_to=st.none() | TOKENS,
     stored=STORED,
 )
@@ -112,6 +114,7 @@ DECISIONS = st.builds(
     request_id=NAMES,
     endpoints=st.lists(ENDPOINTS, min_size=1, max_size=3).map(tuple),
     receipt=RECEIPTS,
+    prefillers=st.just(()),
 )
 REJECTIONS = st.builds(
     Rejection,

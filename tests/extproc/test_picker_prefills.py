@@ -134,7 +134,7 @@ def test_end_of_a_request_ends_it_in_both_pools(end, prefilled: bool) -> None:  
 
     assert desk.in_flight == 0
     assert len(desk.observer.of(Ended)) == 1
-    assert len(desk.picker._prefills) == 0
+    assert not desk.picker._prefills.splits
 
 
 def test_cached_tokens_are_compared_with_those_of_the_prefill_member() -> None:
@@ -187,7 +187,7 @@ def test_removed_pools_answer_every_waiting_request(kept: tuple[int, ...]) -> No
 
     (answer,) = desk.resumed
     assert isinstance(answer, Picked if kept == (0,) else Refused)
-    assert len(desk.picker._prefills) == 0
+    assert not desk.picker._prefills.splits
 
 
 def test_expired_prefill_keeps_its_request() -> None:

@@ -1,7 +1,5 @@
 """Tests of queued requests at the picker: the events that release requests, the order, and rejections."""
 
-from dataclasses import replace
-
 import pytest
 
 from dualmap.requests import Reason, Rejection
@@ -280,7 +278,7 @@ def test_picker_replication_update_can_release_queued_requests():
 def test_picker_ignores_outcomes_of_unknown_requests(monkeypatch, caplog):
     desk = Desk()
     completion = desk.picker._served.only.on_finished(10.0, desk.pick().request_id, None)[0]
-    stray = (replace(completion, request_id="r1-8-0"),), (Rejection(request_id="r1-9-0", reason=Reason.QUEUE_FULL),)
+    stray = (completion._replace(request_id="r1-8-0"),), (Rejection(request_id="r1-9-0", reason=Reason.QUEUE_FULL),)
     monkeypatch.setattr(PoolRouter, "on_deadline", lambda *_: stray)
     desk.picker.on_deadline(11.0)
     assert desk.observer.names() == ["routed", "expired"]

@@ -1,7 +1,6 @@
 """Reading a large body: which bodies are large, the cheap checks before the parser, and the frames of processes."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -192,12 +191,12 @@ def test_large_body_is_rendered_for_its_pools_tokenizer():
 def test_frame_of_a_result_contains_the_rendered_text(text, decoded):
     prompt = read_body(chat(), Api.CHAT)
     assert isinstance(prompt, Prompt)
-    frame = encode_result(replace(prompt, rendered=Rendered(text, special=False)))
+    frame = encode_result(prompt._replace(rendered=Rendered(text, special=False)))
     header, payload = lengths(frame[:PREFIX_BYTES])
     rest = frame[PREFIX_BYTES:]
 
     assert len(rest) == header + payload
-    assert decode_result(rest[:header], rest[header:]) == replace(prompt, rendered=decoded)
+    assert decode_result(rest[:header], rest[header:]) == prompt._replace(rendered=decoded)
 
 
 def test_frame_of_a_body_is_decoded_to_the_same_body():

@@ -154,7 +154,7 @@ async def test_rendered_body_is_tokenized_in_a_thread(files: Sources) -> None:
     folder = files.pool.engine.tokenizer.path
     rendered = PromptTexts(folder).rendered(json.loads(body), Api.CHAT)
     later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
-    prompt = replace(read(body), rendered=rendered)
+    prompt = read(body)._replace(rendered=rendered)
     pending = files.tokenizers.tokens(
         files.pool.id, prompt, (body,), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
     )
@@ -164,7 +164,7 @@ async def test_rendered_body_is_tokenized_in_a_thread(files: Sources) -> None:
 
 async def test_rendered_text_that_cannot_be_tokenized_has_no_tokens(files: Sources) -> None:
     later: asyncio.Future[Tokens | None] = asyncio.get_running_loop().create_future()
-    prompt = replace(read(chat()), rendered=Rendered("\ud800", special=False))
+    prompt = read(chat())._replace(rendered=Rendered("\ud800", special=False))
     files.tokenizers.tokens(
         files.pool.id, prompt, (b"",), Api.CHAT, small=False, done=lambda _, tokens: later.set_result(tokens)
     )
@@ -231,7 +231,7 @@ async def test_long_texts_leave_threads_to_others(files: Sources, monkeypatch: p
         return encoded(self, rendered)
 
     monkeypatch.setattr(FilesTokenizer, "encoded", slow)
-    long = replace(read(chat()), rendered=Rendered("a" * (sources.LONG_TEXT + 1), special=False))
+    long = read(chat())._replace(rendered=Rendered("a" * (sources.LONG_TEXT + 1), special=False))
     for _ in range(3):
         files.tokenizers.tokens(files.pool.id, long, (b"",), Api.CHAT, small=False, done=lambda _, __: None)
     await asyncio.sleep(0)

@@ -81,6 +81,15 @@ _POOL: Final[tuple[Decorator, ...]] = (
     ),
     click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Number of engines."),
     click.option(
+        "--prefill-instances",
+        "prefillers",
+        type=click.IntRange(0, 4095),
+        default=0,
+        show_default=True,
+        help="Number of the engines in a prefill pool. The router chooses one engine of each pool, and KV moves at the "
+        "speed of the parameter pull (100000 tokens per second without --set pull=NUMBER).",
+    ),
+    click.option(
         "--model",
         type=click.Choice(list(PRESETS)),
         default="7b",

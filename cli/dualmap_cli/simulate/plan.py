@@ -28,6 +28,8 @@ WARMUP_SHARE: Final = 0.25
 _SAMPLES_MOST: Final = 2000
 """Maximum number of load samples of a run. In a chart, more samples would overlap."""
 _SLOWEST: Final = 0.001
+_TRANSFER_TOKENS_PER_S: Final = 100_000.0
+"""The speed of KV from a prefill engine to a decode engine: 10 GB/s for 7b, which has 0.1 MB of KV per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ def make_plan(
     seeds: Sequence[int],
     policies: tuple[str, ...],
     instances: int,
+    prefillers: int,
     model: str,
     parameters: Sequence[tuple[str, float]],
     slow: Sequence[tuple[str, float]],
@@ -72,10 +75,14 @@ def make_plan(
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
     engine = changed(PRESETS[model], parameters)
+    if prefillers:
+        _check_split(prefillers, instances, engine, apart=routers == 1 and not slow, policies=policies)
+        engine = replace(engine, pull_tokens_per_s=engine.pull_tokens_per_s or _TRANSFER_TOKENS_PER_S)
     base = Experiment(
         requests_per_s=1.0,
         workload=_source(trace_file, workload, requests or REQUESTS, starts),
         instances=instances,
+        prefillers=prefillers,
         engine=engine,
         engines=_slow_ones(slow, engine, instances, policies),
         slo_ttft_s=slo_ttft_s,
@@ -85,12 +92,14 @@ def make_plan(
         view_delay_s=view_delay_s,
         feedback_delay_s=feedback_delay_s,
         sessions=trace_file is None if sessions is None else sessions,
-        kv_moves=engine.pull_tokens_per_s is not None,
+        kv_moves=engine.pull_tokens_per_s is not None and not prefillers,
         believed_tokens_per_s=believed_speed,
         store=None if store_tokens_per_s is None else StoreConfig(tokens_per_s=store_tokens_per_s),
     )
     if base.store is not None and base.kv_moves:
         raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
+    if base.store is not None and prefillers:
+        raise click.BadParameter("a prefill pool has no store; omit one of the options", param_hint="--kv-store")
     if base.store is not None and any(policy in ORACLES for policy in policies):
         raise click.BadParameter("the bounds have no store; omit --kv-store or them", param_hint="--kv-store")
     if base.kv_moves and not base.sessions:
@@ -153,6 +162,23 @@ def _source(trace_file: Path | None, workload: str | None, requests: int, starts
             param_hint="--start and --requests",
         )
     return Workload(name=workload or "default", trace=trace_file, requests=requests)
+
+
+def _check_split(
+    prefillers: int, instances: int, engine: EngineConfig, *, apart: bool, policies: Sequence[str]
+) -> None:
+    """Check that the other options allow a prefill pool. Raises BadParameter."""
+    problem = ""
+    if prefillers >= instances:
+        problem = f"give less than the {instances} of --instances, because an engine must decode"
+    elif engine.decode is None:
+        problem = "the engines of this --model do not decode; give another --model"
+    elif not apart:
+        problem = "omit --routers and --slow"
+    elif any(policy in ORACLES for policy in policies):
+        problem = "theoretical bounds have no prefill pool; omit them in --policy"
+    if problem:
+        raise click.BadParameter(f"{prefillers} is not accepted; {problem}", param_hint="--prefill-instances")
 
 
 def _slow_ones(

@@ -6,7 +6,7 @@ a member, the pool's estimate of the tokens per block is used.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dualmap.engines.profiles import Profiles
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
@@ -79,12 +79,12 @@ class Caches:
         """
         chain, block_tokens, longest = request.chain, self._usage.block_tokens, self._pool.engine.max_model_len
         if request.tokens is not None and not chain.exact:
-            return replace(request, chain=chain.counted(min(request.tokens.count, longest)))
+            return request._replace(chain=chain.counted(min(request.tokens.count, longest)))
         if chain.block_tokens != block_tokens and not chain.exact:
             chain = chain.recounted(block_tokens)
         if chain.tokens > longest:
             chain = chain.bounded(longest)
-        return request if chain is request.chain else replace(request, chain=chain)
+        return request if chain is request.chain else request._replace(chain=chain)
 
     def add(self, member: str, chain: BlockChain, *, computed: bool = False) -> None:
         """Record that a member caches a prompt or will cache it; ignore a member that has left.

@@ -48,7 +48,7 @@ class Speed(NamedTuple):
 
     def compute_s(self, new_tokens: int, cached_tokens: int) -> float:
         """Return T_c (paper eq. 7): the seconds to prefill ``new_tokens`` after ``cached_tokens``."""
-        return self.linear_s * new_tokens + self.quadratic_s * _attention(new_tokens, cached_tokens)
+        return self.linear_s * new_tokens + self.quadratic_s * (new_tokens * (new_tokens + 2 * cached_tokens))
 
     @property
     def tokens_per_second(self) -> float:
@@ -165,16 +165,14 @@ class PrefillModel:
         if linear_s > 0.0 and 0.0 <= quadratic_s <= most * linear_s:
             ratio = quadratic_s / linear_s
         else:
-
-            def error(linear_s: float, ratio: float) -> float:
-                quadratic_s = linear_s * ratio
-                return (
-                    nn * linear_s**2 + 2 * nq * linear_s * quadratic_s + qq * quadratic_s**2
-                    - 2 * (nt * linear_s + qt * quadratic_s)
-                )  # fmt: skip
-
-            borders = ((nt + c * qt) / (nn + 2 * c * nq + c * c * qq) for c in (0.0, most))
-            linear_s, ratio = min(zip(borders, (0.0, most), strict=True), key=lambda fit: error(*fit))
+            flat_s, steep_s = nt / nn, (nt + most * qt) / (nn + 2 * most * nq + most * most * qq)
+            quadratic_s = steep_s * most
+            flat_error = nn * flat_s**2 - 2 * (nt * flat_s)
+            steep_error = (
+                nn * steep_s**2 + 2 * nq * steep_s * quadratic_s + qq * quadratic_s**2
+                - 2 * (nt * steep_s + qt * quadratic_s)
+            )  # fmt: skip
+            linear_s, ratio = (flat_s, 0.0) if flat_error <= steep_error else (steep_s, most)
         low, high = self._bounds_s
         linear_s = min(max(linear_s, low), high)
         return Speed(linear_s, linear_s * ratio)

@@ -93,7 +93,7 @@ class Fleet:
         """Record that a placed request's member will cache its prompt; ignore a member that has left."""
         request = placed.request
         self._caches.add(placed.member, request.chain)
-        self._claim(now, placed)
+        self._reported.claim(now, placed.member, request, predicted_ttft_s=placed.predicted_ttft_s)
 
     def has_computed(self, request: InFlightRequest) -> None:
         """Record that a request's member has computed its prompt; ignore a member that has left."""
@@ -183,7 +183,7 @@ class Fleet:
             alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
-        self._claim(now, queued)
+        self._reported.claim(now, queued.member, request, predicted_ttft_s=queued.predicted_ttft_s)
         return in_flight
 
     def take_over(self, now: float, sent: SentRequest) -> bool:
@@ -476,7 +476,7 @@ class Fleet:
 
     def _succeeded(self, now: float, member: str) -> None:
         self._ledger.loads[member].suspension.succeeded()
-        if member in self._membership.suspended:
+        if member in self.candidates.membership.suspended:
             self.candidates.update_left_out(now)
 
     def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
@@ -487,11 +487,6 @@ class Fleet:
         if not request.prefilled:
             self._caches.cut(request.member, request.chain, request.matched_tokens)
             self._reported.withdraw(request.member, request.request_id)
-
-    def _claim(self, now: float, placed: QueuedRequest) -> None:
-        waited_s = max(0.0, now - placed.request.arrived_s)
-        expected_s = max(0.0, placed.predicted_ttft_s - waited_s)
-        self._reported.claim(now, placed.member, placed.request, expected_s=expected_s)
 
     def _status(self, member: Member) -> EndpointStatus:
         load = self._ledger.loads[member.id]

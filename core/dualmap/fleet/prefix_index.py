@@ -152,13 +152,12 @@ class PrefixIndex:
         If a prompt is longer than the capacity, only its leading blocks are recorded, because only they can be reused.
         """
         head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
-        path = self.tree.path(head)
-        runs = [run for run, _ in path]
-        at, before = path[-1][1] if path else 0, self._blocks
-        if path:
-            began = path[-2][1] if len(path) > 1 else 0
-            if at - began < len(runs[-1].hashes):
-                runs[-1] = _split(runs[-1], at - began)
+        runs, at, began, before = [], 0, 0, self._blocks
+        for run, end in self.tree.path(head):
+            runs.append(run)
+            began, at = at, end
+        if runs and at - began < len(runs[-1].hashes):
+            runs[-1] = _split(runs[-1], at - began)
         for run in runs:
             if run not in self._held:
                 run.holders += self._alone
@@ -166,7 +165,8 @@ class PrefixIndex:
         if at < len(head):
             self._append(runs, head[at:])
         self._use(runs, computed)
-        self._drop_excess(most=_EVICTIONS * (self._blocks - before))
+        if self._blocks > self._capacity:
+            self._drop_excess(most=_EVICTIONS * (self._blocks - before))
 
     def drop_unused_since(self, use: int) -> list[int]:
         """Remove the blocks whose last use is not later than ``use``; return the first block of each removed run."""

@@ -212,11 +212,12 @@ class ReportedCaches:
             if reporter.residency.block_tokens is not None:
                 tokens.chain(reporter.residency.block_tokens)
 
-    def claim(self, now: float, member: str, request: Request, *, expected_s: float) -> None:
+    def claim(self, now: float, member: str, request: Request, *, predicted_ttft_s: float) -> None:
         """Claim a request's prompt for a member that will compute it, until its engine has reported the blocks."""
         reporter = self._reporters.get(member)
         if reporter is None:
             return
+        expected_s = max(0.0, predicted_ttft_s - max(0.0, now - request.arrived_s))
         block_tokens, tokens = reporter.residency.block_tokens, request.tokens
         if block_tokens is None or tokens is None:
             reporter.text_claims.add(now, request.id, request.chain.cacheable, expected_s=expected_s)

@@ -53,12 +53,16 @@ class _Bucket:
 
 
 class HotnessTree:
-    """The traffic shares of prefixes over a sliding window, and the resulting key lengths."""
+    """The traffic shares of prefixes over a sliding window, and the resulting key lengths.
 
-    def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float) -> None:
+    If ``replicated`` is true, the tree stores the counts of ``take_counts``.
+    """
+
+    def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float, replicated: bool = True) -> None:
         self._initial = initial_blocks
         self._max = max_blocks
         self._window_s = window_s
+        self._replicated = replicated
         self._bucket_s = min(window_s / BUCKETS, LONGEST_BUCKET_S)
         self._buckets: deque[_Bucket] = deque()
         self._requests = 0
@@ -84,7 +88,7 @@ class HotnessTree:
         """
         bucket = self._bucket_at(now)
         bucket.requests += 1
-        bucket.unsent_requests += 1
+        bucket.unsent_requests += self._replicated
         self._requests += 1
         deepest = min(len(hashes), self._max)
         if deepest < self._initial:
@@ -129,16 +133,17 @@ class HotnessTree:
 
     def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:
         """Count a request's prefixes up to the first prefix that is not in the tree, and add that prefix."""
-        nodes, in_bucket, unsent = self._nodes, bucket.nodes, bucket.unsent_nodes
+        nodes, in_bucket, unsent, replicated = self._nodes, bucket.nodes, bucket.unsent_nodes, self._replicated
         for node in path:
             before = nodes.get(node)
             if before is None:
-                if self._add(bucket, node, 1):
+                if self._add(bucket, node, 1) and replicated:
                     unsent[node] = 1
                 return
             nodes[node] = before + 1
             in_bucket[node] += 1
-            unsent[node] += 1
+            if replicated:
+                unsent[node] += 1
 
     def _split_run(self, path: Sequence[int], split_share: float, merge_share: float) -> int:
         """Split or merge prefixes by their shares; return the number of leading prefixes that are split.
@@ -157,12 +162,11 @@ class HotnessTree:
         merge_window, merge_recent = merge_share * self._requests, merge_share * recent_requests
         for depth, node in enumerate(path):
             in_window = window.get(node, 0)
-            in_recent = in_last.get(node, 0) + in_prior.get(node, 0)
             if node in split:
-                if in_window < merge_window and in_recent < merge_recent:
+                if in_window < merge_window and in_last.get(node, 0) + in_prior.get(node, 0) < merge_recent:
                     split.discard(node)
                     return depth
-            elif in_window > split_window or in_recent > split_recent:
+            elif in_window > split_window or in_last.get(node, 0) + in_prior.get(node, 0) > split_recent:
                 split.add(node)
             else:
                 return depth

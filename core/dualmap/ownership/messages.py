@@ -4,7 +4,7 @@ Messages between two routers arrive in order, or not at all. Routers share no cl
 receiver adds the age to its own clock; the time on the way counts as none.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from dualmap.requests import Decision, Queued, Rejection, Request, SentRequest, Usage
@@ -76,7 +76,7 @@ class Sent:
     def received(self, now: float) -> SentRequest:
         """Return the request in flight by the receiver's clock, received now."""
         return SentRequest(
-            request=replace(self.request, arrived_s=now - self.age_s),
+            request=self.request._replace(arrived_s=now - self.age_s),
             endpoint=self.endpoint,
             sent_s=now - self.sent_ago_s,
             matched_tokens=self.matched_tokens,

@@ -43,8 +43,7 @@ class Candidate(NamedTuple):
         return self.queue_s + self.compute_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(NamedTuple):
     """The weights of a member's cost in seconds: ``T_q + compute * T_c + active_kv * active KV / speed``."""
 
     compute: float

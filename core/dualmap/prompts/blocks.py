@@ -8,9 +8,8 @@ until the engines report counts (``BlockChain.recounted``). For prompts of token
 so the count is exact.
 """
 
-from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -21,8 +20,7 @@ MAX_BLOCKS: Final = 16_384
 """The most blocks of a prompt that a router hashes and indexes, which takes it a few milliseconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockChain:
+class BlockChain(NamedTuple):
     """The chained 64-bit hashes of a prompt's blocks.
 
     The last block may be partial, so that short prompts also have different keys. ``tokens`` is the estimated number of
@@ -52,17 +50,17 @@ class BlockChain:
 
         The hashes and the number of full blocks do not change, so all routers agree on keys whatever they estimate.
         """
-        return replace(self, block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
+        return self._replace(block_tokens=block_tokens, tokens=self.tokens * block_tokens // self.block_tokens)
 
     def bounded(self, tokens: int) -> "BlockChain":
         """Return the same blocks of a prompt that is counted as ``tokens`` tokens, fewer than before."""
-        return replace(self, tokens=tokens, full_blocks=len(self.cacheable))
+        return self._replace(tokens=tokens, full_blocks=len(self.cacheable))
 
     def counted(self, tokens: int) -> "BlockChain":
         """Return the same blocks with the known number of tokens of the prompt, which the blocks share equally."""
         block_tokens = max(1, tokens * self.block_tokens // max(self.tokens, 1))
         full_blocks = self.tokens // self.block_tokens
-        return replace(self, block_tokens=block_tokens, tokens=tokens, full_blocks=full_blocks)
+        return self._replace(block_tokens=block_tokens, tokens=tokens, full_blocks=full_blocks)
 
 
 def chain_root(

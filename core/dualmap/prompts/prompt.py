@@ -7,7 +7,7 @@ with a field that the engine ignores.
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -185,6 +185,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
 }
 """The relevant fields of a request body, by API. For an unknown API, every field that any API reads is relevant."""
 _ID_PATHS: Final = [tuple(name.split(".")) for name in _ID_FIELDS]
+_ID_KEYS: Final = frozenset(path[0] for path in _ID_PATHS)
 _PATHS: Final = {
     api: [(name, tuple(name.split(".")), read) for name, read in layout.fields.items()]
     for api, layout in LAYOUTS.items()
@@ -198,8 +199,7 @@ class Rendered(NamedTuple):
     special: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(NamedTuple):
     """The content of a request body that routing uses.
 
     ``text`` is the canonical prompt text; ``lora`` and ``cache_salt`` may be empty. ``lora`` is the JSON text of the
@@ -246,7 +246,8 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     salt = body.get("cache_salt")
     try:
         # The names come first: a body that is refused for a name takes little time.
-        lora = _name("".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)), "lora_path")
+        loras = [value for name in _LORA_FIELDS if (value := body.get(name))]
+        lora = _name("".join(map(compact, loras)), "lora_path")
         cache_salt = _name(salt if isinstance(salt, str) else compact(salt), "cache_salt")
         text, exact, token_ids = _canonical_text(body, api)
         named = _named_ids(body)
@@ -259,7 +260,7 @@ def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
             exact=exact,
             token_ids=token_ids,
             lora=lora,
-            lora_name=_lora_name(body),
+            lora_name=_lora_name(loras),
             cache_salt=cache_salt,
             streamed=body.get("stream") is True,
             session=_session(body),
@@ -288,9 +289,8 @@ def _name(text: str, param: str) -> str:
     return text
 
 
-def _lora_name(body: Mapping[str, object]) -> str:
-    """Return the adapter's name in an engine's own field: SGLang's is a text, and TensorRT-LLM's an object."""
-    values = [value for field in _LORA_FIELDS if (value := body.get(field))]
+def _lora_name(values: Sequence[object]) -> str:
+    """Return the adapter's name in the engines' own fields: SGLang's is a text, and TensorRT-LLM's an object."""
     value = values[0] if len(values) == 1 else None
     if isinstance(value, dict):
         value = value.get("lora_name")
@@ -345,6 +345,9 @@ def _token_bytes(value: object) -> bytes | None:
 
 def _named_ids(body: Mapping[str, object]) -> list[object]:
     """Return the values of the fields with which a body names token ids beside its text."""
+    if _ID_KEYS.isdisjoint(body):
+        # Nearly all bodies have none of the fields.
+        return []
     return [value for path in _ID_PATHS if (value := _value(body, path))]
 
 
@@ -358,8 +361,8 @@ def _value(body: Mapping[str, object], path: tuple[str, ...]) -> object:
 def _pieces(body: Mapping[str, object], api: Api) -> Iterator[str]:
     """Yield the prompt's pieces in the order of the API's layout."""
     for name, path, read in _PATHS[api]:
-        value = _value(body, path)
-        if value:
+        # Nearly all bodies have few of the fields.
+        if path[0] in body and (value := _value(body, path)):
             yield from read(name, value)
 
 

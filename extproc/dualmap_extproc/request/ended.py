@@ -1,7 +1,6 @@
 """Ended requests that wait for their usage: the access log reports usage after the end of a response."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from dualmap.requests import Completion, Usage
 
@@ -28,4 +27,4 @@ class EndedRequests:
         pool, completion = self._ended.pop(request_id, ("", None))
         if completion is None or usage is None:
             return None
-        return pool, replace(completion, measured_cached_tokens=usage.cached_tokens)
+        return pool, completion._replace(measured_cached_tokens=usage.cached_tokens)

@@ -203,7 +203,7 @@ class Picker:
         for request_id, waiting in self._waiting.of_pools(removed):
             refused = self._reject(now, no_endpoint(waiting.router.pool.id), waiting.arrival, waiting.queued_s(now))
             self._waiting.answer(request_id, refused)
-        if self._prefills:
+        if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
         self._release(now, *effects)
 
@@ -368,12 +368,12 @@ class Picker:
             return
         first_token, outcomes = router.on_first_token(now, request_id)
         effects = [(router, outcomes)]
-        if self._prefills:
+        if self._prefills.splits:
             prefilled, more = self._prefills.on_first_token(now, request_id)
             effects += more
             if prefilled is not None and first_token is not None:
                 self._report(FirstTokenSeen(now=now, pool=more[0][0].pool.id, first_token=prefilled))
-                first_token = replace(first_token, predicted_ttft_s=prefilled.predicted_ttft_s)
+                first_token = first_token._replace(predicted_ttft_s=prefilled.predicted_ttft_s)
         if first_token is not None:
             self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
         self._release(now, *effects)
@@ -514,7 +514,7 @@ class Picker:
             expired, outcomes = router.on_deadline(now)
             effects = [(router, outcomes)]
             for completion in expired:
-                if self._prefills:
+                if self._prefills.splits:
                     if self._owners.get(completion.request_id) is not router:
                         # The request's prefill expired in its prefill pool. The request continues.
                         continue
@@ -607,7 +607,7 @@ class Picker:
 
     def _settled(self, now: float, *effects: Outcomes) -> Sequence[Settled]:
         """Return the outcomes of routers' events that are final for their requests."""
-        if self._prefills:
+        if self._prefills.splits:
             return self._prefills.settle(now, effects)
         return [Settled(router, each) for router, outcomes in effects for each in outcomes]
 
@@ -651,7 +651,7 @@ class Picker:
             return False
         pool, (completion, outcomes) = router.pool.id, end(router)
         effects = [(router, outcomes)]
-        if self._prefills:
+        if self._prefills.splits:
             completion, more = self._end_prefill(now, request_id, completion, ending, usage)
             effects += more
         if completion is not None:

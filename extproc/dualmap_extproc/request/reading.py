@@ -9,7 +9,7 @@ between the router and the processes.
 import json
 import struct
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from dualmap.prompts.api import Api
@@ -172,7 +172,7 @@ def read_large(large: LargeBody, render: Render = _unknown) -> Prompt | Refused:
     token_ids = None if prompt.token_ids is None else text
     tokenized = bounds.tokenizer and not prompt.exact and not prompt.names_ids
     rendered = render(bounds.tokenizer, parsed, large.api) if tokenized else None
-    return replace(prompt, text=text, token_ids=token_ids, session=session, rendered=rendered)
+    return prompt._replace(text=text, token_ids=token_ids, session=session, rendered=rendered)
 
 
 def encode_body(large: LargeBody) -> bytes:

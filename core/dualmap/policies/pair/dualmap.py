@@ -73,7 +73,8 @@ class DualMap:
 def _evened_cost_s(candidate: Candidate, warm: Candidate, weights: Weights) -> float:
     """Return a candidate's cost; with the compute time of ``warm`` if it computes the same tokens in a similar time."""
     if (
-        candidate.matched_tokens == warm.matched_tokens
+        candidate.compute_s != warm.compute_s
+        and candidate.matched_tokens == warm.matched_tokens
         and abs(candidate.compute_s - warm.compute_s) <= _EQUAL_PART * warm.compute_s
     ):
         candidate = candidate._replace(compute_s=warm.compute_s)
