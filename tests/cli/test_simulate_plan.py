@@ -100,7 +100,6 @@ def test_kv_store_option_gives_the_instances_a_store() -> None:
     "options",
     [
         {"parameters": (("pull", 1000.0),), "sessions": True},
-        {"parameters": (("pull", 1000.0),), "prefillers": 1},
         {"policies": ("limit",)},
     ],
 )
