@@ -53,6 +53,9 @@ COMMANDS: Final = {
     ),
     "profile": Benchmark("bench.profile", "the cost of asking engines for their profile and load (a minute)"),
     "kv_events": Benchmark("bench.kv_events", "the cost of following engines' KV events (two minutes)"),
+    "kv_store": Benchmark(
+        "bench.kv_store", "a KV store that engines share, in virtual time (20 minutes; --quick: 5)", "kv_store"
+    ),
     "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),
     "prefill_decode": Benchmark(

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian packages that some tests need and that pip cannot install: buildah and mmdebstrap (the chart's
-# images), busybox (a small root file system), chromium and its driver (the dashboard), and promtool (alert rules). The
-# script unpacks promtool into the cache, because promtool's package would start a Prometheus. If all packages are
+# images), busybox (a small root file system), chromium and its driver (the dashboard), promtool (alert rules), and
+# libraries of Mooncake's master. The script unpacks promtool into the cache, because promtool's package would start a Prometheus. If all packages are
 # installed, the script does nothing. If the installation fails, the script prints the tests that will be skipped.
 # Usage: e2e/debian.sh
 set -eu
@@ -18,6 +18,11 @@ lacks mmdebstrap mmdebstrap "the same"
 lacks busybox busybox-static "the kubelet's own tests of images"
 lacks chromium "chromium fonts-liberation" "the dashboard in a browser"
 lacks chromedriver chromium-driver "the same"
+lib=libibverbs.so.1
+ldconfig -p | grep -q $lib || {
+    lacking="$lacking libibverbs1 libnl-3-200 libnl-route-3-200"
+    skipped="$skipped; without $lib: the real KV store"
+}
 promtool=present
 command -v promtool >/dev/null || [ -x "$unpacked/usr/bin/promtool" ] || {
     promtool=lacking skipped="$skipped; without promtool: the alert rules"

@@ -63,6 +63,9 @@ class Listed(list[Candidate]):
     def matched_tokens(self) -> list[int]:
         return [each.matched_tokens for each in self]
 
+    def held_tokens(self) -> list[int]:
+        return self.matched_tokens()
+
 
 def situation_of(
     candidates: Sequence[Candidate],

@@ -76,6 +76,9 @@ class Columns:
     def matched_tokens(self) -> list[int]:
         return list(self.matched)
 
+    def held_tokens(self) -> list[int]:
+        return self.matched_tokens()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:

@@ -71,7 +71,12 @@ class Chooser:
         """Return a request's situation: its candidates and their present load."""
         chain = request.chain
         view = self._candidates.view(
-            now, chain, client=request.client, priority=request.priority, tokens=request.tokens
+            now,
+            chain,
+            client=request.client,
+            priority=request.priority,
+            tokens=request.tokens,
+            stored=request.stored,
         )
         members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
@@ -109,6 +114,7 @@ class Chooser:
             pair=receipt.pair,
             member=chosen.id,
             matched_tokens=chosen.matched_tokens,
+            fetch_tokens=chosen.fetch_tokens,
             compute_s=chosen.compute_s,
             predicted_ttft_s=receipt.predicted_ttft_s,
             receipt=receipt,
@@ -134,7 +140,12 @@ class Chooser:
         request = queued.request
         ring, _ = self._candidates.rings(request)
         view = self._candidates.view(
-            now, request.chain, client=request.client, priority=request.priority, tokens=request.tokens
+            now,
+            request.chain,
+            client=request.client,
+            priority=request.priority,
+            tokens=request.tokens,
+            stored=request.stored,
         )
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
@@ -167,6 +178,7 @@ class Chooser:
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
+            fetch_tokens=chosen.fetch_tokens if self._pool.kv_store.is_used else None,
             source=source_of(chosen),
             adapter=self._candidates.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
@@ -176,6 +188,7 @@ class Chooser:
                         id=each.id,
                         state=each.state,
                         matched_tokens=each.matched_tokens,
+                        fetch_tokens=each.fetch_tokens,
                         pending_tokens=each.pending_tokens,
                         in_flight=each.in_flight,
                         ttft_s=waited_s + each.ttft_s,

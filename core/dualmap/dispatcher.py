@@ -334,6 +334,7 @@ class Dispatcher:
             queued,
             member=to.id,
             matched_tokens=to.matched_tokens,
+            fetch_tokens=to.fetch_tokens,
             compute_s=to.compute_s,
             predicted_ttft_s=predicted_ttft_s,
             receipt=queued.receipt.moved(

@@ -41,11 +41,12 @@ class InFlight:
     heard_s: float
     reported_s: float
     prefilled: bool = False
+    fetch_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
         """The number of prompt tokens that the member computes."""
-        new_tokens = max(0, self.request.chain.tokens - self.matched_tokens)
+        new_tokens = max(0, self.request.chain.tokens - self.matched_tokens - self.fetch_tokens)
         return 0 if self.request.is_prefilled_elsewhere(new_tokens) else new_tokens
 
     def sent(self) -> SentRequest:
@@ -111,7 +112,9 @@ class OwnRequests:
         self.drop(request.id)
         if isinstance(outcome, Decision):
             receipt = outcome.receipt
-            new_share = 1.0 - min(1.0, receipt.matched_tokens / max(1, receipt.prompt_tokens))
+            fetch_tokens = receipt.fetch_tokens or 0
+            reused_tokens = receipt.matched_tokens + fetch_tokens
+            new_share = 1.0 - min(1.0, reused_tokens / max(1, receipt.prompt_tokens))
             self._new_share += _NEW_SHARE_WEIGHT * (new_share - self._new_share)
             self.in_flight[request.id] = InFlight(
                 request=request,
@@ -123,6 +126,7 @@ class OwnRequests:
                 predicted_ttft_s=receipt.predicted_ttft_s,
                 heard_s=now,
                 reported_s=now,
+                fetch_tokens=fetch_tokens,
             )
         return (outcome,)
 

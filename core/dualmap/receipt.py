@@ -25,7 +25,10 @@ class Key(NamedTuple):
 
 
 class CandidateReceipt(NamedTuple):
-    """One candidate with the policy's inputs. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
+    """One candidate with the policy's inputs. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7).
+
+    Behind the ``matched_tokens``, the member would fetch ``fetch_tokens`` from the pool's KV store.
+    """
 
     id: str
     state: str
@@ -33,6 +36,7 @@ class CandidateReceipt(NamedTuple):
     pending_tokens: int
     in_flight: int
     ttft_s: float
+    fetch_tokens: int = 0
 
 
 class PrefillReceipt(NamedTuple):
@@ -66,7 +70,8 @@ class Receipt(NamedTuple):
     are as they were at the choice. ``source`` says where ``matched_tokens`` is from: the engine's KV ``events``, or the
     router's own ``records``. ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``,
     ``absent`` or ``unknown``. It is empty for the base model. ``prefill`` is None for a pool without a prefill pool.
-    If a member of the prefill pool computes the prompt, ``predicted_ttft_s`` is of that member.
+    If a member of the prefill pool computes the prompt, ``predicted_ttft_s`` is of that member. ``fetch_tokens`` are
+    the tokens that the chosen member is expected to fetch from the pool's KV store; None if the pool has no store.
     """
 
     pool: str
@@ -84,6 +89,7 @@ class Receipt(NamedTuple):
     source: str = "records"
     adapter: str = ""
     prefill: PrefillReceipt | None = None
+    fetch_tokens: int | None = None
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
         """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
@@ -97,10 +103,11 @@ class Receipt(NamedTuple):
             return f"policy={self.policy}, chosen={chosen}, prompt={self.prompt_tokens}"
         pair = " ".join(map(_sf_string, self.pair))
         adapter = f", adapter={_sf_string(self.adapter)}" if self.adapter else ""
+        fetch = "" if self.fetch_tokens is None else f", fetch={self.fetch_tokens}"
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
-            f"source={_sf_string(self.source)}{adapter}{self._prefill_fields()}"
+            f"source={_sf_string(self.source)}{adapter}{fetch}{self._prefill_fields()}"
         )
 
     def _prefill_fields(self) -> str:
@@ -120,6 +127,7 @@ class Receipt(NamedTuple):
             chosen=to.id,
             address=to.endpoint,
             matched_tokens=to.matched_tokens,
+            fetch_tokens=None if self.fetch_tokens is None else to.fetch_tokens,
             source=source_of(to),
             predicted_ttft_s=predicted_ttft_s,
             adapter=adapter,
@@ -136,11 +144,18 @@ class Receipt(NamedTuple):
         del fields["prefill"]
         if self.prefill is not None:
             fields["prefill"] = self.prefill.as_json()
+        candidates = [each._asdict() for each in self.candidates]
+        if self.fetch_tokens is None:
+            for each in (fields, *candidates):
+                del each["fetch_tokens"]
+        else:
+            for each, candidate in zip(candidates, self.candidates, strict=True):
+                each["compute_tokens"] = self.prompt_tokens - candidate.matched_tokens - candidate.fetch_tokens
         return {
             **fields,
             "key": {**self.key._asdict(), "hash": f"{self.key.hash:016x}"},
             "pair": list(self.pair),
-            "candidates": [each._asdict() for each in self.candidates],
+            "candidates": candidates,
         }
 
 

@@ -245,7 +245,9 @@ class RemotePrefills:
     ) -> None:
         """Ask the prefill pool, unless the decode member computes the prompt itself."""
         receipt, prefiller = decision.receipt, split.prefiller
-        if not split.request.is_prefilled_elsewhere(receipt.prompt_tokens - receipt.matched_tokens):
+        if not split.request.is_prefilled_elsewhere(
+            receipt.prompt_tokens - receipt.matched_tokens - (receipt.fetch_tokens or 0)
+        ):
             settled.append(Settled(split.decode, self._local(split, decision, SHORT)))
         elif prefiller is None:
             due.extend(self._decide_locally(now, split, UNUSABLE))

@@ -15,6 +15,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dualmap.engines.profile import NO_PROFILE, EngineProfile
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.source import SourceState
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
@@ -36,7 +37,7 @@ class Request(NamedTuple):
     that the request contains: the pool's, an alias or an adapter; empty if it is not known. Requests of higher
     ``priority`` leave the queue first (``dualmap.pools.pool.Objectives``). The request's member computes at most
     ``prefills_up_to`` uncached tokens of the prompt itself; a member of the prefill pool computes more of them. None if
-    the member always computes its prompts.
+    the member always computes its prompts. ``stored`` is what the pool's KV store holds of the prompt.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     adapter: str = ""
     model: str = ""
     priority: int = 0
+    stored: StoreMatch = NO_MATCH
     prefills_up_to: int | None = None
 
     def is_prefilled_elsewhere(self, new_tokens: int) -> bool:

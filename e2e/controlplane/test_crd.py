@@ -21,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"
 TEMPLATE = {"spec": {"containers": [{"name": "engine", "image": "engine"}]}}
 SELECTOR = {"matchLabels": {"app": "vllm"}}
+STORED = {
+    "model": {"name": "m"},
+    "workload": {"selector": SELECTOR},
+    "engine": {"tokenizer": {"source": "Files", "path": "/etc/dualmap/tokenizers/q"}},
+}
 MEMBER = {"id": "q-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "weight": 100}
 
 
@@ -123,6 +128,67 @@ RULES = (
                 "http://[2001:db8::1]",
             )
         ),
+    ),
+    Rule(
+        "spec",
+        accepted=tuple(
+            {**STORED, "kvStore": store}
+            for store in (
+                {"type": "Mooncake", "endpoint": "http://mooncake:9003"},
+                {"type": "LMCache", "endpoint": "http://[2001:db8::1]:9300/", "worldSize": 2},
+                {"type": "Redis", "endpoint": "redis://10.0.0.1:6379/3", "hash": "xxhash"},
+                {"type": "Redis", "endpoint": "redis://10.0.0.1:6379"},
+            )
+        ),
+        refused=tuple(
+            (
+                {**STORED, "engine": engine, "kvStore": {"type": "Mooncake", "endpoint": "http://mooncake:9003"}},
+                '"Mooncake" is not accepted while engine.tokenizer.source is Estimate, because stores are asked for '
+                "hashes of token ids; give None, or the tokenizer source Files or Renderer",
+            )
+            for engine in ({}, {"tokenizer": {"source": "Estimate"}})
+        ),
+        named="spec.kvStore.type",
+    ),
+    Rule(
+        "spec.kvStore",
+        accepted=({}, {"type": "None"}, {"endpoint": "", "minTokens": 1}),
+        refused=(
+            ({"endpoint": "http://m:9003"}, '"http://m:9003" is not accepted; give no address with the type None'),
+        ),
+        named="spec.kvStore.endpoint",
+    ),
+    *(
+        Rule(
+            "spec.kvStore",
+            accepted=({},),
+            refused=tuple(
+                ({"type": kind, **({"endpoint": each} if each else {})}, f'"{each}" is not accepted; give {form}')
+                for kind in kinds
+                for each in ("", "m:9003", "http://m", "redis://m:0", "http://u@m:9003", "redis://m:1/x", also)
+            ),
+            named="spec.kvStore.endpoint",
+        )
+        for kinds, form, also in (
+            (("Redis",), "redis://HOST:PORT or redis://HOST:PORT/DB", "http://m:9003"),
+            (("Mooncake", "LMCache"), "http://HOST:PORT", "redis://m:6379"),
+        )
+    ),
+    Rule(
+        "spec.kvStore.key",
+        accepted=("", "{hash}", "x@{model}@tp_rank:0@{hash}_0"),
+        refused=tuple(
+            (key, f'"{key}" is not accepted; give at most 253 visible characters with {{hash}} once')
+            for key in ("key", "{hash}{hash}", "{hash},", "{hash} ", "{other}{hash}", "{{hash}}")
+        ),
+    ),
+    Rule(
+        "spec.kvStore.seed",
+        accepted=("", "0", "a b"),
+        refused=(("\n", "failed rule: "), ("é", '"é" is not accepted; give at most 253 printable ASCII characters')),
+    ),
+    duration("spec.kvStore.timeout", "1ms", "1s", too_short="0.9ms", too_long="1.1s")._replace(
+        accepted=("1ms", "1s", "9.5ms")
     ),
     Rule(
         "spec.workload",

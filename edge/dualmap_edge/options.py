@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 
 from dualmap.errors import PoolError
-from dualmap.objects.pool_reader import parse_duration
+from dualmap.objects.fields import parse_duration
 
 PORT: Final = click.IntRange(0, 65535)
 _SIZE: Final = re.compile(r"(\d{1,15})(B|kB|KiB|MB|MiB|GB|GiB)?", re.ASCII)

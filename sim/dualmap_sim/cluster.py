@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import TOKEN_BYTES, token_root
+from dualmap.kv_store.view import NO_MATCH
 from dualmap.ownership.messages import Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.requests import Asked, Outcome, Queued, Rejection, Request, Usage
@@ -37,6 +38,7 @@ from dualmap_sim.observer import ClusterObserver
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.replication import Replica, Replication, ReplicationConfig, everything
+from dualmap_sim.shared_store import SharedStore
 from dualmap_sim.timeline import Timeline
 
 __all__ = ["Cluster", "ClusterConfig", "LoadSample", "Record", "Replica", "ReplicationConfig", "everything"]
@@ -122,6 +124,10 @@ class Cluster:
         self._instances = Instances(
             config.pool, engine=config.engine, engines=config.engines, kv_events=self._has_kv_events
         )
+        self._store: SharedStore | None = None
+        if config.pool.kv_store.is_used:
+            min_tokens = config.pool.kv_store.min_tokens
+            self._store = SharedStore(block_tokens=config.engine.block_tokens, min_tokens=min_tokens)
         self._decoders: Decoders | None = None
         if config.decode_side is not None:
             self._decoders = Decoders(
@@ -207,10 +213,16 @@ class Cluster:
             session=arrival.session,
             client=arrival.client,
             tokens=None if self._subscriptions is None else self._tokens(arrival.work),
+            stored=NO_MATCH
+            if self._store is None
+            else self._store.match(self._full_blocks(arrival.work), arrival.work.prompt_tokens),
         )
         effects = self.routers[router].on_request(now, request)
         self._decided(effects.answer)
         self._after(router, effects.outcomes)
+
+    def _full_blocks(self, work: EngineRequest) -> Sequence[int]:
+        return work.blocks[: work.prompt_tokens // self._config.engine.block_tokens]
 
     def _tokens(self, work: EngineRequest) -> PromptTokens:
         """Return the token ids of a prompt, which are those of the events of its blocks."""
@@ -256,6 +268,8 @@ class Cluster:
         work = record.arrival.work
         if self._config.kv_moves and record.arrival.session is not None:
             work = self._with_pull(work, record.arrival.session, instance)
+        if self._store is not None:
+            work = replace(work, pulled_tokens=self._store.tokens(self._full_blocks(work)))
         instance.submit(now, work, weighed=self._config.sample_s is not None)
         self._wake_engine(instance)
 
@@ -368,6 +382,9 @@ class Cluster:
         assert record.prefilled_s is None, f"{event.request_id} was prefilled twice"
         record.prefilled_s = event.at_s
         record.cached_tokens, record.pulled_tokens = event.cached_tokens, event.pulled_tokens
+        if self._store is not None and record.endpoint is not None:
+            host = record.endpoint.rpartition(":")[0]
+            self._store.put(host, self._full_blocks(record.arrival.work))
         if self._decoders is None:
             self._note_answer(event)
 
@@ -400,7 +417,10 @@ class Cluster:
         usage = Usage(
             prompt_tokens=work.prompt_tokens,
             completion_tokens=work.output_tokens,
-            cached_tokens=record.cached_tokens if self._config.reports_cached_tokens else None,
+            # Engines count the tokens that they fetched from a store as cached.
+            cached_tokens=record.cached_tokens + (record.pulled_tokens if self._store is not None else 0)
+            if self._config.reports_cached_tokens
+            else None,
         )
         if not self._runs(record.router):
             self._report_orphan(record, Progress(request_id=work.request_id, step=Step.FINISHED, usage=usage))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
+from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
@@ -23,6 +24,7 @@ from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.records import LoadSample, Record
+from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.trace import Trace
@@ -77,6 +79,8 @@ class Experiment:
     """Whether requests carry their session id, if the workload has sessions."""
     kv_moves: bool = False
     """Whether an engine may pull a session's KV from the engine of the session's last request."""
+    store: StoreConfig | None = None
+    """The KV store that the engines share; None for no store."""
     believed_tokens_per_s: float | None = None
     """Prefill speed in the pool's object for every member. None uses the real speed of ``engine``."""
     kv_tokens_known: bool = True
@@ -157,9 +161,9 @@ _Replayed = tuple[tuple[Record, ...], tuple[LoadSample, ...], bool]
 
 
 def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
-    engine, decode_side = experiment.engine, None
     if experiment.prefillers:
         return _replay_split(experiment, asked, gives_up)
+    engine, decode_side = _with_store(experiment, experiment.engine), None
     if experiment.decoders:
         engine, decode_side = split(engine, decoders=experiment.decoders)
     cluster = Cluster(
@@ -167,7 +171,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             pool=_pool(experiment),
             engine=engine,
             decode_side=decode_side,
-            engines=dict(experiment.engines),
+            engines={name: _with_store(experiment, each) for name, each in experiment.engines},
             replicas=(Replica(),) * experiment.routers,
             exchange=_exchange(experiment),
             hop_delay_s=experiment.hop_delay_s if experiment.routers > 1 and experiment.owner_decides else None,
@@ -183,11 +187,19 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
     return records, tuple(cluster.samples), cluster.gave_up
 
 
+def _with_store(experiment: Experiment, engine: EngineConfig) -> EngineConfig:
+    """Return an engine that fetches from the experiment's store."""
+    store = experiment.store
+    return engine if store is None else replace(engine, pull_tokens_per_s=store.tokens_per_s)
+
+
 def _replay_split(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay with a prefill pool, one router without delays, and no samples of the load."""
     engine = experiment.engine
     if experiment.routers > 1 or experiment.engines or experiment.decoders or experiment.kv_moves:
         raise ValueError("a prefill pool requires one router, equal engines and no sessions that move their KV")
+    if experiment.store is not None:
+        raise ValueError("a prefill pool has no KV store")
     if engine.decode is None or engine.pull_tokens_per_s is None:
         raise ValueError("a prefill pool requires an engine that decodes, with pull_tokens_per_s")
     pool = _pool(experiment)
@@ -264,6 +276,7 @@ def _pool(experiment: Experiment) -> Pool:
             kv_tokens=experiment.engine.kv_memory_tokens if experiment.kv_tokens_known else None,
         ),
         slo=Slo(ttft_s=experiment.slo_ttft_s),
+        kv_store=KvStore() if experiment.store is None else experiment.store.spec(),
         routing=replace(
             experiment.routing,
             policy=experiment.policy,

@@ -105,6 +105,7 @@ def test_every_simulate_option_has_an_effect() -> None:
         ("--routers", "3", "--decide", "local", "--view-delay", "2s"),
         ("--feedback-delay", "500ms"),
         ("--believed-speed", "1000"),
+        ("--kv-store", "100000"),
         ("--warmup", "40"),
         ("--start", "10"),
         ("--workload", "tool_agent"),

@@ -12,6 +12,7 @@ from dualmap_cli.simulate.engine_options import PARAMETERS, changed, described
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 
 SEVEN_B = PRESETS["7b"]
@@ -33,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "routers": 1,
     "decide": "owner",
     "hop_delay_s": 0.001,
+    "store_tokens_per_s": None,
     "view_delay_s": 0.1,
     "feedback_delay_s": 0.0,
     "believed_speed": None,
@@ -87,6 +89,23 @@ def numbers_of(config: EngineConfig) -> dict[str, float | None]:
         "chunk": config.chunk_tokens,
         "pull": config.pull_tokens_per_s,
     }
+
+
+def test_kv_store_option_gives_the_instances_a_store() -> None:
+    assert plan().base.store is None
+    assert plan(store_tokens_per_s=5000.0).base.store == StoreConfig(tokens_per_s=5000.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parameters": (("pull", 1000.0),), "sessions": True},
+        {"policies": ("limit",)},
+    ],
+)
+def test_kv_store_beside_what_has_no_store_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(click.BadParameter, match="--kv-store"):
+        plan(store_tokens_per_s=5000.0, **options)
 
 
 @pytest.mark.parametrize(("decide", "owner_decides"), [("owner", True), ("local", False)])

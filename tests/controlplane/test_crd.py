@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from dualmap.errors import PoolError
-from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
+from dualmap.objects.fields import UNLIMITED, parse_duration
+from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, read_pools
 from dualmap.policies.registry import POLICIES
+from dualmap.pools.kv_store import ChunkHash, StoreType
 from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm, TokenSource
 from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
 from dualmap_operator.decide.workload.checks import template_warnings
@@ -261,6 +263,8 @@ def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.engine.tokenizer.source": [each.value for each in TokenSource],
+        "spec.kvStore.type": [each.value for each in StoreType],
+        "spec.kvStore.hash": [each.value for each in ChunkHash],
         "spec.routing.policy": list(POLICIES),
         "spec.routing.receiptFields": [each.value for each in ReceiptFields],
         "spec.routing.ring.algorithm": [each.value for each in RingAlgorithm],
@@ -350,10 +354,13 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
 
 def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
-    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    in_a_cluster, in_a_file, adopting = examples
+    examples = [list(yaml.safe_load_all(block)) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    [in_a_cluster], [in_a_file], with_prefills, [with_store], [adopting] = examples
     assert template_warnings(read_spec(in_a_cluster)) == ()
     assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
+    for each in with_prefills:
+        assert set(each["spec"]) <= set(SPEC["properties"])
+    read({**POOL, "spec": {**POOL["spec"], **with_store["spec"]}})
     read({**POOL, **adopting})
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from dualmap.errors import PoolError
-from dualmap.objects.pool_reader import parse_duration, read_pools
+from dualmap.objects.fields import parse_duration
+from dualmap.objects.pool_reader import read_pools
 from dualmap.pools.pool import (
     Engine,
     MemberState,

@@ -14,6 +14,7 @@ from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
+from dualmap_extproc.kv_stores.stores import KvStores
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
@@ -35,6 +36,16 @@ class Engines(EngineProfiles):
 
 class Tokenizers(PoolTokenizers):
     """Records the pools, and reads no tokenizer."""
+
+    def __init__(self) -> None:
+        self.pools: list[tuple[Pool, ...]] = []
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.pools.append(tuple(pools))
+
+
+class Stores(KvStores):
+    """Records the pools, and asks no store."""
 
     def __init__(self) -> None:
         self.pools: list[tuple[Pool, ...]] = []
@@ -65,8 +76,16 @@ class Adopted:
         self.engines = Engines()
         self.tokenizers = Tokenizers()
         self.events = Events()
+        self.kv_stores = Stores()
         self.adoption = Adoption(
-            self.metrics, self.demand, self.discovery, self.engines, self.tokenizers, self.events, self.picker
+            self.metrics,
+            self.demand,
+            self.discovery,
+            self.engines,
+            self.tokenizers,
+            self.kv_stores,
+            self.events,
+            self.picker,
         )
         self.adoption.adopt(pools)
 
@@ -84,7 +103,7 @@ class Adopted:
 async def test_pool_update_reaches_engine_discovery():
     adopted = Adopted(pool())
     adopted.adoption.adopt(())
-    assert adopted.engines.pools == [(pool(),), ()]
+    assert adopted.engines.pools == adopted.kv_stores.pools == [(pool(),), ()]
 
 
 async def test_pool_update_without_queued_requests_applies_at_once():

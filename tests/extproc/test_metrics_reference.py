@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dualmap.pools.pool import MemberState
 from dualmap_extproc.engines.metrics import KvEventMetrics
+from dualmap_extproc.kv_stores.metrics import KvStoreMetrics
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.telemetry.transport import TransportMetrics
@@ -23,6 +24,7 @@ class TestReference:
         watches.kube_failed("pods", "refused")
         TransportMetrics(made.metrics.registry)
         KvEventMetrics(made.metrics.registry).set_pools(["llm/qwen"])
+        KvStoreMetrics(made.metrics.registry).set_pools(["llm/qwen"])
         everything(made)
         found = {}
         for family in families(made, status(MemberState.ACTIVE)):

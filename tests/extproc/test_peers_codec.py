@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import Media, chain_tokens, pack_tokens
+from dualmap.kv_store.view import HOLDERS_MAX, NO_MATCH, StoreMatch
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.receipt import CandidateReceipt, Key, Receipt
@@ -46,6 +47,11 @@ CHAINS = st.builds(
     exact=st.booleans(),
     full_blocks=st.none() | TOKENS,
 )
+STORED = st.just(NO_MATCH) | st.builds(
+    StoreMatch,
+    tokens=TOKENS.filter(bool),
+    held_at=st.lists(st.tuples(NAMES, TOKENS), max_size=HOLDERS_MAX).map(tuple),
+)
 REQUESTS = st.builds(
     Request,
     id=NAMES,
@@ -63,6 +69,7 @@ REQUESTS = st.builds(
     tokens=st.none(),
     priority=st.integers(-(2**31), 2**31 - 1),
     prefills_up_to=st.none() | TOKENS,
+    stored=STORED,
 )
 RECEIPTS = st.builds(
     Receipt,
@@ -86,11 +93,13 @@ RECEIPTS = st.builds(
             pending_tokens=TOKENS,
             in_flight=COUNTS,
             ttft_s=SECONDS,
+            fetch_tokens=TOKENS,
         ),
         max_size=3,
     ).map(tuple),
     source=st.sampled_from(["records", "events"]),
     adapter=st.sampled_from(["", "loaded"]),
+    fetch_tokens=st.none() | TOKENS,
     # The router of a request adds the prefill after the owner's answer.
     prefill=st.none(),
 )

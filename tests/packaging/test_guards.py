@@ -99,7 +99,7 @@ PLANTED = [
         "import orjson",
         "Only readers of bodies and writers of answers import orjson",
     ),
-    ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Only the Redis store imports redis"),
+    ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Only clients of Redis import redis"),
     ("extproc/dualmap_extproc/engines/profiles.py", "import zmq", "Only publishers of and subscribers to KV events"),
     (
         "extproc/dualmap_extproc/engines/kv_events.py",
@@ -108,6 +108,12 @@ PLANTED = [
     ),
     ("extproc/dualmap_extproc/request/stream.py", "import opentelemetry", "Only tracing imports OpenTelemetry"),
     ("core/dualmap/replicas/update.py", "import redis", "The core is pure"),
+    ("core/dualmap/kv_store/view.py", "import dualmap.prompts.blocks", "What a KV store holds is known without"),
+    (
+        "extproc/dualmap_extproc/kv_stores/mooncake.py",
+        "import dualmap_extproc.kv_stores.lookups",
+        "The modules of KV stores import downwards only",
+    ),
     (
         "extproc/dualmap_extproc/telemetry/dashboard/verdict.py",
         "import dualmap_extproc.telemetry.counts",

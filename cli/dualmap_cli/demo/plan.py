@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from dualmap.objects.pool_reader import UNLIMITED
+from dualmap.objects.fields import UNLIMITED
 from dualmap.pools.pool import Routing
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.mooncake import read_mooncake

@@ -146,6 +146,13 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         help="With --decide owner: delay of a message between two routers.",
     ),
     click.option(
+        "--kv-store",
+        "store_tokens_per_s",
+        metavar="TOKENS_PER_SECOND",
+        type=click.FloatRange(1000.0, 10_000_000.0),
+        help="Let the instances share a KV store that keeps every prompt, and from which each fetches this fast.",
+    ),
+    click.option(
         "--view-delay",
         "view_delay_s",
         metavar="DURATION",

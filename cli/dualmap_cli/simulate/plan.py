@@ -17,6 +17,7 @@ from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.mooncake import TraceError
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
@@ -67,6 +68,7 @@ def make_plan(
     view_delay_s: float,
     feedback_delay_s: float,
     believed_speed: float | None,
+    store_tokens_per_s: float | None,
     processes: int | None,
     plot: Path | None,
     as_json: bool,
@@ -92,7 +94,14 @@ def make_plan(
         sessions=trace_file is None if sessions is None else sessions,
         kv_moves=engine.pull_tokens_per_s is not None and not prefillers,
         believed_tokens_per_s=believed_speed,
+        store=None if store_tokens_per_s is None else StoreConfig(tokens_per_s=store_tokens_per_s),
     )
+    if base.store is not None and base.kv_moves:
+        raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
+    if base.store is not None and prefillers:
+        raise click.BadParameter("a prefill pool has no store; omit one of the options", param_hint="--kv-store")
+    if base.store is not None and any(policy in ORACLES for policy in policies):
+        raise click.BadParameter("the bounds have no store; omit --kv-store or them", param_hint="--kv-store")
     if base.kv_moves and not base.sessions:
         raise click.BadParameter(
             "the parameter pull moves the KV cache of sessions and needs session ids; give --sessions",

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from dualmap.errors import PoolError
-from dualmap.objects.pool_reader import parse_duration
+from dualmap.objects.fields import parse_duration
 from dualmap.policies.registry import POLICIES
 from dualmap_sim.oracles import ORACLES
 

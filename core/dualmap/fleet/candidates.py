@@ -7,12 +7,14 @@ from weakref import WeakKeyDictionary
 from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.fleet.caches import Caches
+from dualmap.fleet.fetches import StoreTier
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.listed_models import ListedModels
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.fair_shares import FairShares
@@ -135,6 +137,7 @@ class Candidates:
         client: int = 0,
         priority: int = 0,
         tokens: PromptTokens | None = None,
+        stored: StoreMatch = NO_MATCH,
     ) -> View:
         """Return a view of the members for one prompt of a client."""
         overtakes = self._shares.has_rivals(client) or self._pool.objectives.priorities
@@ -148,7 +151,18 @@ class Candidates:
             stall_s=self._stall_s,
             reported=reported,
             behind_s=behind_s,
+            stored=self.tier(chain, stored) if stored.tokens else None,
         )
+
+    def tier(self, chain: BlockChain, stored: StoreMatch) -> StoreTier | None:
+        """Return what the pool's store holds of a prompt that it may be asked for; None if nothing.
+
+        Engines always compute the last token of a prompt.
+        """
+        tokens = min(stored.tokens, chain.tokens - 1)
+        if tokens <= 0 or not self._pool.kv_store.is_used:
+            return None
+        return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""

@@ -16,12 +16,14 @@ from dualmap.engines.source import SourceState, SourceStatus
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.capacity import Capacity
+from dualmap.fleet.fetches import Prefill
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.others import Others
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.usage import Origin
 from dualmap.keys.membership import Membership
+from dualmap.kv_store.view import StoreMatch
 from dualmap.pools.pool import Member, MemberState, Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.queue.fair_shares import FairShares
@@ -47,6 +49,7 @@ class Fleet:
     def __init__(self, pool: Pool, hash_key: bytes = PUBLIC_KEY) -> None:
         self._pool = pool
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
+        self._ledger.fetches.set_prior(pool.kv_store.fetch_tokens_per_second)
         self._others = Others(pool, self._ledger)
         self._profiles = Profiles(pool)
         self._stall_s = pool.routing.rebalance.decode_stall_s
@@ -117,14 +120,30 @@ class Fleet:
                 matched_tokens, source = reported, "events"
         if (matched_tokens, source) == (queued.matched_tokens, queued.receipt.source):
             return queued
+        prefill = self._prefill(member, request, matched_tokens)
+        receipt = queued.receipt._replace(matched_tokens=matched_tokens, source=source)
+        if receipt.fetch_tokens is not None:
+            receipt = receipt._replace(fetch_tokens=prefill.fetch_tokens)
         return replace(
             queued,
             matched_tokens=matched_tokens,
-            compute_s=self._ledger.loads[member].speed.current.compute_s(
-                request.chain.tokens - matched_tokens, matched_tokens
-            ),
-            receipt=queued.receipt._replace(matched_tokens=matched_tokens, source=source),
+            fetch_tokens=prefill.fetch_tokens,
+            compute_s=prefill.seconds,
+            receipt=receipt,
         )
+
+    def _stored_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a request's prompt the pool's KV store holds."""
+        tier = self.candidates.tier(request.chain, request.stored) if request.stored.tokens else None
+        return 0 if tier is None else tier.tokens
+
+    def _prefill(self, member: str, request: Request, matched_tokens: int) -> Prefill:
+        """Return the expected prefill of a request at a member that caches ``matched_tokens``."""
+        speed, tokens = self._ledger.loads[member].speed.current, request.chain.tokens
+        tier = self.candidates.tier(request.chain, request.stored) if request.stored.tokens else None
+        if tier is None:
+            return Prefill(0, speed.compute_s(tokens - matched_tokens, matched_tokens))
+        return tier.prefill(speed, tokens, matched_tokens)
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
         """Record that a request is sent to its member now; return the request in flight."""
@@ -140,11 +159,16 @@ class Fleet:
         if queued.receipt.source == "events" and prediction.origin.comparable:
             is_held = self._reported.holds_matched(queued.member, request.tokens, queued.matched_tokens)
             prediction = prediction._replace(is_held=is_held)
+        stored_tokens = self._stored_tokens(request)
+        if stored_tokens > queued.matched_tokens:
+            prediction = prediction._replace(is_stored=True)
         in_flight = InFlightRequest(
             request_id=request.id,
             member=queued.member,
             chain=request.chain,
             matched_tokens=queued.matched_tokens,
+            stored_tokens=stored_tokens,
+            fetch_tokens=queued.fetch_tokens,
             prediction=prediction,
             arrived_s=request.arrived_s,
             dispatched_s=now,
@@ -171,8 +195,9 @@ class Fleet:
         request = self.recounted(sent.request)
         if member is None or self._ledger.request(request.id) is not None:
             return False
-        chain, load = request.chain, self._ledger.loads[member.id]
+        chain = request.chain
         matched_tokens = min(sent.matched_tokens, chain.tokens)
+        prefill = self._prefill(member.id, request, matched_tokens)
         self._caches.add(member.id, chain, computed=sent.prefilled)
         self._ledger.enter(
             now,
@@ -181,18 +206,22 @@ class Fleet:
                 member=member.id,
                 chain=chain,
                 matched_tokens=matched_tokens,
+                stored_tokens=self._stored_tokens(request),
+                fetch_tokens=prefill.fetch_tokens,
                 prediction=self._caches.predict(now, member.id, chain, Origin.of(request), matched_tokens),
                 arrived_s=request.arrived_s,
                 dispatched_s=sent.sent_s,
                 predicted_ttft_s=sent.predicted_ttft_s,
-                compute_s=load.speed.current.compute_s(chain.tokens - matched_tokens, matched_tokens),
+                compute_s=prefill.seconds,
                 heard_s=now,
                 streamed=request.streamed,
                 prefilled=sent.prefilled,
                 session=request.session,
                 client=request.client,
                 sequences=request.sequences,
-                prefilled_elsewhere=request.is_prefilled_elsewhere(chain.tokens - matched_tokens),
+                prefilled_elsewhere=request.is_prefilled_elsewhere(
+                    chain.tokens - matched_tokens - prefill.fetch_tokens
+                ),
                 alone=False,
             ),
         )
@@ -223,11 +252,19 @@ class Fleet:
             return None
         self._caches.cut(left, request.chain, request.matched_tokens)
         self._reported.withdraw(left, request_id)
-        candidate = self.candidates.view(now, request.chain).candidate(serving.id)
+        stored = StoreMatch(request.stored_tokens)
+        candidate = self.candidates.view(now, request.chain, stored=stored).candidate(serving.id)
         prediction = self._caches.predict(
             now, serving.id, request.chain, request.prediction.origin, candidate.matched_tokens
         )
-        self._ledger.move(now, request, to=serving.id, prediction=prediction, compute_s=candidate.compute_s)
+        self._ledger.move(
+            now,
+            request,
+            to=serving.id,
+            prediction=prediction,
+            compute_s=candidate.compute_s,
+            fetch_tokens=candidate.fetch_tokens,
+        )
         self._caches.add(serving.id, request.chain)
         return request, left
 
@@ -264,6 +301,9 @@ class Fleet:
         prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
         if prediction is None:
             return
+        if prediction.is_stored and usage.cached_tokens is not None:
+            # Engines count the tokens that they fetched as cached, so more cached tokens say nothing about the member.
+            usage = replace(usage, cached_tokens=min(usage.cached_tokens, prediction.matched_tokens))
         self._caches.learn(now, prediction, usage)
         is_member = prediction.member in self._membership.members
         if is_member and prediction.is_held and usage.cached_tokens is not None:
@@ -374,6 +414,7 @@ class Fleet:
         empty.
         """
         previous, self._pool = self._pool, pool
+        self._ledger.fetches.set_prior(pool.kv_store.fetch_tokens_per_second)
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.shares.credit_tokens = _credit_tokens(pool)
         self.capacity.adopt(pool)

@@ -28,7 +28,9 @@ class InFlightRequest:
     decoding. ``alone`` is true if no others had prefills at the member when this request was dispatched. The
     engine runs the request as ``sequences`` requests. If ``prefilled_elsewhere``, a member of another pool computes the
     prompt, so the request has no pending prefill here. ``lesson`` is what the prefill changed in the member's learnt
-    speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end.
+    speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end. The
+    pool's KV store holds the leading ``stored_tokens``; of these, the member is expected to fetch ``fetch_tokens``,
+    whose time is part of ``compute_s``.
     """
 
     request_id: str
@@ -51,11 +53,13 @@ class InFlightRequest:
     sequences: int = 1
     prefilled_elsewhere: bool = False
     lesson: Lesson | None = None
+    stored_tokens: int = 0
+    fetch_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
         """The number of prompt tokens that the member must compute."""
-        return self.chain.tokens - self.matched_tokens
+        return self.chain.tokens - self.matched_tokens - self.fetch_tokens
 
     def completion(self, usage: Usage | None) -> Completion:
         """Return the completion for the request's end, with the engine's token counts if known."""

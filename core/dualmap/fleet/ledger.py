@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from dualmap.fleet.dispatch_times import DispatchTimes
 from dualmap.fleet.estimate import Lesson
+from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.samples import Agreement
 from dualmap.fleet.usage import Prediction
+from dualmap.pools.kv_store import KvStore
 
 IN_FLIGHT_TTL_S = 600.0
 ENDED_MAX = 4096
@@ -47,6 +49,7 @@ class Ledger:
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         self._prior_tokens_per_second = prior_tokens_per_second
+        self.fetches = FetchSpeed(KvStore().fetch_tokens_per_second)
         self._agreement = Agreement()
         # The loads with an outdated summary.
         self._outdated: dict[MemberLoad, None] = {}
@@ -55,7 +58,11 @@ class Ledger:
         self.dispatch_times = DispatchTimes()
         self.loads = _Loads(
             lambda: MemberLoad(
-                self._prior_tokens_per_second, self._agreement, self._outdated, self.dispatch_times.changed
+                self._prior_tokens_per_second,
+                self._agreement,
+                self.fetches,
+                self._outdated,
+                self.dispatch_times.changed,
             )
         )
         """The load of every member by id; a lookup of an unknown member adds an empty load."""
@@ -135,10 +142,20 @@ class Ledger:
             self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
         return self.leave(now, request_id)
 
-    def move(self, now: float, request: InFlightRequest, *, to: str, prediction: Prediction, compute_s: float) -> None:
+    def move(
+        self,
+        now: float,
+        request: InFlightRequest,
+        *,
+        to: str,
+        prediction: Prediction,
+        compute_s: float,
+        fetch_tokens: int = 0,
+    ) -> None:
         """Move a request in flight to the member that serves it."""
         self.loads[request.member].leave(now, request)
         request.member, request.prediction, request.compute_s = to, prediction, compute_s
+        request.fetch_tokens = fetch_tokens
         request.matched_tokens = prediction.matched_tokens
         self.loads[to].enter(now, request)
 

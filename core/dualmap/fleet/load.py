@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 
 from dualmap.fleet.estimate import LearntSpeed, Lesson
+from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
@@ -90,7 +91,7 @@ class ReplicasLoad:
 class MemberLoad:
     """The load of one member.
 
-    All loads of a pool share ``agreement``, ``outdated`` and ``redispatch``. A changed load adds itself to
+    All loads of a pool share ``agreement``, ``fetches``, ``outdated`` and ``redispatch``. A changed load adds itself to
     ``outdated``. A changed load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep
     the order of the changes.
     """
@@ -99,6 +100,7 @@ class MemberLoad:
         self,
         prior_tokens_per_second: float,
         agreement: Agreement,
+        fetches: FetchSpeed,
         outdated: "dict[MemberLoad, None]",
         redispatch: "dict[MemberLoad, None]",
     ) -> None:
@@ -112,6 +114,7 @@ class MemberLoad:
         """The requests that were sent to the member and have no observed end, including silent requests."""
         # The KV tokens of the others' requests at the engine's last report.
         self._measured_others = 0
+        self._fetches = fetches
         self._outdated = outdated
         outdated[self] = None
         self._redispatch = redispatch
@@ -171,15 +174,33 @@ class MemberLoad:
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
         # A prefill that may have waited for a prefill of others is also not a sample of the speed.
         if in_order and request.streamed and request.alone and not others_s:
-            request.lesson = self.speed.observe(
-                now,
-                client=request.client,
-                new_tokens=request.new_tokens,
-                cached_tokens=request.matched_tokens,
-                service_s=busy_s,
-                solo=self.others.busy_s < now - busy_s,
-            )
+            self._learn(now, request, busy_s)
         self._changed()
+
+    def _learn(self, now: float, request: InFlightRequest, busy_s: float) -> None:
+        """Learn from an undisturbed prefill that took ``busy_s``.
+
+        If the member could fetch tokens, either the speed of the fetch or of the prefill learns from it: the one with
+        the larger part of the expected time. The other part is assumed to have taken its expected time.
+        """
+        reused_tokens = max(request.matched_tokens, request.stored_tokens)
+        new_tokens, service_s = request.chain.tokens - reused_tokens, busy_s
+        fetchable_tokens = reused_tokens - request.matched_tokens
+        if fetchable_tokens:
+            fetch_s = fetchable_tokens * self._fetches.token_s
+            compute_s = self.speed.current.compute_s(new_tokens, reused_tokens)
+            if fetch_s >= compute_s:
+                self._fetches.observe(now, request.client, tokens=fetchable_tokens, seconds=busy_s - compute_s)
+                return
+            service_s -= fetch_s
+        request.lesson = self.speed.observe(
+            now,
+            client=request.client,
+            new_tokens=new_tokens,
+            cached_tokens=reused_tokens,
+            service_s=service_s,
+            solo=self.others.busy_s < now - busy_s,
+        )
 
     def retract(self, lesson: Lesson) -> None:
         """Take back what was learnt from a prefill."""

@@ -233,8 +233,8 @@ class Prediction(NamedTuple):
     ``reports`` is what the member's engine has reported so far. ``computed`` are the parts of the prompt that the
     member is known to have had in its cache. ``was_dropped`` is true if the next block of the prompt was dropped.
     ``engine_block_tokens`` is the block of the member's engine, None if it is not known. ``is_held`` is true if KV
-    events reported the matched blocks. A prediction holds no index: the router keeps the predictions of ended requests
-    for long.
+    events reported the matched blocks, and ``is_stored`` if the pool's KV store held more of the prompt. A prediction
+    holds no index: the router keeps the predictions of ended requests for long.
     """
 
     member: str
@@ -249,6 +249,7 @@ class Prediction(NamedTuple):
     was_dropped: bool
     engine_block_tokens: int | None
     is_held: bool = False
+    is_stored: bool = False
 
 
 def predict(

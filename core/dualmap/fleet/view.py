@@ -12,6 +12,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from dualmap.fleet.claims import CLAIM_S
+from dualmap.fleet.fetches import StoreTier
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.reported import ReportedMatches
@@ -59,7 +60,8 @@ class View:
     """The members of a pool for one prompt; valid until the next event.
 
     ``reported`` contains what members with KV events hold of the prompt, None if nothing is known. ``behind_s`` returns
-    the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none.
+    the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none. ``stored`` is what the
+    pool's KV store holds of the prompt; None if nothing.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class View:
         stall_s: float,
         reported: ReportedMatches | None = None,
         behind_s: Callable[[MemberQueue], float] | None = None,
+        stored: StoreTier | None = None,
     ) -> None:
         self.now = now
         self.chain = chain
         self.tree = tree
         self.stall_s = stall_s
         self.behind_s = behind_s
+        self.stored = stored
         self.path = tree.path(chain.hashes)
         self.reported = reported
         self._instances = instances
@@ -105,6 +109,10 @@ class View:
             matched_tokens = max(matched_tokens, chain.tokens_of(hinted_blocks))
         if self.behind_s is not None:
             queue_s -= self.behind_s(instance.load.queue)
+        if self.stored is None:
+            fetch_tokens, compute_s = 0, speed.compute_s(chain.tokens - matched_tokens, matched_tokens)
+        else:
+            fetch_tokens, compute_s = self.stored.prefill(speed, chain.tokens, matched_tokens)
         return Candidate(
             id=instance.member.id,
             state=instance.state,
@@ -115,8 +123,9 @@ class View:
             active_kv_tokens=load.active_kv_tokens,
             tokens_per_second=speed.tokens_per_second,
             queue_s=queue_s,
-            compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
+            compute_s=compute_s,
             reported=reported_tokens is not None,
+            fetch_tokens=fetch_tokens,
         )
 
 
@@ -153,9 +162,12 @@ class Everyone:
             + each.quadratic_s * quadratic
             for each in summaries
         ]
-        for position, cached in self._cached_tokens().items():
-            each = summaries[position]
-            costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
+        if self._view.stored is None:
+            for position, cached in self._cached_tokens().items():
+                each = summaries[position]
+                costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
+        else:
+            self._subtract_saved(costs_s, weights.compute, self._view.stored)
         behind_s = self._view.behind_s
         if behind_s is not None:
             for position, instance in enumerate(self._roster.instances):
@@ -189,6 +201,26 @@ class Everyone:
         for position, cached in self._cached_tokens().items():
             matched_tokens[position] = cached
         return matched_tokens
+
+    def held_tokens(self) -> list[int]:
+        """Return ``matched_tokens``, or what the pool's KV store says that the member's host holds, if that is more."""
+        held_tokens = self.matched_tokens()
+        if self._view.stored is not None and self._view.stored.held_at:
+            held_at = dict(self._view.stored.held_at)
+            for position, instance in enumerate(self._roster.instances):
+                held_tokens[position] = max(held_tokens[position], held_at.get(instance.member.address, 0))
+        return held_tokens
+
+    def _subtract_saved(self, costs_s: list[float], weight: float, stored: StoreTier) -> None:
+        """Subtract the weighted time that cached and fetched tokens save from the cost of each member."""
+        for position, cached in enumerate(self.matched_tokens()):
+            each = self._roster.summaries[position]
+            saved_s = cached * (each.linear_s + each.quadratic_s * cached)
+            if stored.tokens > cached:
+                fetched_s = (stored.tokens - cached) * stored.token_s
+                in_full_s = stored.tokens * (each.linear_s + each.quadratic_s * stored.tokens)
+                saved_s = max(saved_s, in_full_s - fetched_s)
+            costs_s[position] -= weight * saved_s
 
     def _cached_tokens(self) -> dict[int, int]:
         """Return the cached tokens of the prompt by position, without most members that cache none."""

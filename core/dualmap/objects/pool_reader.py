@@ -6,14 +6,16 @@ other fields of ``status`` may have any content, so that the output of ``kubectl
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
-from math import inf
 from typing import Final, NamedTuple
 
 from dualmap.errors import PoolError
+from dualmap.objects.fields import Fields
+from dualmap.objects.kv_store_reader import read_kv_store
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.claims import addressed_pools
+from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import (
     BODY_BYTES,
     Discovery,
@@ -43,12 +45,9 @@ GROUP: Final = "serving.dualmap.dev"
 API_VERSION: Final = f"{GROUP}/v1alpha1"
 ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
-UNLIMITED: Final = "Unlimited"
 # The fields of ``spec`` that only the operator reads.
 _OPERATORS_OWN: Final = ("replicas", "workload", "drain")
 _LISTS: Final = ("List", "InferencePoolList")
-_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
-_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -83,7 +82,7 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
     Raises PoolError for any other document, for an invalid field, and for two pools with the same name or model.
     """
-    root = _Fields(document, "")
+    root = Fields(document, "")
     if root.raw.get("kind") in _LISTS:
         items = root.items("items")
         pools = tuple(_read_pool(item) for item in items)
@@ -94,11 +93,12 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
 
 class PoolSettings(NamedTuple):
-    """The settings of a pool that do not say what it serves: ``spec.engine``, ``spec.slo`` and ``spec.routing``."""
+    """The settings of a pool that do not say what it serves: ``spec`` without the model and the operator's fields."""
 
     engine: Engine = Engine()
     slo: Slo = Slo()
     routing: Routing = Routing()
+    kv_store: KvStore = KvStore()
 
 
 def read_settings(document: object) -> PoolSettings:
@@ -106,17 +106,19 @@ def read_settings(document: object) -> PoolSettings:
 
     The other fields of ``spec`` may have any content.
     """
-    root = _Fields(document, "")
+    root = Fields(document, "")
     for name, expected in (("apiVersion", API_VERSION), ("kind", "InferencePool")):
         if root.raw.get(name, expected) != expected:
             raise PoolError(root.at(name), root.raw.get(name), f"{expected}, or no {name}")
     if "spec" not in root.raw:
         raise PoolError("spec", None, "a mapping with engine, slo and routing, as in an InferencePool")
     spec = root.sub("spec")
+    engine = _read_engine(spec.sub("engine"))
     settings = PoolSettings(
-        engine=_read_engine(spec.sub("engine")),
+        engine=engine,
         slo=_read_slo(spec.sub("slo")),
         routing=_read_routing(spec.sub("routing")),
+        kv_store=read_kv_store(spec.sub("kvStore"), engine.tokenizer),
     )
     for other in ("model", "prefillPool", *_OPERATORS_OWN):
         spec.get(other)
@@ -178,133 +180,7 @@ def check_distinct(pools: Iterable[Pool]) -> None:
                 raise PoolError(f"{pool.id}: spec.model", model, accepted)
 
 
-def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: float = 86_400.0) -> float:
-    """Return a duration such as ``500ms``, ``5s``, ``10m`` or ``1h`` in seconds; raise PoolError for ``field``."""
-    accepted = f"a number and a unit (ms, s, m or h) from {_spell_s(low_s)} to {_spell_s(high_s)}, such as 5s"
-    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise PoolError(field, value, accepted)
-    seconds = float(match[1]) * _UNIT_S[match[2]]
-    if not low_s <= seconds <= high_s:
-        raise PoolError(field, value, accepted)
-    return seconds
-
-
-class _Fields:
-    """A mapping and its path. Each method returns one checked field, or raises PoolError with the field's path."""
-
-    def __init__(self, value: object, path: str) -> None:
-        if value is None and path:
-            value = {}  # In YAML, `slo:` without a value is null.
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise PoolError(path or "document", value, "a mapping of field names to values")
-        self.raw: Mapping[str, object] = value
-        self.path = path
-        self._seen: set[str] = set()
-
-    def at(self, name: str) -> str:
-        shown = _shown_name(name)
-        return f"{self.path}.{shown}" if self.path else shown
-
-    def get(self, name: str) -> object:
-        self._seen.add(name)
-        return self.raw.get(name)
-
-    def refuse_others(self) -> None:
-        for name in self.raw:
-            if name not in self._seen:
-                raise PoolError(self.at(name), self.raw[name], f"one of the fields {', '.join(sorted(self._seen))}")
-
-    def sub(self, name: str) -> "_Fields":
-        return _Fields(self.get(name), self.at(name))
-
-    def items(self, name: str) -> list["_Fields"]:
-        value = self.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise PoolError(self.at(name), value, "a list")
-        fields = []
-        for position, item in enumerate(value):
-            path = f"{self.at(name)}[{position}]"
-            if item is None:
-                raise PoolError(path, item, "a mapping of field names to values")
-            fields.append(_Fields(item, path))
-        return fields
-
-    def text(self, name: str, default: str | None = None, *, longest: int = 253) -> str:
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str) or not 0 < len(value) <= longest:
-            raise PoolError(self.at(name), value, f"a text of 1 to {longest} characters")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list):
-            raise PoolError(self.at(name), value, "a list of names")
-        for position, text in enumerate(value):
-            if not isinstance(text, str) or not 0 < len(text) <= 253:
-                raise PoolError(f"{self.at(name)}[{position}]", text, "a text of 1 to 253 characters")
-        return tuple(value)
-
-    def matching(self, name: str, pattern: re.Pattern[str], accepted: str, default: str | None = None) -> str:
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise PoolError(self.at(name), value, accepted)
-        return value
-
-    def choice(self, name: str, default: str, options: Iterable[str]) -> str:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str) or value not in options:
-            raise PoolError(self.at(name), value, f"one of {', '.join(options)}")
-        return value
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise PoolError(self.at(name), value, "true or false")
-        return value
-
-    def integer(self, name: str, default: int | None, low: int, high: int) -> int:
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise PoolError(self.at(name), value, f"a whole number from {low} to {high}")
-        return value
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-            raise PoolError(self.at(name), value, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def duration(self, name: str, default_s: float, *, low_s: float, high_s: float, unlimited: bool = False) -> float:
-        value = self.get(name)
-        if value is None:
-            return default_s
-        if unlimited and value == UNLIMITED:
-            return inf
-        try:
-            return parse_duration(value, self.at(name), low_s=low_s, high_s=high_s)
-        except PoolError as error:
-            accepted = f"{error.accepted}, or {UNLIMITED}" if unlimited else error.accepted
-            raise PoolError(error.field, value, accepted) from None
-
-
-def _read_pool(root: _Fields) -> Pool:
+def _read_pool(root: Fields) -> Pool:
     for name, expected in (("apiVersion", API_VERSION), ("kind", "InferencePool")):
         if root.raw.get(name) != expected:
             raise PoolError(root.at(name), root.raw.get(name), expected)
@@ -318,6 +194,7 @@ def _read_pool(root: _Fields) -> Pool:
     engine = _read_engine(spec.sub("engine"))
     slo = _read_slo(spec.sub("slo"))
     routing = _read_routing(spec.sub("routing"))
+    kv_store = read_kv_store(spec.sub("kvStore"), engine.tokenizer)
     prefill_pool = _read_prefill_pool(spec, own_name=name)
     for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
@@ -330,13 +207,14 @@ def _read_pool(root: _Fields) -> Pool:
         engine=engine,
         slo=slo,
         routing=routing,
+        kv_store=kv_store,
         members=_read_members(ring, default_port=engine.port),
         ring_version=ring.integer("version", 0, 0, 2**53),
         prefill_pool=prefill_pool,
     )
 
 
-def _read_prefill_pool(spec: _Fields, *, own_name: str) -> str:
+def _read_prefill_pool(spec: Fields, *, own_name: str) -> str:
     """Return the name of the prefill pool; empty for none."""
     name = spec.get("prefillPool")
     if name is None or name == "":
@@ -346,7 +224,7 @@ def _read_prefill_pool(spec: _Fields, *, own_name: str) -> str:
     return name
 
 
-def _read_model(fields: _Fields) -> Model:
+def _read_model(fields: Fields) -> Model:
     model = Model(name=fields.text("name"), aliases=fields.texts("aliases"), adapters=fields.texts("adapters"))
     fields.refuse_others()
     for position, alias in enumerate(model.aliases):
@@ -364,7 +242,7 @@ def _read_model(fields: _Fields) -> Model:
     return model
 
 
-def _read_engine(fields: _Fields) -> Engine:
+def _read_engine(fields: Fields) -> Engine:
     events, discovery = fields.sub("kvEvents"), fields.sub("discovery")
     # 0 means that the engines say it; the values of Engine() are for engines that do not.
     cache_tokens = fields.integer("cacheTokens", 0, 0, 10**10)
@@ -401,7 +279,7 @@ def _read_engine(fields: _Fields) -> Engine:
     return engine
 
 
-def _read_tokenizer(fields: _Fields) -> Tokenizer:
+def _read_tokenizer(fields: Fields) -> Tokenizer:
     source = TokenSource(fields.choice("source", TokenSource.ESTIMATE, list(TokenSource)))
     tokenizer = Tokenizer(
         source=source,
@@ -415,7 +293,7 @@ def _read_tokenizer(fields: _Fields) -> Tokenizer:
     return tokenizer
 
 
-def _read_slo(fields: _Fields) -> Slo:
+def _read_slo(fields: Fields) -> Slo:
     slo = Slo(
         ttft_s=fields.duration("ttft", 5.0, low_s=0.1, high_s=600.0),
         attainment=fields.number("attainment", 0.9, 0.01, 0.9999),
@@ -424,7 +302,7 @@ def _read_slo(fields: _Fields) -> Slo:
     return slo
 
 
-def _read_routing(fields: _Fields) -> Routing:
+def _read_routing(fields: Fields) -> Routing:
     ring, spill, rebalance = fields.sub("ring"), fields.sub("spill"), fields.sub("rebalance")
     fairness = fields.sub("fairness")
     routing = Routing(
@@ -462,7 +340,7 @@ def _read_routing(fields: _Fields) -> Routing:
     return routing
 
 
-def _read_prefix(fields: _Fields) -> Prefix:
+def _read_prefix(fields: Fields) -> Prefix:
     prefix = Prefix(
         block_tokens=fields.integer("blockTokens", 128, 1, 8192),
         initial_blocks=fields.integer("initialBlocks", 2, 1, 1024),
@@ -475,7 +353,7 @@ def _read_prefix(fields: _Fields) -> Prefix:
     return prefix
 
 
-def _read_queue(fields: _Fields) -> Queue:
+def _read_queue(fields: Fields) -> Queue:
     queue = Queue(
         dispatch_window_s=fields.duration("dispatchWindow", 0.25, low_s=0.001, high_s=600.0, unlimited=True),
         max_held=fields.integer("maxHeld", 1000, 0, 100_000),
@@ -488,7 +366,7 @@ def _read_queue(fields: _Fields) -> Queue:
     return queue
 
 
-def _read_session(fields: _Fields) -> Session:
+def _read_session(fields: Fields) -> Session:
     migration = fields.sub("migration")
     session = Session(
         header=fields.matching("header", _HEADER_NAME, "a lower-case header name", "x-session-id"),
@@ -504,7 +382,7 @@ def _read_session(fields: _Fields) -> Session:
     return session
 
 
-def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
+def _read_members(ring: Fields, *, default_port: int) -> tuple[Member, ...]:
     members: dict[str, Member] = {}
     endpoints: dict[str, str] = {}
     for fields in ring.items("members"):
@@ -535,7 +413,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
     return tuple(sorted(members.values(), key=lambda member: member.id))
 
 
-def _read_address(fields: _Fields) -> str:
+def _read_address(fields: Fields) -> str:
     value = fields.get("address")
     try:
         if not isinstance(value, str):
@@ -543,17 +421,3 @@ def _read_address(fields: _Fields) -> str:
         return str(ip_address(value))
     except ValueError:
         raise PoolError(fields.at("address"), value, "an IPv4 or IPv6 address") from None
-
-
-def _shown_name(name: str) -> str:
-    """Return a field's name as a short printable line, because an unknown field may have any name."""
-    shown = name if name.isprintable() else repr(name)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
-
-
-def _spell_s(seconds: float) -> str:
-    """Return a limit in the pool's format for durations."""
-    for unit in ("h", "m", "s"):
-        if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
-            return f"{seconds / _UNIT_S[unit]:g}{unit}"
-    return f"{seconds * 1000:g}ms"

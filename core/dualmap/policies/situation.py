@@ -20,7 +20,8 @@ class Candidate(NamedTuple):
     ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. Token counts are prompt tokens; ``matched_tokens``
     are assumed to be cached at the member. If ``reported``, the KV events of the member's engine say so. The class is a
     named tuple because every decision creates two or three candidates. A named tuple is immutable and takes half the
-    time of a frozen dataclass.
+    time of a frozen dataclass. ``fetch_tokens`` are the prompt tokens behind them that the member would fetch from the
+    pool's KV store; ``compute_s`` includes the time to fetch them.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
     queue_s: float
     compute_s: float
     reported: bool = False
+    fetch_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -86,6 +88,9 @@ class Everyone(Protocol):
 
     def matched_tokens(self) -> list[int]:
         """Return the number of prompt tokens that each member is assumed to cache."""
+
+    def held_tokens(self) -> list[int]:
+        """Return ``matched_tokens``, or what the pool's KV store says that the member's host holds, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)

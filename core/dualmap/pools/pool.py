@@ -9,6 +9,8 @@ from enum import StrEnum
 from math import inf
 from typing import Final
 
+from dualmap.pools.kv_store import KvStore
+
 
 class MemberState(StrEnum):
     """The state of a member: Joining (its weight increases), Active, or Draining (no new keys map to it)."""
@@ -310,6 +312,7 @@ class Pool:
     members: tuple[Member, ...] = ()
     ring_version: int = 0
     objectives: Objectives = Objectives()
+    kv_store: KvStore = field(default_factory=KvStore)
     prefill_pool: str = ""
     foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 

@@ -32,9 +32,10 @@ class QueuedRequest:
     """A request with its chosen member: the request waits in the member's queue, or is dispatched at once.
 
     ``matched_tokens`` is the number of prompt tokens that the member is expected to have cached. ``compute_s`` is the
-    expected time to compute the other prompt tokens. ``pair`` contains the members that the key maps to. ``moved`` is
-    true after the request was rebalanced, which happens at most once. ``overtaken`` counts the requests that were
-    dispatched before this request while it was the oldest.
+    expected time to prefill the other prompt tokens, of which the member fetches ``fetch_tokens`` from the pool's KV
+    store. ``pair`` contains the members that the key maps to. ``moved`` is true after the request was rebalanced, which
+    happens at most once. ``overtaken`` counts the requests that were dispatched before this request while it was the
+    oldest.
     """
 
     request: Request
@@ -47,11 +48,12 @@ class QueuedRequest:
     receipt: Receipt
     moved: bool = False
     overtaken: int = 0
+    fetch_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
         """The number of prompt tokens that the member must compute."""
-        return self.request.chain.tokens - self.matched_tokens
+        return self.request.chain.tokens - self.matched_tokens - self.fetch_tokens
 
 
 class _Line:

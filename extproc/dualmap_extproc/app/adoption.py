@@ -16,6 +16,7 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.profiles import EngineProfiles
 from dualmap_extproc.envoy.discovery.service import Discovery
+from dualmap_extproc.kv_stores.stores import KvStores
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.telemetry.metrics import Metrics
 from dualmap_extproc.tokens.sources import PoolTokenizers
@@ -35,6 +36,7 @@ class Adoption:
         discovery: Discovery,
         engines: EngineProfiles,
         tokenizers: PoolTokenizers,
+        kv_stores: KvStores,
         kv_events: KvEvents,
         picker: Picker,
     ) -> None:
@@ -43,6 +45,7 @@ class Adoption:
         self._discovery = discovery
         self._engines = engines
         self._tokenizers = tokenizers
+        self._kv_stores = kv_stores
         self._kv_events = kv_events
         self._picker = picker
         self._pools: Sequence[Pool] = ()
@@ -55,6 +58,7 @@ class Adoption:
         self._demand.set_pools(pools)
         self._discovery.publish(pools)
         self._tokenizers.set_pools(pools)
+        self._kv_stores.set_pools(pools)
         if not self._must_wait():
             self._set_picker_pools()
         elif self._due is None:

@@ -136,6 +136,9 @@ def _choice(receipt: Receipt) -> list[str]:
     lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]
     for each in receipt.candidates:
         held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
+        if receipt.fetch_tokens is not None and receipt.prompt_tokens:
+            computed = receipt.prompt_tokens - each.matched_tokens - each.fetch_tokens
+            held += f" would fetch {_count(each.fetch_tokens, 'token')} and compute {computed},"
         lines += [
             f"  {each.id} ({each.state}):{held}",
             f"    {_count(each.pending_tokens, 'prefill token')} pending,"

@@ -26,6 +26,8 @@ from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
+from dualmap_extproc.kv_stores.metrics import KvStoreMetrics
+from dualmap_extproc.kv_stores.stores import KvStores
 from dualmap_extproc.pools.file import PoolFileError
 from dualmap_extproc.reading.processes import ReadingProcesses
 from dualmap_extproc.request.ending import AccessLogEntry
@@ -82,11 +84,12 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
     others.connect(picker, pool_demand, metrics)
     engines, kv_events = engine_reports(picker, metrics)
     tokenizers = PoolTokenizers(report)
-    adoption = Adoption(metrics, demand, discovery, engines, tokenizers, kv_events, picker)
+    kv_stores = KvStores(tokenizers, KvStoreMetrics(metrics.registry), trusts=picker.trusts, pool_of=picker.pool)
+    adoption = Adoption(metrics, demand, discovery, engines, tokenizers, kv_stores, kv_events, picker)
     open_pools = pools_of(settings) if pools is None else pools
     source = await open_pools(PoolUser(adopt=adoption.adopt, metrics=metrics, tokenizers=tokenizers))
     reading = ReadingProcesses()
-    processor = ExternalProcessor(picker, report, settings.limits, reading, tokenizers)
+    processor = ExternalProcessor(picker, report, settings.limits, reading, kv_stores)
     metrics.show_buffered(lambda: processor.buffered_bytes)
     transport_metrics = TransportMetrics(metrics.registry)
     listening = Listening(
@@ -97,7 +100,7 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         scaler=scaler,
         access_log=_access_log(picker, metrics, others),
         others=others,
-        status=_status(settings, observers, picker, pool_demand, others, source, tokenizers),
+        status=_status(settings, observers, picker, pool_demand, others, source, tokenizers, kv_stores),
         metrics=transport_metrics,
     )
     try:
@@ -118,6 +121,7 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         await listening.close()
         await source.close()
         await engines.close()
+        await kv_stores.close()
         await tokenizers.close()
         kv_events.close()
         await asyncio.to_thread(observers.close_tracing)
@@ -163,6 +167,7 @@ def _status(
     others: OtherRouters,
     source: PoolSource,
     tokenizers: PoolTokenizers,
+    kv_stores: KvStores,
 ) -> StatusServer:
     dashboard = None
     if observers.histories is not None:
@@ -180,6 +185,7 @@ def _status(
         signals=lambda _: observers.demand.signals(picker.demands()),
         metrics=observers.metrics,
         tokenizer=lambda pool: tokenizers.status(pool, picker.distrusted(pool)),
+        kv_store=kv_stores.status,
         dashboard=dashboard,
     )
 

@@ -210,6 +210,7 @@ class GaiePools:
             engine=settings.engine,
             slo=settings.slo,
             routing=settings.routing,
+            kv_store=settings.kv_store,
             members=self._members,
             objectives=read_objectives(self._objectives.items.values(), self._wanted.name),
         )

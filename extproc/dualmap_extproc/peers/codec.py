@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import TokenChain
+from dualmap.kv_store.view import HOLDERS_MAX, NO_MATCH, StoreMatch
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.prompts.prompt import MAX_NAME, SEQUENCES_MAX
@@ -197,6 +198,17 @@ def _request(request: Request) -> wire.Request:
         model=_text(request.model),
         priority=request.priority,
         prefills_up_to=request.prefills_up_to,
+        stored=_stored(request.stored),
+    )
+
+
+def _stored(stored: StoreMatch) -> wire.Stored | None:
+    if not stored.tokens:
+        return None
+    holders = stored.held_at[:HOLDERS_MAX]
+    return wire.Stored(
+        tokens=stored.tokens,
+        held_at=[wire.Holder(address=_text(address), tokens=tokens) for address, tokens in holders],
     )
 
 
@@ -261,11 +273,13 @@ def _receipt(receipt: Receipt) -> wire.Receipt:
                 pending_tokens=each.pending_tokens,
                 in_flight=each.in_flight,
                 ttft_s=_bounded(each.ttft_s),
+                fetch_tokens=each.fetch_tokens,
             )
             for each in receipt.candidates
         ],
         source=receipt.source,
         adapter=receipt.adapter,
+        fetch_tokens=receipt.fetch_tokens,
     )
 
 
@@ -341,7 +355,14 @@ def _read_request(told: wire.Request) -> Request:
         model=_read_text(told.model, "model", most=MAX_NAME),
         priority=told.priority,
         prefills_up_to=_tokens(told.prefills_up_to) if told.HasField("prefills_up_to") else None,
+        stored=_read_stored(told.stored) if told.HasField("stored") else NO_MATCH,
     )
+
+
+def _read_stored(told: wire.Stored) -> StoreMatch:
+    _check(len(told.held_at) <= HOLDERS_MAX, "holders of a prompt")
+    held_at = tuple((_read_text(each.address, "address"), _tokens(each.tokens)) for each in told.held_at)
+    return StoreMatch(_tokens(told.tokens), held_at)
 
 
 def _read_chain(told: wire.Chain) -> BlockChain:
@@ -443,11 +464,13 @@ def _read_receipt(told: wire.Receipt) -> Receipt:
                 pending_tokens=_tokens(each.pending_tokens),
                 in_flight=each.in_flight,
                 ttft_s=_seconds(each.ttft_s),
+                fetch_tokens=_tokens(each.fetch_tokens),
             )
             for each in told.candidates
         ),
         source=_read_name(told.source),
         adapter=_read_ascii(told.adapter),
+        fetch_tokens=_tokens(told.fetch_tokens) if told.HasField("fetch_tokens") else None,
     )
 
 

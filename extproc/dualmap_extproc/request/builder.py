@@ -7,6 +7,7 @@ from typing import Final
 
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.token_chain import pack_tokens, token_root
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import MAX_BLOCKS, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
@@ -46,11 +47,13 @@ class RequestBuilder:
         headers: Mapping[str, str],
         peer: str,
         ids: "array[int] | None",
+        stored: StoreMatch = NO_MATCH,
         twin: Request | None = None,
     ) -> Request:
         """Return the request with a prompt for a pool; ``ids`` are the prompt's token ids of the pool's tokenizer.
 
-        ``twin`` is the same request for another pool with the same model.
+        ``stored`` is what the pool's KV store holds of these ids. ``twin`` is the same request for another pool with
+        the same model.
         """
         adapter, model = pool.model.adapter_of(prompt.model), pool.model.base_of(prompt.model)
         # An adapter that is the base has keys of its own before an engine says that it is an adapter.
@@ -85,6 +88,7 @@ class RequestBuilder:
             adapter=adapter or pool.model.adapter_of(prompt.lora_name),
             model=prompt.model,
             priority=pool.objectives.priority_of(headers.get(OBJECTIVE_HEADER, "")),
+            stored=stored,
         )
 
     def _tokens(self, pool: Pool, prompt: Prompt, adapter: str, ids: "array[int] | None") -> PromptTokens | None:

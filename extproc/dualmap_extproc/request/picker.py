@@ -17,6 +17,7 @@ from typing import Final
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
+from dualmap.kv_store.view import NO_MATCH
 from dualmap.ownership.messages import Ask, Declined, Message, Progress, Step
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
@@ -160,6 +161,10 @@ class Picker:
         router = self._served.of_model(model)
         return None if router is None else router.pool.id
 
+    def trusts(self, pool: str, requests: TokenClass) -> bool:
+        """Return whether the token ids of a class of a pool's requests are used (``token_counts``)."""
+        return self._counts.trusts(pool, requests)
+
     def distrusted(self, pool: str) -> tuple[TokenClass, ...]:
         """Return the classes of a pool's requests whose token ids are not used (``token_counts``)."""
         return self._counts.distrusted(pool)
@@ -279,7 +284,14 @@ class Picker:
         if size_bytes > pool.routing.max_body_bytes:
             return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
         request = self._builder.build(
-            pool, prompt, subset, arrived_s, headers=headers, peer=peer, ids=self._counts.trusted_ids(pool.id, tokens)
+            pool,
+            prompt,
+            subset,
+            arrived_s,
+            headers=headers,
+            peer=peer,
+            ids=self._counts.trusted_ids(pool.id, tokens),
+            stored=NO_MATCH if tokens is None else tokens.stored,
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router

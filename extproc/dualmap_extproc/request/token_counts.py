@@ -28,10 +28,12 @@ class TokenCounts:
 
     def trusted_ids(self, pool: str, tokens: Tokens | None) -> "array[int] | None":
         """Return the token ids of a request; None if there are none or requests of this class are not trusted."""
-        if tokens is None:
-            return None
+        return None if tokens is None or not self.trusts(pool, tokens.requests) else tokens.ids
+
+    def trusts(self, pool: str, requests: TokenClass) -> bool:
+        """Return whether the ids of a class of a pool's requests are used."""
         parity = self._parities.get(pool)
-        return tokens.ids if parity is None or parity.trusts(tokens.requests) else None
+        return parity is None or parity.trusts(requests)
 
     def add(self, request_id: str, pool: str, tokens: Tokens) -> None:
         """Take the count of a request that is sent to a pool. Untrusted classes count, so that they can recover."""

@@ -4,16 +4,21 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
 
 
 class Tokens(NamedTuple):
-    """The token ids of a request, and the class of requests whose ids are right or wrong together."""
+    """The token ids of a request, and the class of requests whose ids are right or wrong together.
+
+    ``stored`` is what the pool's KV store holds of the prompt.
+    """
 
     ids: "array[int]"
     requests: TokenClass
+    stored: StoreMatch = NO_MATCH
 
 
 TokensDone: TypeAlias = Callable[[float, Tokens | None], None]

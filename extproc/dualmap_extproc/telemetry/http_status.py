@@ -38,7 +38,7 @@ class StatusServer:
     """The HTTP server of the metrics port.
 
     Each request reads the current ``statuses`` and ``signals``. ``router`` is this router's name. ``tokenizer`` returns
-    the state of a pool's source of token ids.
+    the state of a pool's source of token ids, and ``kv_store`` that of its KV store, None without one.
     Without ``dashboard``, the path ``/`` does not exist. The server disconnects a client that completes no request
     within ``idle_timeout_s``, or does not read an answer for ``stalled_timeout_s``. These timeouts keep connections
     free for Prometheus.
@@ -52,6 +52,7 @@ class StatusServer:
         signals: Callable[[Sequence[PoolSnapshot]], Mapping[str, PoolSignals]],
         metrics: Metrics,
         tokenizer: Callable[[str], Mapping[str, object]] = lambda _: {},
+        kv_store: Callable[[str], Mapping[str, object] | None] = lambda _: None,
         dashboard: Dashboard | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         stalled_timeout_s: float = STALLED_TIMEOUT_S,
@@ -61,6 +62,7 @@ class StatusServer:
         self._signals = signals
         self._metrics = metrics
         self._tokenizer = tokenizer
+        self._kv_store = kv_store
         self._dashboard = dashboard
         self._stalled_timeout_s = stalled_timeout_s
         # The lock allows one page at a time, because several threads would leave the event loop little time of the
@@ -152,8 +154,9 @@ class StatusServer:
         pool = f"{request.match_info['namespace']}/{request.match_info['name']}"
         for status in self._statuses():
             if status.pool == pool:
-                traffic, tokenizer = self._metrics.traffic(pool), self._tokenizer(pool)
-                return web.json_response(pool_document(self._router, status, traffic, tokenizer))
+                document = pool_document(self._router, status, self._metrics.traffic(pool), self._tokenizer(pool))
+                kv_store = self._kv_store(pool)
+                return web.json_response(document if kv_store is None else {**document, "kv_store": kv_store})
         error = f"this router serves no pool {pool}; GET /pools lists those it does"
         response = web.json_response({"router": self._router, "error": error}, status=404)
         _end_line(response)

@@ -87,7 +87,7 @@ class PoolMessage(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "chain", "subset", "whole", "session", "client", "client_is_salt", "incomparable", "tokens", "sequences", "adapter", "model", "priority", "prefills_up_to")
+    __slots__ = ("id", "chain", "subset", "whole", "session", "client", "client_is_salt", "incomparable", "tokens", "sequences", "adapter", "model", "priority", "prefills_up_to", "stored")
     ID_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     SUBSET_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class Request(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_UP_TO_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     id: str
     chain: Chain
     subset: Subset
@@ -116,7 +117,24 @@ class Request(_message.Message):
     model: str
     priority: int
     prefills_up_to: int
-    def __init__(self, id: _Optional[str] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., whole: _Optional[bool] = ..., session: _Optional[int] = ..., client: _Optional[int] = ..., client_is_salt: _Optional[bool] = ..., incomparable: _Optional[bool] = ..., tokens: _Optional[_Iterable[_Union[TokenChain, _Mapping]]] = ..., sequences: _Optional[int] = ..., adapter: _Optional[str] = ..., model: _Optional[str] = ..., priority: _Optional[int] = ..., prefills_up_to: _Optional[int] = ...) -> None: ...
+    stored: Stored
+    def __init__(self, id: _Optional[str] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., whole: _Optional[bool] = ..., session: _Optional[int] = ..., client: _Optional[int] = ..., client_is_salt: _Optional[bool] = ..., incomparable: _Optional[bool] = ..., tokens: _Optional[_Iterable[_Union[TokenChain, _Mapping]]] = ..., sequences: _Optional[int] = ..., adapter: _Optional[str] = ..., model: _Optional[str] = ..., priority: _Optional[int] = ..., prefills_up_to: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("tokens", "held_at")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_AT_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    held_at: _containers.RepeatedCompositeFieldContainer[Holder]
+    def __init__(self, tokens: _Optional[int] = ..., held_at: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("address", "tokens")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    tokens: int
+    def __init__(self, address: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("hashes", "block_tokens", "tokens", "exact", "full_blocks")
@@ -183,7 +201,7 @@ class Decision(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[str]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("pool", "policy", "rule", "reason", "key_hash", "key_blocks", "key_tokens", "pair", "chosen", "address", "prompt_tokens", "matched_tokens", "predicted_ttft_s", "candidates", "source", "adapter")
+    __slots__ = ("pool", "policy", "rule", "reason", "key_hash", "key_blocks", "key_tokens", "pair", "chosen", "address", "prompt_tokens", "matched_tokens", "predicted_ttft_s", "candidates", "source", "adapter", "fetch_tokens")
     POOL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +218,7 @@ class Receipt(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pool: str
     policy: str
     rule: str
@@ -216,23 +235,26 @@ class Receipt(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     source: str
     adapter: str
-    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[str] = ..., rule: _Optional[str] = ..., reason: _Optional[str] = ..., key_hash: _Optional[int] = ..., key_blocks: _Optional[int] = ..., key_tokens: _Optional[int] = ..., pair: _Optional[_Iterable[str]] = ..., chosen: _Optional[str] = ..., address: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., source: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    fetch_tokens: int
+    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[str] = ..., rule: _Optional[str] = ..., reason: _Optional[str] = ..., key_hash: _Optional[int] = ..., key_blocks: _Optional[int] = ..., key_tokens: _Optional[int] = ..., pair: _Optional[_Iterable[str]] = ..., chosen: _Optional[str] = ..., address: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., source: _Optional[str] = ..., adapter: _Optional[str] = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s")
+    __slots__ = ("id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s", "fetch_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: str
     state: str
     matched_tokens: int
     pending_tokens: int
     in_flight: int
     ttft_s: float
-    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., in_flight: _Optional[int] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+    fetch_tokens: int
+    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., in_flight: _Optional[int] = ..., ttft_s: _Optional[float] = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("request_id", "reason", "retry_after_s", "limited")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dualmap.errors import PoolError
+from dualmap.objects.fields import parse_duration
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
-from dualmap.objects.pool_reader import parse_duration, read_pools
+from dualmap.objects.pool_reader import read_pools
 from dualmap.pools.pool import Engine, Pool
 
 DRAIN_TIMEOUT_S: Final = 600.0

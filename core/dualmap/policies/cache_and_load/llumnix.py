@@ -14,9 +14,10 @@ class Llumnix:
     """Chooses the lowest ``prefix_miss_tokens + all_prefill_tokens``. Fewer requests in flight break ties.
 
     For prompts with fewer than 1024 tokens, caches are ignored. ``all_prefill_tokens`` counts the uncomputed tokens of
-    waiting, running and dispatched requests. Deviations: hits are from the router's index instead of a KVS metadata
-    service. The original has two defects that are corrected here: a member without hits misses the complete prompt, and
-    hits count from block 0.
+    waiting, running and dispatched requests, and of the requests that only engines report. Hits are what the pool's KV
+    store holds at the member's host, as in the original. Deviations: what the router knows of the member's own cache
+    counts too, which is all that it knows without a store. The original has two defects that are corrected here: a
+    member without hits misses the complete prompt, and hits count from block 0.
     """
 
     name: ClassVar[str] = "llumnix"
@@ -32,5 +33,5 @@ class Llumnix:
         pending_tokens = everyone.pending_tokens()
         if prompt < _CACHE_AWARE_TOKENS:
             return Choice(situation.cheapest(pending_tokens), _SHORT)
-        columns = zip(pending_tokens, everyone.matched_tokens(), strict=True)
-        return Choice(situation.cheapest([pending + prompt - matched for pending, matched in columns]), _CACHE_AWARE)
+        columns = zip(pending_tokens, everyone.held_tokens(), strict=True)
+        return Choice(situation.cheapest([pending + prompt - held for pending, held in columns]), _CACHE_AWARE)

@@ -1,0 +1,189 @@
+"""The KV stores of all pools: adds what a pool's store holds of a prompt to the prompt's token ids.
+
+Stores are asked by hashes of token ids, so the ids come first (``dualmap_extproc.tokens``). In a pool without a store,
+a request costs one look into a dictionary.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from dualmap.kv_store.chunks import ChunkKeys
+from dualmap.kv_store.view import StoreMatch
+from dualmap.pools.kv_store import ChunkHash, KvStore, StoreType
+from dualmap.pools.pool import Model, Pool
+from dualmap.prompts.api import Api
+from dualmap.prompts.parity import TokenClass
+from dualmap.prompts.prompt import Prompt
+from dualmap_extproc.kv_stores.contract import StoreClient
+from dualmap_extproc.kv_stores.lmcache import LmCacheClient
+from dualmap_extproc.kv_stores.lookups import Lookups
+from dualmap_extproc.kv_stores.metrics import KvStoreMetrics, LookupResult
+from dualmap_extproc.kv_stores.mooncake import MooncakeClient
+from dualmap_extproc.kv_stores.redis_sets import RedisSetsClient
+from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone, TokenSources
+
+
+class _PoolStore:
+    """The store of one pool: the names of chunks in it, and the lookups."""
+
+    def __init__(self, pool: Pool, metrics: KvStoreMetrics) -> None:
+        store = pool.kv_store
+        self.store, self.model = store, pool.model
+        # LMCache computes the hashes. The keys are then only names of chunks in this router.
+        own = store.type is StoreType.LMCACHE
+        self._keys = ChunkKeys(replace(store, hash=ChunkHash.XXHASH, key="{hash}") if own else store, pool.model.name)
+        self.takes_salts = own
+        self.lookups = Lookups(
+            pool.id,
+            _client_of(store, pool.model),
+            metrics,
+            chunk_tokens=store.chunk_tokens,
+            timeout_s=store.timeout_s,
+        )
+        self.reason = ""
+        """Why the last prompt was not looked up; empty if it was."""
+
+    def chunks(self, tokens: Tokens, salt: str) -> tuple[str, ...]:
+        """Return the keys of a prompt's chunks."""
+        keys = self._keys.keys(tokens.ids)
+        if not salt:
+            return keys
+        name = sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+        return tuple([f"{name}:{key}" for key in keys])
+
+
+class KvStores:
+    """The stores of all pools. It implements ``request.tokens.TokenSources``, with the ids of ``tokens``.
+
+    ``trusts`` returns whether the ids of a pool's class of requests are used, and ``pool_of`` returns a pool with the
+    adapters that its engines name. Construct it in an event loop.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSources,
+        metrics: KvStoreMetrics,
+        *,
+        trusts: Callable[[str, TokenClass], bool],
+        pool_of: Callable[[str], Pool | None],
+    ) -> None:
+        self._tokens = tokens
+        self._metrics = metrics
+        self._trusts = trusts
+        self._pool_of = pool_of
+        self._stores: dict[str, _PoolStore] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        """Use the stores of these pools from now on."""
+        used = {pool.id: pool for pool in pools if pool.kv_store.is_used}
+        self._metrics.set_pools(used)
+        before, self._stores = self._stores, {}
+        for pool_id, pool in used.items():
+            store = before.pop(pool_id, None)
+            if store is not None and (store.store, store.model.name) != (pool.kv_store, pool.model.name):
+                self._close(store)
+                store = None
+            self._stores[pool_id] = store or _PoolStore(pool, self._metrics)
+        for store in before.values():
+            self._close(store)
+
+    def status(self, pool: str) -> dict[str, object] | None:
+        """Return the state of a pool's store as JSON values; None for a pool without a store."""
+        store = self._stores.get(pool)
+        if store is None:
+            return None
+        availability = store.lookups.availability
+        return {
+            "type": store.store.type.value,
+            "state": "Up" if availability.is_up else "LeftAlone",
+            "reason": availability.reason or store.reason,
+        }
+
+    def tokens(
+        self, pool: str, prompt: Prompt, chunks: Sequence[bytes], api: Api, *, small: bool, done: TokensDone
+    ) -> Tokens | Pending | None:
+        """Return the tokens of a body with what the pool's store holds of them (``request.tokens``)."""
+        store = self._stores.get(pool)
+        if store is None:
+            return self._tokens.tokens(pool, prompt, chunks, api, small=small, done=done)
+        cancels: list[Callable[[], None]] = []
+
+        def look_up(now: float, found: Tokens | None) -> None:
+            cancels.clear()
+            stored = self._look_up(pool, store, prompt, found, done)
+            if isinstance(stored, Pending):
+                cancels.append(stored.cancel)
+            else:
+                done(now, stored)
+
+        found = self._tokens.tokens(pool, prompt, chunks, api, small=small, done=look_up)
+        if not isinstance(found, Pending):
+            return self._look_up(pool, store, prompt, found, done)
+        cancels.append(found.cancel)
+
+        def cancel() -> None:
+            for each in cancels:
+                each()
+
+        return Pending(cancel)
+
+    async def close(self) -> None:
+        """Stop all work."""
+        stores, self._stores = tuple(self._stores.values()), {}
+        for store in stores:
+            self._close(store)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _look_up(
+        self, pool: str, store: _PoolStore, prompt: Prompt, found: Tokens | None, done: TokensDone
+    ) -> Tokens | Pending | None:
+        if found is not None and len(found.ids) < store.store.min_tokens:
+            return found
+        store.reason = self._reason(pool, store, prompt, found)
+        if found is None or store.reason:
+            self._metrics.count(pool, LookupResult.SKIPPED)
+            return found
+        chunks = store.chunks(found, prompt.cache_salt)
+        if not chunks:
+            return found
+
+        def answer(match: StoreMatch) -> None:
+            done(asyncio.get_running_loop().time(), found._replace(stored=match))
+
+        match = store.lookups.match(chunks, found.ids, prompt.cache_salt, answer)
+        return found._replace(stored=match) if isinstance(match, StoreMatch) else Pending(match)
+
+    def _reason(self, pool: str, store: _PoolStore, prompt: Prompt, found: Tokens | None) -> str:
+        """Return why a prompt is not looked up; empty if it is."""
+        if found is None:
+            return "the last prompt had no token ids (spec.engine.tokenizer)"
+        if not self._trusts(pool, found.requests):
+            return "the engines count other numbers of tokens than the tokenizer"
+        known = self._pool_of(pool)
+        model = store.model if known is None else known.model
+        if prompt.lora or prompt.lora_name or model.adapter_of(prompt.model):
+            return "the last prompt was for an adapter"
+        if prompt.cache_salt and not store.takes_salts:
+            return "the last prompt had a cache_salt"
+        return ""
+
+    def _close(self, store: _PoolStore) -> None:
+        store.lookups.release()
+        task = asyncio.get_running_loop().create_task(store.lookups.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def _client_of(store: KvStore, model: Model) -> StoreClient:
+    match store.type:
+        case StoreType.REDIS:
+            return RedisSetsClient(store.endpoint)
+        case StoreType.LMCACHE:
+            return LmCacheClient(
+                store.endpoint, model=model.name, chunk_tokens=store.chunk_tokens, world_size=store.world_size
+            )
+        case _:
+            return MooncakeClient(store.endpoint)
