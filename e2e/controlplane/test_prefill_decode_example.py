@@ -19,7 +19,7 @@ from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 EXAMPLE = ROOT / "manifests" / "examples" / "prefill-decode.yaml"
-POOLS = ("qwen-prefill", "qwen")
+POOLS = ("qwen-prefill", "qwen-decode")
 
 
 @pytest.fixture(name="site")

@@ -27,7 +27,7 @@ def stored(
     id: str, tokens: int, *, now: float = 0.0, seed: str = "a", held_at: dict[str, int] | None = None
 ) -> Request:
     match = StoreMatch(tokens, tuple((held_at or {}).items()))
-    return replace(request(id, text_of(TOKENS, seed), now=now), stored=match)
+    return request(id, text_of(TOKENS, seed), now=now)._replace(stored=match)
 
 
 def decide(router: PoolRouter, request: Request) -> Decision:
@@ -126,7 +126,7 @@ def test_loaded_holder_is_left_where_others_can_fetch() -> None:
         router.on_finished(1.0, "first")
         subset = frozenset(each.endpoint for each in members(8) if each.id == holder)
         for number in range(3):
-            load = replace(request(f"load{number}", text_of(TOKENS, f"l{number}"), now=2.0), subset=subset)
+            load = request(f"load{number}", text_of(TOKENS, f"l{number}"), now=2.0)._replace(subset=subset)
             decide(router, load)
         receipt = decide(router, stored("again", tokens, now=2.0, seed="a")).receipt
         chosen[tokens] = (receipt.chosen == holder, receipt.fetch_tokens)
