@@ -30,6 +30,8 @@ RATES: Final = {
     (TOOL_AGENT, "14b"): (4.0, 6.0),
 }
 SPLITS: Final = (5, 4, 3)
+THRESHOLD_TOKENS: Final = 2048
+"""The most uncached tokens of a prompt that decode members compute themselves."""
 COLUMNS: Final = (
     "within SLO % | TTFT p50 s | p90 s | TPOT p50 ms | p90 ms | E2E p50 s | hit rate % | "
     "prefilled at the decode member % | rejected %"
@@ -42,8 +44,9 @@ def rows(base: Experiment, *, quick: bool) -> Iterator[tuple[str, Experiment]]:
     for prefillers in SPLITS[1:2] if quick else SPLITS:
         name = f"{prefillers}P+{INSTANCES - prefillers}D"
         yield f"static {name}", replace(base, decoders=INSTANCES - prefillers)
-        yield f"two pools {name}", replace(base, prefillers=prefillers)
-        yield f"two pools {name}, threshold 0", replace(base, prefillers=prefillers, prefill_threshold_tokens=0)
+        apart = replace(base, prefillers=prefillers)
+        yield f"two pools {name}", replace(apart, prefill_min_tokens=THRESHOLD_TOKENS + 1)
+        yield f"two pools {name}, threshold 0", replace(apart, prefill_min_tokens=1)
 
 
 def experiment(workload: str, model: str, rate: float, requests: int) -> Experiment:
@@ -84,9 +87,9 @@ def _table(named: Iterable[tuple[str, Experiment]]) -> None:
 
 def _cells(outcome: Outcome) -> str:
     summary, tpot = outcome.summary, tpot_figures(outcome.records)
-    local = sum(number for rule, number in summary.rules.items() if not rule.startswith("pool-member"))
+    local = sum(number for rule, number in summary.rules.items() if not rule.startswith("remote"))
     sent = sum(summary.rules.values())
-    apart = any(rule.startswith("pool-member") for rule in summary.rules)
+    apart = any(rule.startswith("remote") for rule in summary.rules)
     return " | ".join(
         (
             f"{100 * summary.slo_attainment:.1f}",

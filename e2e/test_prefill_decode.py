@@ -72,18 +72,16 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 async def test_decode_member_gets_one_prefiller_of_the_receipt_and_none_of_the_client(site: Site) -> None:
     said, received = await site.ask(prompt_of(32, seed="long"), **FORGED)
 
-    assert said["prefill"] == "pool-member"
-    assert said["prefill_pool"] == "prefill"
-    number = said["prefill_member"].removeprefix("prefill-")
+    number = said["prefill"].removeprefix("prefill-")
     assert received.headers[PREFILLER] == f"10.255.255.1:900{number}"
-    assert received.headers[PREFILLERS] == f"10.255.255.1:900{1 - int(number)}"
+    assert received.headers[PREFILLERS] == f"10.255.255.1:900{number},10.255.255.1:900{1 - int(number)}"
     assert not FORGED.keys() & received.headers.keys() - {PREFILLER, PREFILLERS}
 
     said, received = await site.ask(prompt_of(2, seed="short"), **FORGED)
 
-    assert (said["prefill"], said["prefill_local"]) == ("member", "short")
+    assert (said["prefill"], said["prefill_reason"]) == ("local", "short")
     assert not FORGED.keys() & received.headers.keys()
-    assert await site.deployment.metric("dualmap_prefills_total", where="pool-member") == 1
+    assert await site.deployment.metric("dualmap_prefills_total", where="remote") == 1
     await site.deployment.wait_for_rest()
 
 

@@ -87,7 +87,7 @@ async def test_long_prompt_is_prefilled_where_the_receipt_says(system: System) -
     reply = await system.ask("remote")
     said = dict(receipt(reply))
     assert (reply.status, reply.headers["x-dualmap-prefill"]) == (200, "remote")
-    assert said["prefill_member"] in system.prefillers
+    assert said["prefill"] in system.prefillers
     usage = json.loads(reply.body)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
@@ -101,7 +101,7 @@ async def test_killed_prefill_member_is_replaced_by_the_other_of_its_pair(system
     finally:
         await killed.start()
     assert {reply.status for reply in replies} == {200}
-    by_choice = {dict(receipt(reply))["prefill_member"]: reply.headers["x-dualmap-prefill"] for reply in replies}
+    by_choice = {dict(receipt(reply))["prefill"]: reply.headers["x-dualmap-prefill"] for reply in replies}
     assert by_choice == {"prefill-0": "next", "prefill-1": "remote"}
 
 

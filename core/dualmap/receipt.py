@@ -12,8 +12,8 @@ from dualmap.policies.situation import Candidate, Rule
 from dualmap.pools.pool import ReceiptFields
 
 # Where a prompt is computed: at the chosen member, or at a member of the prefill pool.
-_MEMBER: Final = "member"
-_POOL_MEMBER: Final = "pool-member"
+_LOCAL: Final = "local"
+_REMOTE: Final = "remote"
 
 
 class Key(NamedTuple):
@@ -53,14 +53,14 @@ class PrefillReceipt(NamedTuple):
 
     @property
     def where(self) -> str:
-        """``pool-member``, or why the chosen member computes the prompt."""
-        return self.local if self.receipt is None else _POOL_MEMBER
+        """``remote``, or why the chosen member computes the prompt."""
+        return self.local if self.receipt is None else _REMOTE
 
     def as_json(self) -> dict[str, object]:
         """Return the values as JSON values."""
         if self.receipt is None:
-            return {"where": _MEMBER, "pool": self.pool, "local": self.local, "meaning": self.meaning}
-        return {"where": _POOL_MEMBER, "pool": self.pool, "receipt": self.receipt.as_json()}
+            return {"where": _LOCAL, "pool": self.pool, "reason": self.local, "meaning": self.meaning}
+        return {"where": _REMOTE, "pool": self.pool, "receipt": self.receipt.as_json()}
 
 
 class Receipt(NamedTuple):
@@ -114,10 +114,9 @@ class Receipt(NamedTuple):
         prefill = self.prefill
         if prefill is None:
             return ""
-        pool = f", prefill_pool={_sf_string(prefill.pool)}"
         if prefill.receipt is None:
-            return f", prefill={_sf_string(_MEMBER)}{pool}, prefill_local={_sf_string(prefill.local)}"
-        return f", prefill={_sf_string(_POOL_MEMBER)}{pool}, prefill_member={_sf_string(prefill.receipt.chosen)}"
+            return f", prefill={_LOCAL}, prefill_reason={_sf_string(prefill.local)}"
+        return f", prefill={_sf_string(prefill.receipt.chosen)}"
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float, adapter: str = "") -> "Receipt":
         """Return the receipt of the same request after a move to another member's queue."""

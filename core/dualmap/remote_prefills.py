@@ -122,7 +122,7 @@ class RemotePrefills:
         ``prefiller`` is None if the prefill pool is not usable.
         """
         pool = decode.pool
-        most = None if prefiller is None else pool.routing.prefill_threshold_tokens
+        most = None if prefiller is None else pool.prefill_min_tokens - 1
         request = request._replace(prefills_up_to=most)
         split = Split(request=request, decode=decode, pool=pool.prefill_pool, prefiller=prefiller)
         if prefiller is None:

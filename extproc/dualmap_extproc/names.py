@@ -9,7 +9,7 @@ from typing import Final
 
 # Names of request headers. The router removes all headers with a reserved prefix from clients' requests. Besides the
 # router's own headers, these select members for a part of a request in llm-d's sidecar and vLLM (`x-prefiller-...`,
-# `x-encoder-...`, `x-data-parallel-...`, `x-kv-cache-source-...`) and in NVIDIA Dynamo (the other ones).
+# `x-decoder-...`, `x-encoder-...`, `x-data-parallel-...`, `x-kv-cache-source-...`) and in NVIDIA Dynamo (the others).
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
@@ -21,8 +21,9 @@ RESERVED_HEADER_PREFIXES: Final = (
     "x-dualmap-",
     "x-prefill",
     "x-data-parallel-",
-    "x-encoder-hosts-ports",
-    "x-kv-cache-source-host-port",
+    "x-decoder-",
+    "x-encoder-",
+    "x-kv-cache-source-",
     "x-worker-instance-id",
     "x-dp-rank",
     "x-dynamo-routing-mode",

@@ -55,7 +55,7 @@ class Experiment:
     """Number of the instances in a prefill pool (``prefill_decode.py``), 0 for none."""
     decode_policy: str | None = None
     """Policy of the pool with a prefill pool. None uses ``policy``, which is that of the prefill pool."""
-    prefill_threshold_tokens: int = 2048
+    prefill_min_tokens: int = 512
     """Uncached tokens of a prompt that a decode member computes itself, if there is a prefill pool."""
     slo_ttft_s: float = 5.0
     warmup: int = 500
@@ -202,9 +202,7 @@ def _replay_split(experiment: Experiment, asked: Sequence[Arrival], gives_up: Ca
         raise ValueError("a prefill pool has no KV store")
     if engine.decode is None or engine.pull_tokens_per_s is None:
         raise ValueError("a prefill pool requires an engine that decodes, with pull_tokens_per_s")
-    pool = _pool(experiment)
-    threshold = experiment.prefill_threshold_tokens
-    pool = replace(pool, routing=replace(pool.routing, prefill_threshold_tokens=threshold))
+    pool = replace(_pool(experiment), prefill_min_tokens=experiment.prefill_min_tokens)
     decode, prefill = split_pools(pool, prefillers=experiment.prefillers)
     if experiment.decode_policy is not None:
         decode = replace(decode, routing=replace(decode.routing, policy=experiment.decode_policy))

@@ -84,10 +84,10 @@ def test_receipt_header_names_both_members() -> None:
 
     remote, local = split.decide("a").receipt, split.decide("b", BRIEF).receipt
 
-    assert ', prefill="pool-member", prefill_pool="prefill", prefill_member="p-' in remote.header()
-    assert ', prefill="member", prefill_pool="prefill", prefill_local="short"' in local.header()
+    assert ', prefill="p-' in remote.header()
+    assert ', prefill=local, prefill_reason="short"' in local.header()
     assert remote.as_json()["prefill"]["receipt"]["pool"] == "llm/prefill"  # type: ignore[index]
-    assert local.as_json()["prefill"]["local"] == "short"  # type: ignore[index]
+    assert local.as_json()["prefill"]["reason"] == "short"  # type: ignore[index]
     assert "prefill" not in PoolRouter(pool()).on_request(0.0, request("c", LONG)).answer.receipt.as_json()  # type: ignore[union-attr]
 
 

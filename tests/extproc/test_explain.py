@@ -272,4 +272,4 @@ def test_explain_names_the_prefill_member_and_the_reason_for_a_local_prefill(tmp
     remote, local = explained("Once upon a time " * 1000), explained("Once")
     assert re.search(r"Prefill: prefill-\d \(10\.0\.1\.\d:8000\) of pool llm/prefill computes", remote.output)
     assert "computes the prompt itself, because few tokens of the prompt are uncached" in local.output
-    assert json.loads(explained("Once", "--json").output)["prefill"]["local"] == "short"
+    assert json.loads(explained("Once", "--json").output)["prefill"]["reason"] == "short"

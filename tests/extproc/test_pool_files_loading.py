@@ -1,6 +1,7 @@
 """Tests of reading pool files: accepted forms, and the errors of invalid files, including YAML bombs."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from dualmap_extproc.pools import file as pool_file
-from dualmap_extproc.pools.file import PoolFileError, load_pool_files
+from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher, load_pool_files
 from extproc.pool_files import API, document, write
 
 
@@ -29,15 +30,21 @@ class TestLoadPoolFiles:
         [
             (None, "does not exist"),
             (document("prefill", model="other"), "another model"),
-            (document("prefill", model="m", prefillPool="third"), "prefill pool of its own"),
         ],
     )
-    def test_load_unusable_prefill_pool_is_refused(self, tmp_path: Path, other: object, said: str) -> None:
+    def test_watcher_serves_a_pool_without_its_unusable_prefill_pool(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: object, said: str
+    ) -> None:
         named = document("qwen", model="m", prefillPool="prefill")
         files = [write(tmp_path / "p.yaml", named)]
         files += [] if other is None else [write(tmp_path / "q.yaml", other)]
-        with pytest.raises(PoolFileError, match=said):
-            load_pool_files(files)
+
+        pools = PoolFileWatcher(files).load()
+
+        assert pools[0].id == "llm/qwen"
+        (warning,) = caplog.records
+        assert warning.levelno == logging.WARNING
+        assert said in str(warning.__dict__["details"])
 
     def test_load_pool_that_prefills_for_itself_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(PoolFileError, match="another pool in the same namespace"):

@@ -30,14 +30,14 @@ def test_every_request_of_a_split_run_ends_with_both_members_known() -> None:
     assert decoding <= {"10.0.0.0:8000", "10.0.0.1:8000"}
     rules = outcome.summary.rules
     assert rules["short"] > 0
-    assert sum(number for rule, number in rules.items() if rule.startswith("pool-member")) > 0
+    assert sum(number for rule, number in rules.items() if rule.startswith("remote")) > 0
 
 
 def test_kv_moves_at_the_bandwidth_between_prefill_and_first_token() -> None:
     slow = replace(ENGINE, pull_tokens_per_s=1000.0)
-    outcome = run_experiment(replace(APART, engine=slow, requests_per_s=0.2, prefill_threshold_tokens=0))
+    outcome = run_experiment(replace(APART, engine=slow, requests_per_s=0.2, prefill_min_tokens=1))
 
-    moved = [each for each in outcome.records if each.rule is not None and each.rule.startswith("pool-member")]
+    moved = [each for each in outcome.records if each.rule is not None and each.rule.startswith("remote")]
     assert moved
     for each in moved:
         assert each.first_token_s is not None
@@ -46,7 +46,7 @@ def test_kv_moves_at_the_bandwidth_between_prefill_and_first_token() -> None:
 
 
 def test_prompts_below_the_threshold_are_prefilled_by_decode_members() -> None:
-    outcome = run_experiment(replace(APART, prefill_threshold_tokens=10**6))
+    outcome = run_experiment(replace(APART, prefill_min_tokens=10**6))
 
     assert outcome.summary.rules.keys() == {"short"}
 

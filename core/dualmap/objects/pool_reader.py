@@ -120,7 +120,7 @@ def read_settings(document: object) -> PoolSettings:
         routing=_read_routing(spec.sub("routing")),
         kv_store=read_kv_store(spec.sub("kvStore"), engine.tokenizer),
     )
-    for other in ("model", "prefillPool", *_OPERATORS_OWN):
+    for other in ("model", "prefillPool", "prefillMinTokens", *_OPERATORS_OWN):
         spec.get(other)
     spec.refuse_others()
     return settings
@@ -196,6 +196,7 @@ def _read_pool(root: Fields) -> Pool:
     routing = _read_routing(spec.sub("routing"))
     kv_store = read_kv_store(spec.sub("kvStore"), engine.tokenizer)
     prefill_pool = _read_prefill_pool(spec, own_name=name)
+    prefill_min_tokens = spec.integer("prefillMinTokens", 512, 1, 10**8)
     for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
     spec.refuse_others()
@@ -211,6 +212,7 @@ def _read_pool(root: Fields) -> Pool:
         members=_read_members(ring, default_port=engine.port),
         ring_version=ring.integer("version", 0, 0, 2**53),
         prefill_pool=prefill_pool,
+        prefill_min_tokens=prefill_min_tokens,
     )
 
 
@@ -333,7 +335,6 @@ def _read_routing(fields: Fields) -> Routing:
         ),
         queue=_read_queue(fields.sub("queue")),
         session=_read_session(fields.sub("session")),
-        prefill_threshold_tokens=fields.integer("prefillThresholdTokens", 2048, 0, 10**8),
     )
     for each in (ring, spill, rebalance, fairness, fields):
         each.refuse_others()

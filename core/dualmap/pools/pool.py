@@ -256,9 +256,8 @@ class ReceiptFields(StrEnum):
 class Routing:
     """All settings that decide the member of a request.
 
-    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body. With a prefill
-    pool, the member computes up to ``prefill_threshold_tokens`` uncached tokens of a prompt itself. With ``continues``,
-    the sidecar of the member learns which member can continue its stream.
+    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body. With
+    ``continues``, the sidecar of the member learns which member can continue its stream.
     """
 
     policy: str = "dualmap"
@@ -272,7 +271,6 @@ class Routing:
     rebalance: Rebalance = Rebalance()
     queue: Queue = Queue()
     session: Session = Session()
-    prefill_threshold_tokens: int = 2048
     continues: bool = False
 
 
@@ -299,6 +297,7 @@ class Pool:
     """One InferencePool: its model, engine, objective, routing settings, and members at ``ring_version``.
 
     ``prefill_pool`` is the name of the pool in the same namespace whose members prefill for this pool; empty for none.
+    A member with fewer than ``prefill_min_tokens`` uncached tokens of a prompt computes them itself.
     ``foreign_names`` are the model names that are reserved for other namespaces, which this pool does not serve. They
     change with every pool of the cluster, so a comparison of pools ignores them.
     """
@@ -314,6 +313,7 @@ class Pool:
     objectives: Objectives = Objectives()
     kv_store: KvStore = field(default_factory=KvStore)
     prefill_pool: str = ""
+    prefill_min_tokens: int = 512
     foreign_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property

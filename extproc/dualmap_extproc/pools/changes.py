@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Final
 
+from dualmap.pools.claims import Claimant, prefill_problem
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 
@@ -27,6 +28,20 @@ def log_changes(before: Sequence[Pool], after: Sequence[Pool]) -> None:
             _log_change(old[pool_id], pool)
     for pool_id in old.keys() - new.keys():
         _log.warning(f"Removed pool; {_ENVOY_HINT}", pool=pool_id)
+
+
+def log_prefill_problems(before: Sequence[Pool], after: Sequence[Pool]) -> None:
+    """Log a warning for each pool that is now served without its prefill pool, with the reason."""
+    known = _prefill_problems(before)
+    for pool_id, problem in _prefill_problems(after).items():
+        if known.get(pool_id) != problem:
+            _log.warning("Serving the pool without its prefill pool", pool=pool_id, reason=problem)
+
+
+def _prefill_problems(pools: Sequence[Pool]) -> dict[str, str]:
+    claimants = {pool.id: Claimant.of(pool, "") for pool in pools}
+    problems = {pool_id: prefill_problem(claimant, claimants) for pool_id, claimant in claimants.items()}
+    return {pool_id: problem for pool_id, problem in problems.items() if problem}
 
 
 def _log_change(old: Pool, new: Pool) -> None:

@@ -18,10 +18,9 @@ import yaml
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import check_distinct, read_pools
-from dualmap.pools.claims import Claimant, prefill_problem
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.pools.changes import log_changes
+from dualmap_extproc.pools.changes import log_changes, log_prefill_problems
 
 # The largest size of a pool file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or
 # hundreds of pools with pod templates.
@@ -130,6 +129,7 @@ class PoolFileWatcher:
             file.pools = _parse(file.path, data)
             file.seen = file.acted_on = _digest(data)
         self._served = self._logged = _joined([(file.path, file.pools) for file in self._files])
+        log_prefill_problems((), self._served)
         return self._served
 
     async def run(
@@ -172,6 +172,7 @@ class PoolFileWatcher:
             on_refused(error)
         if look.pools is not None:
             log_changes(self._logged, look.pools)
+            log_prefill_problems(self._logged, look.pools)
             self._logged = look.pools
             on_pools(look.pools)
 
@@ -276,16 +277,8 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
 def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
     """Return the pools of all files.
 
-    Raises PoolFileError for a pool name or model that an earlier file already has, and for an unusable prefill pool.
+    Raises PoolFileError for a pool name or model that an earlier file already has.
     """
-    files = tuple(files)
-    claimants = {pool.id: Claimant.of(pool, "") for _, pools in files for pool in pools}
-    for path, pools in files:
-        for pool in pools:
-            problem = prefill_problem(claimants[pool.id], claimants)
-            if problem:
-                accepted = f"another pool of the files and the same namespace, with the same model ({problem})"
-                raise PoolFileError(path, f"{pool.id}: spec.prefillPool", pool.prefill_pool, accepted)
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools

@@ -69,8 +69,8 @@ def with_pick(
     them. The access log returns the request id. An answer to trailers cannot set headers. Such an answer contains only
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
     requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
-    destination sends the prompt to the first; llm-d's sidecar accepts one only, so the further ones have a header of
-    their own. ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks.
+    destination sends the prompt to the first; llm-d's sidecar accepts one only, so the list has a header of its own.
+    ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks.
     """
     kind = _KINDS[answer[0]]
     answer += _pick(kind, destination, cluster, retries)
@@ -86,7 +86,7 @@ def with_pick(
         answer = with_request_header(answer, names.PREFILLER_HEADER, prefillers[0])
     if len(prefillers) > 1:
         kept.append(names.PREFILLERS_HEADER)
-        answer = with_request_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers[1:]))
+        answer = with_request_header(answer, names.PREFILLERS_HEADER, ",".join(prefillers))
     if continuing:
         kept.append(names.CONTINUE_HEADER)
         answer = with_request_header(answer, names.CONTINUE_HEADER, ",".join(continuing))
