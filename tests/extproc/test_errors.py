@@ -15,7 +15,7 @@ from dualmap_extproc.errors import (
     refused_by_router,
 )
 from dualmap_extproc.wire import answers
-from extproc.envoy_messages import headers_set
+from extproc.envoy_messages import decoded, headers_set
 
 
 def test_rejected_request_body_is_an_openai_error():
@@ -39,8 +39,12 @@ def test_model_not_found_error_truncates_a_long_name():
 def test_rejection_sends_retry_after_if_set(retry_after_s, header):
     refused = Refused(status=429, code="queue_full", message="Too many", retry_after_s=retry_after_s)
 
-    answer = answers.refusal(
-        status=refused.status, body=refused.body(), code=refused.code, retry_after_s=refused.retry_after_s
+    (answer,) = decoded(
+        [
+            answers.refusal(
+                status=refused.status, body=refused.body(), code=refused.code, retry_after_s=refused.retry_after_s
+            )
+        ]
     )
 
     assert headers_set(answer).get("retry-after") == header

@@ -73,11 +73,12 @@ async def answered(channel: grpc.aio.Channel, body: bytes) -> wire.ProcessingRes
     """Return the first answer to a request in the gateways' mode."""
     call = stream(channel)
     await call.write(request_headers(DUPLEX))
-    # A router that refuses the request by its headers may have ended the call already.
+    # A router that refuses the request by its headers ends the call. If a write fails then, a later read fails as well.
+    reading = asyncio.create_task(call.read())
     with contextlib.suppress(grpc.RpcError):
         await call.write(request_body(body))
     async with asyncio.timeout(WAIT_S):
-        answer: wire.ProcessingResponse = await call.read()
+        answer: wire.ProcessingResponse = await reading
     call.cancel()
     return answer
 

@@ -21,7 +21,6 @@ from dualmap_extproc.kv_stores.lmcache import LmCacheClient
 from dualmap_extproc.kv_stores.lookups import Lookups
 from dualmap_extproc.kv_stores.metrics import KvStoreMetrics, LookupResult
 from dualmap_extproc.kv_stores.mooncake import MooncakeClient
-from dualmap_extproc.kv_stores.redis_sets import RedisSetsClient
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone, TokenSources
 
 
@@ -180,6 +179,9 @@ class KvStores:
 def _client_of(store: KvStore, model: Model) -> StoreClient:
     match store.type:
         case StoreType.REDIS:
+            # This import takes 0.4 s, and imports OpenTelemetry if that is installed.
+            from dualmap_extproc.kv_stores.redis_sets import RedisSetsClient
+
             return RedisSetsClient(store.endpoint)
         case StoreType.LMCACHE:
             return LmCacheClient(
