@@ -4,6 +4,7 @@ With ``failure_mode_allow``, Envoy answers 200 although it received no pick. Env
 """
 
 import contextlib
+import http.client
 import json
 import re
 import urllib.request
@@ -51,10 +52,13 @@ def goaways(failures: Counter[str]) -> Counter[str]:
 
 
 def _read(process: object) -> None:
-    """Read the counters of a process. Those of a process that does not answer, as after a crash, stay as they were."""
+    """Read the counters of a process. Those of a process that does not answer, as after a crash, stay as they were.
+
+    After a crash, another program may use the port and answer something else than HTTP.
+    """
     read = _running.get(process)
     if read is not None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             _counted[process] = read()
 
 
