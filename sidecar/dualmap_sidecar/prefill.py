@@ -33,6 +33,8 @@ _ASK_FOR_REMOTE_DECODE: Final = (
     b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
 _FULL: Final = (429, 503)
+# The prefiller rejects the key or lacks the model. If the client is at fault, the engine answers the same.
+_MISCONFIGURED: Final = (401, 403, 404)
 _TARGETS_REMEMBERED: Final = 1024
 _log = get_logger(__name__)
 
@@ -97,7 +99,7 @@ class Prefillers:
         return Prefilled(where=Where.LOCAL)
 
     async def _ask(self, target: Target, leg: PrefillLeg, body: bytes, where: Where) -> EngineAnswer:
-        """Return the target's answer: a success, or a 4xx other than 429. Raises PrefillFailed."""
+        """Return the target's answer: a success, or an error of the client. Raises PrefillFailed."""
         if self._paused.get(target, 0.0) > self._clock():
             raise PrefillFailed(Reason.PAUSED, "did not answer in time before")
         url = URL(f"http://{target}{leg.path}", encoded=True)
@@ -170,10 +172,10 @@ def decode_body(document: JsonObject, parameters: bytes | None) -> bytes:
 
 
 def _check_status(status: int) -> None:
-    """Raise PrefillFailed for the status of a failure. A 4xx other than 429 is an error of the client."""
+    """Raise PrefillFailed for the status of a failure. Every other 4xx is an error of the client."""
     if status in _FULL:
         raise PrefillFailed(Reason.FULL, f"status {status}")
-    if not 200 <= status < 300 and not 400 <= status < 500:
+    if status in _MISCONFIGURED or (not 200 <= status < 300 and not 400 <= status < 500):
         raise PrefillFailed(Reason.ERROR, f"status {status}")
 
 

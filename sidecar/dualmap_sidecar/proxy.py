@@ -93,6 +93,7 @@ class Proxy:
             raise Refused(400, "invalid_request", "the request target is not a path; give /PATH")
         await _accept_expectation(request)
         headers = messages.forwarded(request.headers)
+        _check_type(request)
         if request.method != "POST" or request.content_type.startswith("multipart/"):
             stream = request.content.iter_any() if request.body_exists else None
             return await self._ask_engine(request.method, path, headers, stream), None
@@ -197,6 +198,19 @@ class Proxy:
             # With 503, a gateway sends the request to another member.
             raise Refused(503, "engine_unavailable", "the engine does not answer") from error
         return EngineAnswer.of(response, where)
+
+
+def _check_type(request: web.BaseRequest) -> None:
+    """Raise Refused for a completion whose body could hide from where the engine pulls KV."""
+    if request.method != "POST" or request.path not in GENERATIONS:
+        return
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise Refused(
+            415, "unsupported_media_type", f"Content-Encoding {encoding[:50]!r} is not accepted; send plain JSON"
+        )
+    if request.content_type.startswith("multipart/"):
+        raise Refused(415, "unsupported_media_type", "multipart bodies are not accepted here; send application/json")
 
 
 async def _accept_expectation(request: web.BaseRequest) -> None:

@@ -46,6 +46,12 @@ class TestLoadPoolFiles:
         assert warning.levelno == logging.WARNING
         assert said in str(warning.__dict__["details"])
 
+    def test_load_pools_of_one_model_with_a_wrong_prefill_pool_names_both_faults(self, tmp_path: Path) -> None:
+        decode = write(tmp_path / "p.yaml", document("qwen", model="m", prefillPool="nope"))
+        prefill = write(tmp_path / "q.yaml", document("prefill", model="m"))
+        with pytest.raises(PoolFileError, match=r"spec.model: 'm' .*spec.prefillPool of llm/qwen: pool nope does not"):
+            load_pool_files([decode, prefill])
+
     def test_load_pool_that_prefills_for_itself_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(PoolFileError, match="another pool in the same namespace"):
             load_pool_files([write(tmp_path / "p.yaml", document("qwen", prefillPool="qwen"))])

@@ -223,6 +223,22 @@ async def test_body_that_is_no_json_goes_to_the_engine() -> None:
         assert made.engine.received[0].body == b"{not JSON"
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "x-unknown"},
+        {"Content-Type": "multipart/form-data; boundary=b"},
+    ],
+)
+async def test_body_that_could_hide_kv_parameters_is_refused(headers: dict[str, str]) -> None:
+    async with site() as made:
+        body = b'{"kv_transfer_params": {"remote_host": "10.0.0.1"}}'
+        async with made.client.post(f"{made.url}/v1/completions", data=body, headers=headers) as response:
+            assert response.status == 415
+        assert not made.engine.received
+
+
 async def test_body_with_too_many_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualmap_sidecar.json_object.ELEMENTS_MAX", 10)
     async with site() as made:

@@ -32,13 +32,14 @@ def log_changes(before: Sequence[Pool], after: Sequence[Pool]) -> None:
 
 def log_prefill_problems(before: Sequence[Pool], after: Sequence[Pool]) -> None:
     """Log a warning for each pool that is now served without its prefill pool, with the reason."""
-    known = _prefill_problems(before)
-    for pool_id, problem in _prefill_problems(after).items():
+    known = prefill_problems(before)
+    for pool_id, problem in prefill_problems(after).items():
         if known.get(pool_id) != problem:
             _log.warning("Serving the pool without its prefill pool", pool=pool_id, reason=problem)
 
 
-def _prefill_problems(pools: Sequence[Pool]) -> dict[str, str]:
+def prefill_problems(pools: Sequence[Pool]) -> dict[str, str]:
+    """Return why pools cannot use the prefill pool that they name, by the pool's ``namespace/name``."""
     claimants = {pool.id: Claimant.of(pool, "") for pool in pools}
     problems = {pool_id: prefill_problem(claimant, claimants) for pool_id, claimant in claimants.items()}
     return {pool_id: problem for pool_id, problem in problems.items() if problem}

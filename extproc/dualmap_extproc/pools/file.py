@@ -20,7 +20,7 @@ from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import check_distinct, read_pools
 from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.pools.changes import log_changes, log_prefill_problems
+from dualmap_extproc.pools.changes import log_changes, log_prefill_problems, prefill_problems
 
 # The largest size of a pool file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or
 # hundreds of pools with pod templates.
@@ -279,13 +279,17 @@ def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
 
     Raises PoolFileError for a pool name or model that an earlier file already has.
     """
+    files = tuple(files)
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools
         try:
             check_distinct(joined)
         except PoolError as error:
-            raise PoolFileError(path, error.field, error.value, error.accepted) from error
+            # Two pools may have one model if one prefills for the other.
+            problems = prefill_problems([pool for _, pools in files for pool in pools])
+            mend = "".join(f"; or correct spec.prefillPool of {pool}: {reason}" for pool, reason in problems.items())
+            raise PoolFileError(path, error.field, error.value, error.accepted + mend) from error
     return joined
 
 
