@@ -86,7 +86,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         type=click.IntRange(0, 4095),
         default=0,
         show_default=True,
-        help="Number of the engines in a prefill pool. The router chooses one engine of each pool, and KV moves at the "
+        help="Number of the --instances that are in a prefill pool, with one router. The router chooses one engine of each pool, and KV moves at the "
         "speed of the parameter pull (100000 tokens per second without --set pull=NUMBER).",
     ),
     click.option(
