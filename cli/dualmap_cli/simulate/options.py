@@ -86,8 +86,9 @@ _POOL: Final[tuple[Decorator, ...]] = (
         type=click.IntRange(0, 4095),
         default=0,
         show_default=True,
-        help="Number of the --instances that are in a prefill pool, with one router. The router chooses one engine of each pool, and KV moves at the "
-        "speed of the parameter pull (100000 tokens per second without --set pull=NUMBER).",
+        help="Number of the --instances that are in a prefill pool, with one router. The router chooses one engine of "
+        "each pool, and KV moves at the speed of the parameter pull (100000 tokens per second without --set "
+        "pull=NUMBER).",
     ),
     click.option(
         "--model",
