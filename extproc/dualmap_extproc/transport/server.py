@@ -39,8 +39,9 @@ SHARED_PROBE_WAIT_S = 15.0
 NOTICE_S = 1.5
 # The longest time that the port stays open. Clients without health checks send streams until the port closes.
 NOTICE_MAX_S = 5.0
-# The time in which gRPC sends the end of calls after their handlers have returned. A call that is cut before its end
-# breaks the response in Envoy.
+# The time in which gRPC sends the end of calls after their handlers have returned, and in which Envoy sends the next
+# batch of the access log. A call that is cut before its end breaks the response in Envoy. Entries of a batch that is
+# cut are lost, and their requests then count as in flight at the pool's owner.
 _FLUSH_S: Final = 0.25
 # gRPC stores a message until it is complete, for any peer that reaches the port. These ports therefore accept only the
 # messages that they need. An access log batch has 64 KiB, or one entry more; an entry has at most the size of Envoy's
@@ -175,7 +176,7 @@ class GrpcServers:
         end_access_log()
         cut = self._processor.open_requests
         if not cut:
-            await asyncio.wait((stopping,), timeout=_FLUSH_S)
+            await asyncio.sleep(_FLUSH_S)
         await self.close()
         await stopping
         _log.info("Stopped", cut_requests=cut)
