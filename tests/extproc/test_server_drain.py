@@ -1,6 +1,7 @@
 """Tests of the gRPC server with a real client: its health service, and the end of open streams in a drain."""
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
@@ -127,6 +128,22 @@ async def test_drain_ends_the_access_log_after_the_last_request(router):
     await call.done_writing()
     await asyncio.wait_for(drain, 10.0)
     assert ended == [0]
+
+
+async def test_drain_leaves_time_for_the_last_batch_of_the_access_log(router, monkeypatch):
+    monkeypatch.setattr(server, "NOTICE_S", 0.1)
+    monkeypatch.setattr(server, "_FLUSH_S", 600.0)
+    ended = asyncio.Event()
+    drain = asyncio.create_task(router.servers.drain(20.0, end_access_log=ended.set))
+    await asyncio.wait_for(ended.wait(), 10.0)
+    await asyncio.wait((drain,), timeout=0.5)
+    assert not drain.done()
+    _, writer = await asyncio.open_connection("127.0.0.1", router.ports.als)
+    writer.close()
+    await writer.wait_closed()
+    drain.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await drain
 
 
 async def test_drain_notice_period_serves_new_streams_while_not_ready(router, monkeypatch):
