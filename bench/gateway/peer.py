@@ -1,4 +1,4 @@
-"""The files and the command line of llm-d's endpoint picker, which runs beside the router if you have a program of it.
+"""The files and the command line of llm-d's endpoint picker. The benchmark runs the picker that ``--peer`` names.
 
 The picker has the plugins and weights of llm-d's chart and finds the engines in a file, so it needs no Kubernetes. It
 reads the engines' metrics once a second, serves plain text as the router does, and traces nothing. Its Envoy is the
