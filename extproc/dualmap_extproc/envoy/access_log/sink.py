@@ -28,6 +28,8 @@ from dualmap_extproc.wire.peer import peer_of
 # The most entries that the sink reads without a pause. An entry takes 10 to 40 us, so a batch from Envoy takes
 # milliseconds.
 ENTRIES_AT_ONCE: Final = 100
+LAST_BATCH_S: Final = 2.0
+"""A router that ends waits for the next batch of each stream until the stream had none for this time."""
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
 _log = get_logger(__name__)
@@ -71,6 +73,11 @@ class AccessLogSink:
         self._connections = connections
         self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
         self._ending = False
+        # The number of open streams, and since when each stream waits for its next batch.
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._reads: dict[asyncio.Task[bytes | None], float] = {}
         self._observer = observer
         self._ids = ids
         self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
@@ -84,23 +91,51 @@ class AccessLogSink:
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
-    def end_streams(self) -> None:
-        """End each stream after its next batch, so that Envoy opens a new stream to another router.
+    async def end(self) -> None:
+        """End all streams, so that Envoy opens new streams to other routers, and send on all entries that wait.
 
-        Envoy sends a batch every 100 ms while requests end. Directly after a batch, no entry is on its way.
+        Each stream ends after its next batch. Envoy sends a batch every 100 ms while requests end. Directly after a
+        batch, no entry is on its way. A stream also ends when it had no batch for LAST_BATCH_S. New streams must be
+        rejected.
         """
         self._ending = True
+        loop = asyncio.get_running_loop()
+        for read, since_s in self._reads.items():
+            loop.call_at(since_s + LAST_BATCH_S, read.cancel)
+        await self._idle.wait()
+        self._forwarding.end()
 
     async def _receive(self, batches: AsyncIterator[bytes], context: _Context) -> wire.StreamAccessLogsResponse:
-        """Read the batches of one Envoy worker until the worker or ``end_streams`` ends the stream."""
-        client = peer_of(context)
+        """Read the batches of one Envoy worker until the worker or ``end`` ends the stream."""
+        self._streams += 1
+        self._idle.clear()
+        try:
+            await self._take_all(peer_of(context), batches)
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+        return wire.StreamAccessLogsResponse()
+
+    async def _take_all(self, client: str, batches: AsyncIterator[bytes]) -> None:
         shared = False
-        async for data in batches:
+        reads = aiter(batches)
+        while (data := await self._next(reads)) is not None:
             # Only the first batch of a stream has the log's name.
             shared = await self._take(client, data, shared=shared)
             if self._ending:
-                break
-        return wire.StreamAccessLogsResponse()
+                return
+
+    async def _next(self, reads: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next batch; None after the stream's end and when ``end`` no longer waits for it."""
+        read = asyncio.create_task(_read(reads))
+        self._reads[read] = asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait((read,), timeout=LAST_BATCH_S if self._ending else None)
+        finally:
+            del self._reads[read]
+            read.cancel()
+        return read.result() if read.done() and not read.cancelled() else None
 
     async def _take(self, client: str, data: bytes, *, shared: bool) -> bool:
         """Read one batch; return whether the batches of its stream are of the shared log."""
@@ -135,3 +170,7 @@ class AccessLogSink:
         elif self._connections is not None:
             reaches = self._connections.reaches
             self._forwarding.watch(read_entry(*each) for each in theirs if not reaches(each[1]))
+
+
+async def _read(reads: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(reads, None)
