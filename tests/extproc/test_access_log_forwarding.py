@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
@@ -284,6 +284,43 @@ async def test_end_waits_for_the_last_batch_of_each_stream(monkeypatch: pytest.M
             assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
         await asyncio.wait_for(ending, 10.0)
     assert set(routers.received_ids("a-1")) == set(ids)
+
+
+async def test_batches_that_arrived_while_the_router_was_busy_are_read_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
+    monkeypatch.setattr(sink_module, "_BUSY_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    sink = routers.sinks["a-1"]
+    async with serving(sink) as opened:
+        stream = opened()
+        ids = [routers.ids["a-1"].new("127.0.0.1") for _ in range(3)]
+        await stream.write(batch(ids[:1], SHARED_ACCESS_LOG))
+        await until(lambda: routers.received_ids("a-1") == ids[:1])
+        ending = asyncio.create_task(sink.end())
+        await asyncio.sleep(0)
+        await stream.write(batch(ids[1:2]))
+        await until(lambda: routers.received_ids("a-1") == ids[:2])
+        await stream.write(batch(ids[2:]))
+        await stream.done_writing()
+        await asyncio.wait_for(ending, 10.0)
+    assert routers.received_ids("a-1") == ids
+
+
+async def test_stream_with_a_batch_at_any_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 0.2)
+    monkeypatch.setattr(sink_module, "_BUSY_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    async with serving(routers.sinks["a-1"]) as opened:
+        stream = opened()
+        ending = asyncio.create_task(routers.sinks["a-1"].end())
+        # The stream may end during a write.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            while not ending.done():
+                await stream.write(batch([routers.ids["a-1"].new("127.0.0.1")], SHARED_ACCESS_LOG))
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(ending, 10.0)
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 0.2])

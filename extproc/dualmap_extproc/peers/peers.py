@@ -39,7 +39,7 @@ SERVICE: Final = "dualmap.v1.Peers"
 METHOD: Final = "Connect"
 HANDSHAKE_S: Final = 1.0
 """The longest time from the first frame until a connection is used."""
-END_S: Final = 1.0
+END_S: Final = 2.0
 """The longest time that a router that ends waits until the others have received its last messages."""
 # The most connections that other programs opened and that are not yet used.
 _HANDSHAKES_MAX: Final = 2 * ROUTERS_MAX

@@ -30,6 +30,8 @@ from dualmap_extproc.wire.peer import peer_of
 ENTRIES_AT_ONCE: Final = 100
 LAST_BATCH_S: Final = 2.0
 """A router that ends waits for the next batch of each stream until the stream had none for this time."""
+# The time after this batch in which a router that was busy reads the batches that have arrived meanwhile.
+_BUSY_S: Final = 0.03
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
 _log = get_logger(__name__)
@@ -72,12 +74,12 @@ class AccessLogSink:
         self._on_entries = on_entries
         self._connections = connections
         self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
-        self._ending = False
-        # The number of open streams, and since when each stream waits for its next batch.
+        self._loop = asyncio.get_running_loop()
+        # The time at which all streams end, when the router ends.
+        self._ends_s: asyncio.Future[float] = self._loop.create_future()
         self._streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._reads: dict[asyncio.Task[bytes | None], float] = {}
         self._observer = observer
         self._ids = ids
         self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
@@ -96,12 +98,9 @@ class AccessLogSink:
 
         Each stream ends after its next batch. Envoy sends a batch every 100 ms while requests end. Directly after a
         batch, no entry is on its way. A stream also ends when it had no batch for LAST_BATCH_S. New streams must be
-        rejected.
+        rejected. The method must be called once.
         """
-        self._ending = True
-        loop = asyncio.get_running_loop()
-        for read, since_s in self._reads.items():
-            loop.call_at(since_s + LAST_BATCH_S, read.cancel)
+        self._ends_s.set_result(self._loop.time() + LAST_BATCH_S)
         await self._idle.wait()
         self._forwarding.end()
 
@@ -118,22 +117,24 @@ class AccessLogSink:
         return wire.StreamAccessLogsResponse()
 
     async def _take_all(self, client: str, batches: AsyncIterator[bytes]) -> None:
-        shared = False
+        shared, longest_s = False, LAST_BATCH_S
         reads = aiter(batches)
-        while (data := await self._next(reads)) is not None:
+        while (data := await self._next(reads, longest_s)) is not None:
             # Only the first batch of a stream has the log's name.
             shared = await self._take(client, data, shared=shared)
-            if self._ending:
-                return
+            if self._ends_s.done():
+                longest_s = _BUSY_S
 
-    async def _next(self, reads: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next batch; None after the stream's end and when ``end`` no longer waits for it."""
+    async def _next(self, reads: AsyncIterator[bytes], longest_s: float) -> bytes | None:
+        """Return the next batch; None after the stream's end, and after ``longest_s`` if the router ends."""
         read = asyncio.create_task(_read(reads))
-        self._reads[read] = asyncio.get_running_loop().time()
+        due_s = self._loop.time() + longest_s
         try:
-            await asyncio.wait((read,), timeout=LAST_BATCH_S if self._ending else None)
+            await asyncio.wait((read, self._ends_s), return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                due_s = min(due_s, self._ends_s.result())
+                await asyncio.wait((read,), timeout=max(0.0, due_s - self._loop.time()))
         finally:
-            del self._reads[read]
             read.cancel()
         return read.result() if read.done() and not read.cancelled() else None
 
