@@ -19,6 +19,7 @@ from harness.browser import Browser, missing
 from harness.fleet import Fleet
 from harness.processes import Child, dualmap_argv
 from harness.stack import write_pool
+from ports import reserved_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -322,10 +323,10 @@ async def test_dashboard_announces_only_verdict_changes_to_screen_readers(browse
 @needs_browser
 async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, shared_browser: Browser) -> None:
     write_pool(tmp_path / "pool.yaml", POOL)
-    async with router(tmp_path) as url:
+    port = str(reserved_port())
+    async with router(tmp_path, port=port) as url:
         await shared_browser.open(url)
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")
-        port = url.rstrip("/").rpartition(":")[2]
     await shared_browser.until("document.getElementById('connection').dataset.state === 'lost'")
     async with router(tmp_path, port=port):
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")

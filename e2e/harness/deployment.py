@@ -64,7 +64,7 @@ class Deployment:
 
     async def stop(self) -> None:
         """Stop Envoy and the router."""
-        await self.envoy.child.stop()
+        await self.envoy.stop()
         await self.router.stop()
 
     def another_envoy(self, name: str, *, edit: Edit | None = None, arguments: tuple[str, ...] | None = None) -> Envoy:
