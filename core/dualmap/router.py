@@ -62,7 +62,8 @@ class PoolRouter:
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch, queue or reject the request."""
         self._fleet.resume(now)
-        return self._dispatcher.place(now, self._fleet.recounted(request))
+        request = self._chooser.with_pull(now, self._fleet.recounted(request))
+        return self._dispatcher.place(now, request)
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
