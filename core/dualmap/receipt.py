@@ -38,6 +38,19 @@ class CandidateReceipt(NamedTuple):
     ttft_s: float
     fetch_tokens: int = 0
 
+    @classmethod
+    def of(cls, candidate: Candidate, waited_s: float) -> "CandidateReceipt":
+        """Return a candidate of a request that has waited for ``waited_s``."""
+        return cls(
+            id=candidate.id,
+            state=candidate.state,
+            matched_tokens=candidate.matched_tokens,
+            fetch_tokens=candidate.fetch_tokens,
+            pending_tokens=candidate.pending_tokens,
+            in_flight=candidate.in_flight,
+            ttft_s=waited_s + candidate.ttft_s,
+        )
+
 
 class PrefillReceipt(NamedTuple):
     """Where the prompt of a request is computed, of a pool with a prefill pool, whose name is ``pool``.

@@ -113,6 +113,10 @@ HOST_WARM = Rule(
     "host-warm", "it served the session's last turn and has more of the prompt cached than either of the pair"
 )
 
+LEAVING_WARM = Rule(
+    "leaving-warm", "it has more of the prompt cached than any other choice, and will answer before it leaves"
+)
+
 
 class Situation:
     """A request and its candidates.

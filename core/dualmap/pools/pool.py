@@ -32,7 +32,8 @@ class Member:
     """One instance of the pool. Rings identify a member by ``id``, which stays the same after a restart.
 
     A restart may change address and port. ``incarnation`` identifies the engine's process: it differs after a restart,
-    which also empties the cache. ``incarnation`` is empty if the operator did not report it.
+    which also empties the cache. ``incarnation`` is empty if the operator did not report it. ``leave_at_s`` is the time
+    at which a Draining member must stop, in seconds since the epoch; None for a member without notice.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Member:
     state: MemberState = MemberState.ACTIVE
     weight: int = 100
     incarnation: str = ""
+    leave_at_s: float | None = None
 
     @property
     def endpoint(self) -> str:

@@ -5,6 +5,7 @@ the state that the other routers share.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -63,7 +64,14 @@ def decide(
 
 
 def _picker(pools: tuple[Pool, ...], hash_key: bytes, *, replicated: bool = False) -> Picker:
-    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, hash_key=hash_key, replicated=replicated)
+    picker = Picker(
+        Limits(),
+        FanOut().report,
+        id_prefix=_NAME,
+        hash_key=hash_key,
+        replicated=replicated,
+        epoch_s=time.time() - _NOW_S,
+    )
     picker.set_pools(_NOW_S, pools)
     # The picker must not queue the request, so that the result is the chosen member, even if the member is saturated.
     picker.stop_queueing(_NOW_S)

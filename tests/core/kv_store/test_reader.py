@@ -12,7 +12,7 @@ from dualmap.pools.pool import Tokenizer
 def test_endpoint_with_a_password_is_rejected_without_quoting_it(kind: str) -> None:
     fields = Fields({"type": kind, "endpoint": "redis://user:s3cret@10.0.0.1:6379"}, "spec.kvStore")
 
-    with pytest.raises(PoolError, match="spec.kvStore.endpoint") as caught:
+    with pytest.raises(PoolError, match=r"spec\.kvStore\.endpoint") as caught:
         read_kv_store(fields, Tokenizer())
 
     assert "s3cret" not in str(caught.value)
