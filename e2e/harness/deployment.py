@@ -21,7 +21,7 @@ from harness.upstream import ENGINE_HEADER
 from harness.waiting import until
 
 CHAT = "/v1/chat/completions"
-REST_TIMEOUT_S = 20.0
+REST_TIMEOUT_S = 60.0
 
 Document = Mapping[str, Any]
 Edit = Callable[[str], str]

@@ -21,7 +21,7 @@ from harness.stack import Router, write_pool
 from harness.waiting import until
 from ports import reserved_port
 
-REST_TIMEOUT_S = 30.0
+REST_TIMEOUT_S = 60.0
 GAUGES = (
     "dualmap_endpoint_in_flight_requests",
     "dualmap_endpoint_pending_prefill_tokens",
