@@ -18,7 +18,7 @@ from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
 from extproc import transports
 from extproc.test_access_log import METHOD, Counts, Stream, entry
-from waiting import until
+from waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -249,7 +249,8 @@ async def test_router_without_other_routers_counts_undelivered_entries() -> None
     assert (counts.known, counts.undelivered) == (2, 2)
 
 
-async def test_ended_stream_ends_after_its_next_batch() -> None:
+async def test_ended_stream_ends_after_its_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
     routers = Routers("a-1", "b-2")
     sink = routers.sinks["a-1"]
     async with serving(sink) as opened:
@@ -261,8 +262,8 @@ async def test_ended_stream_ends_after_its_next_batch() -> None:
         ending = asyncio.create_task(sink.end())
         await asyncio.sleep(0)
         await stream.write(batch(ids[1:]))
-        assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
-        await asyncio.wait_for(ending, 10.0)
+        assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
+        await asyncio.wait_for(ending, WAIT_S)
     assert routers.received_ids("a-1") == ids
 
 
@@ -281,8 +282,8 @@ async def test_end_waits_for_the_last_batch_of_each_stream(monkeypatch: pytest.M
             await asyncio.sleep(0.05)
             assert not ending.done()
             await stream.write(batch([last]))
-            assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
-        await asyncio.wait_for(ending, 10.0)
+            assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
+        await asyncio.wait_for(ending, WAIT_S)
     assert set(routers.received_ids("a-1")) == set(ids)
 
 
@@ -304,7 +305,7 @@ async def test_batches_that_arrived_while_the_router_was_busy_are_read_before_th
         await until(lambda: routers.received_ids("a-1") == ids[:2])
         await stream.write(batch(ids[2:]))
         await stream.done_writing()
-        await asyncio.wait_for(ending, 10.0)
+        await asyncio.wait_for(ending, WAIT_S)
     assert routers.received_ids("a-1") == ids
 
 
@@ -320,7 +321,7 @@ async def test_stream_with_a_batch_at_any_time_ends(monkeypatch: pytest.MonkeyPa
             while not ending.done():
                 await stream.write(batch([routers.ids["a-1"].new("127.0.0.1")], SHARED_ACCESS_LOG))
                 await asyncio.sleep(0.01)
-        await asyncio.wait_for(ending, 10.0)
+        await asyncio.wait_for(ending, WAIT_S)
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 0.2])
@@ -333,11 +334,14 @@ async def test_stream_without_a_batch_for_its_limit_ends(monkeypatch: pytest.Mon
         await stream.write(batch([ours], SHARED_ACCESS_LOG))
         await until(lambda: routers.received_ids("a-1") == [ours])
         await asyncio.sleep(idle_s)
-        await asyncio.wait_for(routers.sinks["a-1"].end(), 10.0)
-        assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
+        await asyncio.wait_for(routers.sinks["a-1"].end(), WAIT_S)
+        assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
 
 
-async def test_entries_of_the_last_batch_go_to_all_others_when_the_router_ends() -> None:
+async def test_entries_of_the_last_batch_go_to_all_others_when_the_router_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
     routers = Routers("a-1", "b-2")
     sink = routers.sinks["a-1"]
     async with serving(sink) as opened:
@@ -347,5 +351,5 @@ async def test_entries_of_the_last_batch_go_to_all_others_when_the_router_ends()
         ending = asyncio.create_task(sink.end())
         await asyncio.sleep(0)
         await stream.write(batch(["gone-2-0-ff"]))
-        await asyncio.wait_for(ending, 10.0)
+        await asyncio.wait_for(ending, WAIT_S)
     assert [each.request_id for each in routers.orphans["b-2"]] == ["gone-2-0-ff"]

@@ -8,7 +8,7 @@ from dualmap.ownership.messages import Declined
 from dualmap_extproc.peers import peers as module
 from dualmap_extproc.request.ending import AccessLogEntry
 from extproc.peer_routers import POOL, connected, routers
-from waiting import until
+from waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -69,8 +69,9 @@ async def test_entry_and_payload_reach_their_routers():
 
 
 @pytest.mark.parametrize("ending", ["a-1", "b-1"])
-async def test_router_that_ends_sends_its_last_messages(ending):
+async def test_router_that_ends_sends_its_last_messages(ending, monkeypatch):
     """The router whose name sorts first decides who opens the connection."""
+    monkeypatch.setattr(module, "END_S", 600.0)
     async with routers("a-1", "b-1") as (a, b):
         await until(lambda: connected(a, b))
         ends, stays = (a, b) if ending == "a-1" else (b, a)
@@ -88,7 +89,8 @@ async def test_router_that_ends_sends_its_last_messages(ending):
         assert ends.peers.names == ()
 
 
-async def test_router_that_ends_connects_to_no_router_again():
+async def test_router_that_ends_connects_to_no_router_again(monkeypatch):
+    monkeypatch.setattr(module, "END_S", 600.0)
     async with routers("a-1", "b-1") as (a, b):
         await until(lambda: connected(a, b))
         await a.peers.end()
@@ -102,13 +104,13 @@ async def test_routers_that_end_together_end_at_once(monkeypatch):
     monkeypatch.setattr(module, "END_S", 600.0)
     async with routers("a-1", "b-1", "c-1", "d-1") as some:
         await until(lambda: connected(*some))
-        await asyncio.wait_for(asyncio.gather(*(each.peers.end() for each in some)), 10.0)
+        await asyncio.wait_for(asyncio.gather(*(each.peers.end() for each in some)), WAIT_S)
 
 
 async def test_router_that_ends_alone_ends_at_once(monkeypatch):
     monkeypatch.setattr(module, "END_S", 600.0)
     async with routers("a-1") as (a,):
-        await asyncio.wait_for(a.peers.end(), 10.0)
+        await asyncio.wait_for(a.peers.end(), WAIT_S)
 
 
 async def test_lost_router_is_reported_to_who_sent_it_entries():

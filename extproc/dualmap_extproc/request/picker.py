@@ -103,7 +103,8 @@ class Picker:
     If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). With ``send``,
     each pool has an owner among the routers (``dualmap.shared_router``), and the picker sends messages about a pool to
     the router of a name; ``id_prefix`` is then this router's name. If ``log_prompts`` is true, debug lines quote
-    prompts. ``gateway`` says what the gateway in front of this picker supports.
+    prompts. ``gateway`` says what the gateway in front of this picker supports. ``epoch_s`` is the time since the epoch
+    at which ``now`` is 0.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Picker:
         client_key: bytes = b"",
         send: Callable[[str, str, Message], None] | None = None,
         gateway: Gateway = OWN_GATEWAY,
+        epoch_s: float = 0.0,
     ) -> None:
         self.gateway = gateway
         self._limits = limits
@@ -134,7 +136,7 @@ class Picker:
         if send is not None:
             changed = self._owner_changed
             mesh = Mesh(name=id_prefix, send=send, decided=self._decided_remotely, owner_changed=changed)
-        self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
+        self._served = ServedPools(replicated=replicated, hash_key=hash_key, epoch_s=epoch_s, mesh=mesh)
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
         self._waiting = WaitingRequests()
@@ -572,6 +574,8 @@ class Picker:
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             prefillers=outcome.prefillers,
             continuing=outcome.endpoints[1:] if pool.routing.continues else (),
+            # A member of the prefill pool computes the prompt, so the destination fetches nothing else.
+            kv_source="" if outcome.prefillers else outcome.receipt.kv_source,
             decision=outcome,
         )
 
