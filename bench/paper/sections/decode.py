@@ -47,7 +47,6 @@ _STALL_RATES: Final = {CONVERSATION: 2.5, TOOL_AGENT: 6.0}
 _NEVER_S: Final = 600.0
 _THRESHOLDS_S: Final = (0.5, 1.0, 3.0, 10.0, _NEVER_S)
 _PAPER_S: Final = 3.0
-_WINDOWS: Final = 2
 
 _TPOT_RATES: Final = {CONVERSATION: 2.75, TOOL_AGENT: 7.0}
 _TPOT_POLICIES: Final = (*OURS, "min_ttft", "least_loaded", "llmd_default")
@@ -163,10 +162,6 @@ def _tpot_cell(extent: Extent, workload: str, chunk_tokens: int | None, policy: 
     )
 
 
-def _windows(extent: Extent) -> tuple[int, ...]:
-    return extent.windows[:_WINDOWS]
-
-
 def _thresholds(extent: Extent) -> tuple[float, ...]:
     return (_PAPER_S, _NEVER_S) if extent.quick else _THRESHOLDS_S
 
@@ -187,7 +182,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
         _stall_cell(extent, workload, window, threshold_s, policy, reported=reported)
         for policy in OURS
         for workload in extent.workloads
-        for window in _windows(extent)
+        for window in extent.windows()
         for threshold_s, reported in _stall_rows(extent)
     ]
     tpots = [
@@ -235,7 +230,7 @@ def _stalls(
     results: Results, extent: Extent, workload: str, threshold_s: float, policy: str, *, reported: bool = False
 ) -> list[Figures]:
     cells = [
-        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported) for window in _windows(extent)
+        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported) for window in extent.windows()
     ]
     return [figures for cell in cells if (figures := results.figures(cell)) is not None]
 
