@@ -56,6 +56,11 @@ COMMANDS: Final = {
     "kv_store": Benchmark(
         "bench.kv_store", "a KV store that engines share, in virtual time (20 minutes; --quick: 5)", "kv_store"
     ),
+    "session_moves": Benchmark(
+        "bench.session_moves",
+        "sessions that move with and without their KV, in virtual time (3 minutes)",
+        "session_moves",
+    ),
     "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),
     "prefill_decode": Benchmark(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dualmap.objects.pods import IN_RING_GATE
+from dualmap.objects.times import time_text
 from dualmap.pools.pool import Engine, MemberState
 from dualmap_operator.decide import drain
 from dualmap_operator.decide.observed import (
@@ -23,7 +24,6 @@ from dualmap_operator.decide.plan import REST_INTERVAL_S, plan
 from dualmap_operator.decide.plan_values import Plan
 from dualmap_operator.decide.pod_reading import read_pod
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
-from dualmap_operator.decide.status import time_text
 
 NOW_S = 1_800_000_000.0
 TEMPLATE = {"spec": {"containers": [{"name": "engine", "image": "engine:1", "args": ["--shutdown-timeout=60"]}]}}

@@ -3,6 +3,7 @@
 ``dispatcher`` sends the request to the chosen member, or queues the request while the member is saturated.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 from xxhash import xxh3_64_intdigest
@@ -15,10 +16,10 @@ from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
 from dualmap.policies.migration import session_choice
 from dualmap.policies.registry import POLICIES
-from dualmap.policies.situation import Candidate, Choice, Situation
+from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
-from dualmap.receipt import CandidateReceipt, Key, Receipt, source_of
+from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost, source_of
 from dualmap.requests import Request
 
 
@@ -67,6 +68,19 @@ class Chooser:
             )
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
+    def with_pull(self, now: float, request: Request) -> Request:
+        """Return a request that other members can fetch from its session's host, if the pool's engines can do so."""
+        if request.session is None or not self._pool.routing.session.migration.pull:
+            return request
+        binding = self.sessions.get(now, request.session)
+        if binding is None or not self._candidates.source(binding.host):
+            return request
+        view = self._candidates.view(now, request.chain, tokens=request.tokens)
+        held = view.candidate(binding.host, Hint(binding.hint_tokens, binding.moved_s)).matched_tokens
+        if held <= request.stored.tokens:
+            return request
+        return request._replace(stored=request.stored._replace(tokens=held))
+
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         chain = request.chain
@@ -100,6 +114,7 @@ class Chooser:
             ring_walk=partial(ring.walk, key.hash),
             room_tokens=self._pool.engine.cache_tokens,
             host=host,
+            last_member="" if binding is None else binding.host,
             may_move=binding is None or self._may_move(now, binding),
         )
 
@@ -119,6 +134,47 @@ class Chooser:
             predicted_ttft_s=receipt.predicted_ttft_s,
             receipt=receipt,
         )
+
+    def last_turn(
+        self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]], *, answer_s: float
+    ) -> QueuedRequest | None:
+        """Return a placed request at a member that leaves soon but will finish it before; None if there is none.
+
+        ``leaving`` contains members with the seconds until they leave. Such a member gets the request only if it holds
+        a block more of the prompt than the placed request's member holds and fetches, and has the first token earlier.
+        ``answer_s`` is the expected time from the first token to the end.
+        """
+        request = placed.request
+        view = self._candidates.view(
+            now,
+            request.chain,
+            client=request.client,
+            priority=request.priority,
+            tokens=request.tokens,
+            stored=request.stored,
+        )
+        binding = None if request.session is None else self.sessions.get(now, request.session)
+        hints = {} if binding is None else {binding.host: Hint(binding.hint_tokens, binding.moved_s)}
+        waited_s = max(0.0, now - request.arrived_s)
+        # A store holds no last token, so a few tokens more say nothing.
+        least_tokens = placed.matched_tokens + placed.fetch_tokens + request.chain.block_tokens
+        candidates = [
+            candidate
+            for member, left_s in leaving
+            if (candidate := view.candidate(member, hints.get(member, NO_HINT))).matched_tokens >= least_tokens
+            and waited_s + candidate.ttft_s < placed.predicted_ttft_s
+            and candidate.ttft_s + answer_s <= left_s
+        ]
+        if not candidates:
+            return None
+        host = min(candidates, key=lambda each: (each.ttft_s, each.id))
+        receipt = placed.receipt.moved(
+            host,
+            LEAVING_WARM,
+            predicted_ttft_s=waited_s + host.ttft_s,
+            adapter=self._candidates.adapter_state(request.adapter, host.id),
+        )
+        return placed.at(host, receipt._replace(candidates=(*receipt.candidates, CandidateReceipt.of(host, waited_s))))
 
     @property
     def rebalances(self) -> bool:
@@ -178,25 +234,18 @@ class Chooser:
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
-            fetch_tokens=chosen.fetch_tokens if self._pool.kv_store.is_used else None,
+            fetch_tokens=chosen.fetch_tokens if self._pool.fetches_kv else None,
+            host=self._session_host(situation.last_member),
             source=source_of(chosen),
             adapter=self._candidates.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
-            candidates=tuple(
-                [
-                    CandidateReceipt(
-                        id=each.id,
-                        state=each.state,
-                        matched_tokens=each.matched_tokens,
-                        fetch_tokens=each.fetch_tokens,
-                        pending_tokens=each.pending_tokens,
-                        in_flight=each.in_flight,
-                        ttft_s=waited_s + each.ttft_s,
-                    )
-                    for each in considered
-                ]
-            ),
+            candidates=tuple([CandidateReceipt.of(each, waited_s) for each in considered]),
         )
+
+    def _session_host(self, member: str) -> SessionHost | None:
+        if not member:
+            return None
+        return SessionHost(member, self._candidates.source(member) if self._pool.fetches_kv else "")
 
     def _new_tree(self, pool: Pool) -> HotnessTree:
         prefix = pool.routing.prefix

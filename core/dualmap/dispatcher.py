@@ -4,7 +4,7 @@ The router calls one method per event. Each of these methods returns the decisio
 rejections of expired requests.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -170,6 +170,9 @@ class Dispatcher:
             placed = min(
                 (placed, self._choose(now, request, key, ring, outcomes)), key=lambda each: each.predicted_ttft_s
             )
+        leaving = self._candidates.leaving(now, request)
+        if leaving:
+            placed = self._last_turn(now, placed, leaving)
         self._admit(now, placed, outcomes)
 
     def _choose(self, now: float, request: Request, key: Key, ring: DualRing, outcomes: list[Outcome]) -> QueuedRequest:
@@ -178,6 +181,19 @@ class Dispatcher:
         if self._relieve_pair(now, situation, outcomes):
             situation = self._chooser.situation(now, request, key, ring)
         return self._chooser.choose(request, key, situation)
+
+    def _last_turn(self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]]) -> QueuedRequest:
+        """Return a request at the member that leaves but still answers it (``Chooser.last_turn``), or as it was placed.
+
+        No request queues for a member that leaves.
+        """
+        open_now = [
+            (member, left_s)
+            for member, left_s in leaving
+            if not self._queue.queues.get(member) and self._may_take(now, member, placed.request)
+        ]
+        answer_s = self._fleet.answers.longest_s
+        return (self._chooser.last_turn(now, placed, open_now, answer_s=answer_s) if open_now else None) or placed
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue
@@ -330,19 +346,10 @@ class Dispatcher:
         """Move a queued request to another member: dispatch it there, or queue it there."""
         self._withdraw(queued)
         predicted_ttft_s = now - queued.request.arrived_s + to.ttft_s
-        moved = replace(
-            queued,
-            member=to.id,
-            matched_tokens=to.matched_tokens,
-            fetch_tokens=to.fetch_tokens,
-            compute_s=to.compute_s,
+        receipt = queued.receipt.moved(
+            to,
+            REBALANCED,
             predicted_ttft_s=predicted_ttft_s,
-            receipt=queued.receipt.moved(
-                to,
-                REBALANCED,
-                predicted_ttft_s=predicted_ttft_s,
-                adapter=self._candidates.adapter_state(queued.request.adapter, to.id),
-            ),
-            moved=True,
+            adapter=self._candidates.adapter_state(queued.request.adapter, to.id),
         )
-        self._admit(now, moved, outcomes)
+        self._admit(now, replace(queued.at(to, receipt), moved=True), outcomes)

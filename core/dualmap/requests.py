@@ -230,7 +230,8 @@ class EndpointStatus:
     counts requests in flight only. ``prefill_tokens_per_second`` is the speed for this router's requests;
     ``solo_tokens_per_second`` is the speed without other routers' prefills. A ``suspended`` member failed several
     consecutive requests and receives no new requests for some seconds. ``engine`` is what the member's engine says,
-    and ``events`` is the state of its KV events.
+    and ``events`` is the state of its KV events. ``leave_at_s`` is the time at which the member must stop, in seconds
+    since the epoch; None for a member without notice.
     """
 
     id: str
@@ -248,6 +249,7 @@ class EndpointStatus:
     suspended: bool
     engine: EngineProfile = NO_PROFILE
     events: EventsStatus = NO_EVENTS
+    leave_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,12 +43,15 @@ class PoolRouter:
     """Routes the requests of one pool and records the progress of its members' requests.
 
     If ``replicated`` is true, the router stores the data of ``take_update`` for other replicas. ``hash_key`` is the key
-    of the hashes of prompts.
+    of the hashes of prompts. ``epoch_s`` is the time since the epoch at which ``now`` is 0, because members leave at
+    times since the epoch.
     """
 
-    def __init__(self, pool: Pool, *, replicated: bool = False, hash_key: bytes = PUBLIC_KEY) -> None:
+    def __init__(
+        self, pool: Pool, *, replicated: bool = False, hash_key: bytes = PUBLIC_KEY, epoch_s: float = 0.0
+    ) -> None:
         self._pool = pool
-        self._fleet = Fleet(pool, hash_key)
+        self._fleet = Fleet(pool, hash_key, epoch_s=epoch_s)
         self._chooser = Chooser(pool, self._fleet.candidates, replicated=replicated)
         self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
         self._load_reports = LoadReports()
@@ -61,8 +64,10 @@ class PoolRouter:
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch, queue or reject the request."""
-        self._fleet.resume(now)
-        return self._dispatcher.place(now, self._fleet.recounted(request))
+        moved = self._resume(now)
+        request = self._chooser.with_pull(now, self._fleet.recounted(request))
+        effects = self._dispatcher.place(now, request)
+        return Effects(effects.answer, moved + effects.outcomes) if moved else effects
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, round-robin; empty if no member may be picked."""
@@ -204,7 +209,7 @@ class PoolRouter:
             completions.append(completion)
             outcomes += released
         self._fleet.expire_others(now)
-        self._fleet.resume(now)
+        outcomes += self._resume(now)
         outcomes += self._dispatcher.release_all(now) + self._dispatcher.expire(now)
         return Effects(tuple(completions), outcomes)
 
@@ -274,6 +279,10 @@ class PoolRouter:
         for binding in bindings:
             plausible = binding if binding.tokens <= longest else replace(binding, tokens=longest)
             self._chooser.sessions.adopt(now, plausible, hinted=hinted)
+
+    def _resume(self, now: float) -> tuple[Outcome, ...]:
+        """Apply the end of suspensions; choose new members for the queued requests of members that have left."""
+        return self._dispatcher.requeue(now, self._fleet.members) if self._fleet.resume(now) else ()
 
     def _on_failure(self, now: float, member: str, dispatched_s: float) -> tuple[Outcome, ...]:
         """Count a failure of a member; if the member is now suspended, choose new members for its queued requests."""

@@ -66,7 +66,7 @@ class SharedRouter:
 
     ``name`` is this router's name among the routers. ``send`` sends a message to a router, and ignores a router to
     which there is no connection. ``decided`` receives how each decision of another owner's pool was made, and
-    ``owner_changed`` the last and the new owner.
+    ``owner_changed`` the last and the new owner. ``hash_key`` and ``epoch_s`` are as for ``PoolRouter``.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class SharedRouter:
         owner_changed: Callable[[str, str], None] = lambda before, owner: None,
         hash_key: bytes = PUBLIC_KEY,
         replicated: bool = True,
+        epoch_s: float = 0.0,
     ) -> None:
-        self._router = PoolRouter(pool, replicated=replicated, hash_key=hash_key)
+        self._router = PoolRouter(pool, replicated=replicated, hash_key=hash_key, epoch_s=epoch_s)
         self._name = name
         self._send = send
         self._decided = decided

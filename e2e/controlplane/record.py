@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from controlplane import crds
+from dualmap.objects.times import time_text
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 from dualmap_operator.decide.spec import read_spec
-from dualmap_operator.decide.status import status_document, time_text
+from dualmap_operator.decide.status import status_document
 from dualmap_operator.decide.workload.children import children
 from dualmap_operator.names import IN_RING_GATE
 from emulated_cluster.control_plane.build import binaries_folder

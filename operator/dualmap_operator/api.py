@@ -10,9 +10,9 @@ from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from dualmap.objects.pool_reader import API_VERSION
+from dualmap.objects.times import time_text
 from dualmap_edge.kube.client import KubeClient, KubeError
 from dualmap_operator.decide.plan_values import Gate, Restart
-from dualmap_operator.decide.status import time_text
 from dualmap_operator.errors import ApiError, ConflictError, GoneError, NotLeadingError
 from dualmap_operator.names import FIELD_MANAGER, IN_RING_GATE, PLURAL
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.operator_objects import member
+from dualmap.objects.times import read_time
 from dualmap_operator.decide.observed import PoolStatus
-from dualmap_operator.decide.pod_reading import read_status, read_time
+from dualmap_operator.decide.pod_reading import read_status
 from dualmap_operator.run.metrics import Metrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"

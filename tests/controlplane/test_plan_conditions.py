@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dualmap.objects.times import read_time
 from dualmap.pools.claims import LostClaim
 from dualmap.pools.pool import Engine, MemberState, Tokenizer, TokenSource
 from dualmap_operator.decide.observed import Condition, Observed, RouterReport, TokenizerReport
 from dualmap_operator.decide.plan import plan, plan_refused
 from dualmap_operator.decide.plan_values import Plan
-from dualmap_operator.decide.pod_reading import read_pod, read_time
+from dualmap_operator.decide.pod_reading import read_pod
 from dualmap_operator.decide.spec import TemplateWorkload
 from dualmap_operator.names import EventReason
 from scenario import NOW_S, adopted, member, pod, router, seen, selector_spec, starting, template_spec

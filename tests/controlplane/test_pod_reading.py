@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualmap.objects.times import read_time
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import ObservedPod, ObservedStatefulSet, PoolStatus, TrafficStatus
-from dualmap_operator.decide.pod_reading import matches, read_pod, read_statefulset, read_status, read_time
+from dualmap_operator.decide.pod_reading import matches, read_pod, read_statefulset, read_status
 from dualmap_operator.names import IN_RING_GATE
 
 POD: dict[str, Any] = {
@@ -140,7 +141,8 @@ class TestRecorded:
 
     def test_recorded_pod_is_terminating_only_after_deletion(self) -> None:
         before, ending = read_pod(recorded("pod_in_ring")), read_pod(recorded("pod_terminating"))
-        assert ending == replace(before, terminating=True)
+        killed_at_s = seconds("2026-11-22T03:00:21Z")
+        assert ending == replace(before, terminating=True, killed_at_s=killed_at_s, grace_s=640)
 
     def test_recorded_restart_changes_the_incarnation(self) -> None:
         pod = read_pod(recorded("pod_crashed"))
@@ -169,6 +171,13 @@ class TestPod:
             ordinal=3,
             revision="qwen-7f9",
         )
+
+    def test_pod_notice_is_parsed(self) -> None:
+        path = ("metadata", "annotations")
+        noticed = read_pod(changed(POD, path, {"serving.dualmap.dev/leave-at": "2026-11-22T02:10:00+01:00"}))
+        assert (noticed.leave_at_s, noticed.invalid_leave_at) == (seconds("2026-11-22T01:10:00Z"), "")
+        odd = read_pod(changed(POD, path, {"serving.dualmap.dev/leave-at": "in 2 minutes"}))
+        assert (odd.leave_at_s, odd.invalid_leave_at) == (None, "in 2 minutes")
 
     def test_pod_with_deletion_timestamp_is_terminating(self) -> None:
         assert read_pod(changed(POD, ("metadata", "deletionTimestamp"), "2026-11-22T02:10:00Z")).terminating

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.objects.pool_reader import read_pools
+from dualmap.objects.times import time_text
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 from dualmap_operator.decide.pod_reading import read_status
-from dualmap_operator.decide.status import status_document, time_text
+from dualmap_operator.decide.status import status_document
 
 NOON_S = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
 

@@ -1,4 +1,5 @@
 import copy
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.objects.pods import IN_RING_GATE, pod_facts
+from dualmap.objects.pods import IN_RING_GATE, LEAVE_AT, pod_facts
 
 NO_POD_ADDRESSES = (
     *("127.0.0.1", "127.8.9.10", "::1", "169.254.169.254", "fe80::1", "224.0.0.1", "ff02::1", "0.0.0.0", "::"),
@@ -180,3 +181,31 @@ def test_pod_of_any_form_is_parsed(path: tuple[str | int, ...], value: object) -
         inner = inner[key]
     inner[path[-1]] = value
     pod_facts(body)
+
+
+class TestNotice:
+    def test_pod_without_notice_has_no_leaving_time(self) -> None:
+        facts = pod_facts(running())
+        assert (facts.leave_at_s, facts.killed_at_s, facts.grace_s) == (None, None, 0.0)
+
+    @pytest.mark.parametrize(
+        ("grace", "grace_s"), [(45, 45), (0, 0), (None, 30), (-1, 30), ("45", 30), (2**40, 30), (True, 30)]
+    )
+    def test_disruption_target_leaves_after_the_grace_period(self, grace: object, grace_s: float) -> None:
+        body = pod(condition("ContainersReady"), condition("DisruptionTarget", second=10))
+        body["spec"]["terminationGracePeriodSeconds"] = grace
+        began_s = datetime(2026, 11, 22, 2, 0, 10, tzinfo=UTC).timestamp()
+        assert pod_facts(body).leave_at_s == began_s + grace_s
+
+    def test_disruption_target_without_a_time_has_passed(self) -> None:
+        body = pod({"type": "DisruptionTarget", "status": "True"})
+        assert pod_facts(body).leave_at_s == 30
+
+    @pytest.mark.parametrize("status", ["False", "Unknown"])
+    def test_withdrawn_disruption_target_is_no_notice(self, status: str) -> None:
+        assert pod_facts(pod(condition("DisruptionTarget", status))).leave_at_s is None
+
+    def test_earlier_of_annotation_and_condition_counts(self) -> None:
+        body = pod(condition("DisruptionTarget"))
+        body["metadata"]["annotations"] = {LEAVE_AT: "2026-11-22T02:00:05Z"}
+        assert pod_facts(body).leave_at_s == datetime(2026, 11, 22, 2, 0, 5, tzinfo=UTC).timestamp()

@@ -1,8 +1,10 @@
 import copy
 import random
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import yaml
 
 from dualmap.errors import PoolError
 from dualmap.objects.fields import parse_duration
@@ -101,6 +103,22 @@ def test_pool_fields_are_all_parsed() -> None:
         100,
     )
     assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
+
+
+@pytest.mark.parametrize("text", ["'2026-11-27T21:00:00Z'", "2026-11-27T21:00:00Z", "2026-11-27T22:00:00+01:00"])
+def test_member_that_leaves_is_draining(text: str) -> None:
+    """YAML reads a time without quotes as another type."""
+    member = {"id": "a", "address": "10.0.0.1", "state": "Active", "leaveAt": yaml.safe_load(text)}
+    (pool,) = read_pools({**OBJECT, "status": {"ring": {"members": [member]}}})
+    assert pool.members[0].state is MemberState.DRAINING
+    assert pool.members[0].leave_at_s == datetime(2026, 11, 27, 21, tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize("value", ["soon", "2026-11-27T21:00:00", "", 1_800_000_000, [], yaml.safe_load("2026-01-01")])
+def test_member_with_an_unreadable_leaving_time_is_refused(value: object) -> None:
+    member = {"id": "a", "address": "10.0.0.1", "leaveAt": value}
+    with pytest.raises(PoolError, match=r"status\.ring\.members\[0\]\.leaveAt: .*a time with a time zone"):
+        read_pools({**OBJECT, "status": {"ring": {"members": [member]}}})
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,13 @@ def test_verdict_shows_joining_and_draining_members_as_information() -> None:
     assert [problem.text for problem in found.problems] == ["m-1 is joining.", "m-2 is draining."]
 
 
+def test_verdict_shows_when_a_member_leaves() -> None:
+    leaving = {"state": MemberState.DRAINING.value, "leave_at_s": 1_764_277_200.0}
+    found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_2=leaving))
+    assert found.level is Level.OK
+    assert [problem.text for problem in found.problems] == ["m-2 is draining and leaves at 2025-11-27T21:00:00Z."]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

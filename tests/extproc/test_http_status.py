@@ -106,7 +106,9 @@ async def test_metrics_page_has_counters_and_loads() -> None:
 
 
 async def test_pool_page_has_the_documented_fields() -> None:
-    router = PoolRouter(builders.pool(2))
+    of = builders.pool(2)
+    leaving = replace(of.members[1], leave_at_s=1_764_277_200.0)
+    router = PoolRouter(replace(of, members=(of.members[0], leaving)))
     metrics = fresh()
     async with serving(router, metrics=metrics) as session:
         router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
@@ -119,10 +121,9 @@ async def test_pool_page_has_the_documented_fields() -> None:
     assert {"requests", "slo_met", "first_tokens", "measured_cached_tokens"} <= document["traffic"].keys()
     endpoints = document["endpoints"]
     assert [endpoint["id"] for endpoint in endpoints] == ["m-0", "m-1"]
-    assert all(
-        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens", "suspended", "engine"}
-        for endpoint in endpoints
-    )
+    names = {"id", "state", "in_flight", "held", "pending_prefill_tokens", "suspended", "leave_at", "engine"}
+    assert all(endpoint.keys() == names for endpoint in endpoints)
+    assert [endpoint["leave_at"] for endpoint in endpoints] == [None, "2025-11-27T21:00:00Z"]
     assert {endpoint["state"] for endpoint in endpoints} == {"Active"}
     assert sorted((endpoint["in_flight"], endpoint["pending_prefill_tokens"]) for endpoint in endpoints) == [
         (0, 0),
@@ -302,7 +303,7 @@ WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: r", WHOLE, WHOLE + b"GET / HT"])
 async def test_status_server_closes_an_incomplete_request(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 1)
-    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.05) as session:
+    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.3) as session:
         url = session._base_url
         assert url is not None
         reader, writer = await asyncio.open_connection(url.host, url.port)

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from core.test_pods import NO_POD_ADDRESSES
+from dualmap.objects.pods import LEAVE_AT
 from dualmap.objects.pool_reader import API_VERSION
+from dualmap.objects.times import read_time
 from dualmap_extproc.pools.kube import PODS, POOLS
 from dualmap_extproc.pools.objects import PoolObjects
 from extproc.kube_watching import (
@@ -261,6 +263,32 @@ class TestPods:
             else:
                 await api.put(pod_body("qwen-0", uid="another", address="10.244.0.99"))
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
+
+    async def test_pod_with_notice_drains_until_its_time(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen"))
+        await api.put(pod_body("qwen-0"))
+        noticed = pod_body("qwen-0")
+        noticed["metadata"]["annotations"] = {LEAVE_AT: "2026-11-20T09:30:00Z"}
+        async with watching(api) as watched:
+            await pods_are_watched(api)
+            await api.put(noticed)
+            await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
+            member = watched.members()["qwen-0"]
+            assert (member.leave_at_s, member.weight) == (read_time("2026-11-20T09:30:00Z"), 100)
+            await api.put(pod_body("qwen-0"))
+            await watched.until(lambda: watched.states() == {"qwen-0": "Active", "qwen-1": "Active"})
+            assert watched.members()["qwen-0"].leave_at_s is None
+
+    async def test_terminating_pod_with_notice_gets_no_requests(self, api: KubeApi) -> None:
+        leaving = {"state": "Draining", "leaveAt": "2026-11-20T09:30:00Z"}
+        await api.put(pool_body("qwen", members={"qwen-0": leaving, "qwen-1": {}}))
+        await api.put(pod_body("qwen-0"))
+        async with watching(api) as watched:
+            await pods_are_watched(api)
+            assert watched.members()["qwen-0"].weight == 100
+            await api.put(pod_body("qwen-0", terminating=True))
+            await watched.until(lambda: watched.members()["qwen-0"].weight == 0)
+            assert watched.members()["qwen-0"].leave_at_s == read_time("2026-11-20T09:30:00Z")
 
     async def test_member_without_known_pod_stays_unchanged(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))

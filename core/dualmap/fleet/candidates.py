@@ -23,7 +23,10 @@ from dualmap.requests import Request
 
 
 class Candidates:
-    """The members of one pool that may be picked. The arguments after ``pool`` are of the same pool."""
+    """The members of one pool that may be picked. The arguments after ``pool`` are of the same pool.
+
+    ``epoch_s`` is the time since the epoch at which ``now`` is 0.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Candidates:
         caches: Caches,
         reported: ReportedCaches,
         shares: FairShares,
+        epoch_s: float = 0.0,
     ) -> None:
         self._pool = pool
         self._ledger = ledger
@@ -43,8 +47,10 @@ class Candidates:
         self._shares = shares
         self.membership = Membership(pool)
         """All members of the pool, and the rings over them."""
-        self.resume_s: float | None = None
-        """The time at which the first suspension ends."""
+        self._epoch_s = epoch_s
+        self._leaves_s = self._leaving_times()
+        self.resume_s: float | None = min(self._leaves_s.values(), default=None)
+        """The time at which the first suspension ends, or at which the first member must have left."""
         self._models = ListedModels(self.membership.members)
         self._specified_adapters = frozenset(pool.model.adapters)
         self._stall_s = pool.routing.rebalance.decode_stall_s
@@ -60,6 +66,7 @@ class Candidates:
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.membership = Membership(pool)
+        self._leaves_s = self._leaving_times()
         self._instances = self._new_instances()
         self._models.adopt(self.membership.members, self._profiles.members)
 
@@ -109,7 +116,10 @@ class Candidates:
         self._models.put(member, models)
 
     def update_left_out(self, now: float) -> None:
-        """Remove suspended and asleep members from the rings, and add resumed members again."""
+        """Remove suspended and asleep members from the rings, and add resumed members again.
+
+        Also find the members whose time to leave has passed.
+        """
         until_s = {
             member: load.suspension.until_s
             for member, load in self._ledger.loads.items()
@@ -117,10 +127,32 @@ class Candidates:
             and load.suspension.until_s > now
             and member in self.membership.members
         }
-        self.resume_s = min(until_s.values(), default=None)
-        asleep = self._profiles.asleep
-        if until_s.keys() != self.membership.suspended or asleep != self.membership.asleep:
-            self.membership.leave_out(suspended=until_s, asleep=asleep)
+        ahead_s = [leaves_s for leaves_s in self._leaves_s.values() if leaves_s > now]
+        self.resume_s = min((*until_s.values(), *ahead_s), default=None)
+        asleep, known = self._profiles.asleep, self.membership
+        departed = frozenset(member for member, leaves_s in self._leaves_s.items() if leaves_s <= now)
+        if (frozenset(until_s), asleep, departed) != (known.suspended, known.asleep, known.departed):
+            known.leave_out(suspended=until_s, asleep=asleep, departed=departed)
+
+    def leaving(self, now: float, request: Request) -> tuple[tuple[str, float], ...]:
+        """Return the members that leave at a known time and may still get a request, with the seconds until then.
+
+        A member with weight 0 gets no new requests.
+        """
+        if not self._leaves_s:
+            return ()
+        left_out = self.membership.suspended | self.membership.asleep
+        name = request.adapter or request.model
+        if name:
+            left_out |= self._models.of(name).lacking
+        return tuple(
+            (each.id, self._leaves_s[each.id] - now)
+            for each in self._pool.members
+            if self._leaves_s.get(each.id, now) > now
+            and each.weight > 0
+            and each.id not in left_out
+            and (request.subset is None or each.endpoint in request.subset or each.address in request.subset)
+        )
 
     # The members' state for a prompt.
 
@@ -128,6 +160,12 @@ class Candidates:
         """Return a member's endpoint, or None if the member has left."""
         instance = self._instances.get(member)
         return None if instance is None else instance.endpoint
+
+    def source(self, member: str) -> str:
+        """Return the endpoint of a member from which others can fetch KV; empty if it has left, fails or sleeps."""
+        if member in self.membership.suspended or member in self.membership.asleep:
+            return ""
+        return self.endpoint(member) or ""
 
     def view(
         self,
@@ -155,12 +193,12 @@ class Candidates:
         )
 
     def tier(self, chain: BlockChain, stored: StoreMatch) -> StoreTier | None:
-        """Return what the pool's store holds of a prompt that it may be asked for; None if nothing.
+        """Return what members can fetch of a prompt: from the pool's store or from each other; None if nothing.
 
         Engines always compute the last token of a prompt.
         """
         tokens = min(stored.tokens, chain.tokens - 1)
-        if tokens <= 0 or not self._pool.kv_store.is_used:
+        if tokens <= 0 or not self._pool.fetches_kv:
             return None
         return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
 
@@ -178,6 +216,10 @@ class Candidates:
         if roster is None:
             roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
         return roster
+
+    def _leaving_times(self) -> dict[str, float]:
+        """Return the times at which members must have left, on the clock of ``now``."""
+        return {each.id: each.leave_at_s - self._epoch_s for each in self._pool.members if each.leave_at_s is not None}
 
     def _new_instances(self) -> dict[str, Instance]:
         return {

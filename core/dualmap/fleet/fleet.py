@@ -13,6 +13,7 @@ from dualmap.engines.profiles import Profiles
 from dualmap.engines.prompt_tokens import PromptTokens
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceState, SourceStatus
+from dualmap.fleet.answers import AnswerTimes
 from dualmap.fleet.caches import Caches
 from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.capacity import Capacity
@@ -44,9 +45,12 @@ class ProfileChange(NamedTuple):
 
 
 class Fleet:
-    """The members of one pool in this router. ``hash_key`` is the key of the hashes of prompts."""
+    """The members of one pool in this router.
 
-    def __init__(self, pool: Pool, hash_key: bytes = PUBLIC_KEY) -> None:
+    ``hash_key`` is the key of the hashes of prompts. ``epoch_s`` is the time since the epoch at which ``now`` is 0.
+    """
+
+    def __init__(self, pool: Pool, hash_key: bytes = PUBLIC_KEY, *, epoch_s: float = 0.0) -> None:
         self._pool = pool
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._ledger.fetches.set_prior(pool.kv_store.fetch_tokens_per_second)
@@ -66,8 +70,11 @@ class Fleet:
             caches=self._caches,
             reported=self._reported,
             shares=self.shares,
+            epoch_s=epoch_s,
         )
         """The members that may be picked."""
+        self.answers = AnswerTimes()
+        """How long the answers of the last requests took."""
 
     @property
     def members(self) -> Collection[str]:
@@ -175,6 +182,7 @@ class Fleet:
             predicted_ttft_s=queued.predicted_ttft_s,
             compute_s=queued.compute_s,
             heard_s=now,
+            answers_since_s=now,
             streamed=request.streamed,
             session=request.session,
             client=request.client,
@@ -214,6 +222,7 @@ class Fleet:
                 predicted_ttft_s=sent.predicted_ttft_s,
                 compute_s=prefill.seconds,
                 heard_s=now,
+                answers_since_s=sent.sent_s,
                 streamed=request.streamed,
                 prefilled=sent.prefilled,
                 session=request.session,
@@ -276,6 +285,7 @@ class Fleet:
         """Release a request's pending prefill; None if the request is unknown or already released."""
         request = self._ledger.first_token(now, request_id)
         if request is not None:
+            request.answers_since_s = now
             # The member now certainly caches the prompt. An aborted request may have removed the prompt from the index.
             self.has_computed(request)
             self._succeeded(now, request.member)
@@ -286,6 +296,7 @@ class Fleet:
         request = self._ledger.finish(now, request_id)
         if request is not None:
             self._succeeded(now, request.member)
+            self.answers.add(now - request.answers_since_s)
             if not request.streamed:
                 self.has_computed(request)
             if usage is not None:
@@ -336,11 +347,14 @@ class Fleet:
         times_s = (self._ledger.next_expiry(), self._others.next_expiry(), self.candidates.resume_s)
         return min((each for each in times_s if each is not None), default=None)
 
-    def resume(self, now: float) -> None:
-        """Resume members after the end of their suspension."""
+    def resume(self, now: float) -> bool:
+        """Resume members after the end of their suspension; return whether the time of a member to leave has passed."""
         resume_s = self.candidates.resume_s
-        if resume_s is not None and now >= resume_s:
-            self.candidates.update_left_out(now)
+        if resume_s is None or now < resume_s:
+            return False
+        departed = self._membership.departed
+        self.candidates.update_left_out(now)
+        return departed != self._membership.departed
 
     def expire(self, now: float) -> list[InFlightRequest]:
         """Remove and return the requests that expired without a report."""
@@ -504,6 +518,7 @@ class Fleet:
             prefill_tokens_per_second=load.speed.current.tokens_per_second,
             solo_tokens_per_second=load.speed.solo_tokens_per_second,
             suspended=member.id in self._membership.suspended,
+            leave_at_s=member.leave_at_s,
             engine=self._profiles.get(member.id),
             events=self._events_status(member.id),
         )

@@ -30,7 +30,8 @@ class InFlightRequest:
     prompt, so the request has no pending prefill here. ``lesson`` is what the prefill changed in the member's learnt
     speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end. The
     pool's KV store holds the leading ``stored_tokens``; of these, the member is expected to fetch ``fetch_tokens``,
-    whose time is part of ``compute_s``.
+    whose time is part of ``compute_s``. ``answers_since_s`` is the time of the first token, or before it of the
+    dispatch.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class InFlightRequest:
     lesson: Lesson | None = None
     stored_tokens: int = 0
     fetch_tokens: int = 0
+    answers_since_s: float = 0.0
 
     @property
     def new_tokens(self) -> int:

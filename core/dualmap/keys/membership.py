@@ -3,14 +3,17 @@
 Rings are immutable; each ring is created at its first use. A suspended or asleep member leaves the rings like a
 draining member: only its own keys map to other members. When the member resumes, it gets the same keys. If no other
 member is left, suspended members stay in the rings, and then asleep members, so that requests still have a destination.
+If no member may get new keys, the members that leave at a known time get them until they have left.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dualmap.keys.rings import DualRing
-from dualmap.pools.pool import Member, Pool
+from dualmap.pools.pool import Member, MemberState, Pool
 
 _RINGS_MAX = 256
+_FULL_WEIGHT = 100
 
 
 class Membership:
@@ -20,6 +23,7 @@ class Membership:
         self.members: dict[str, Member] = {member.id: member for member in pool.members}
         self.suspended: frozenset[str] = frozenset()
         self.asleep: frozenset[str] = frozenset()
+        self.departed: frozenset[str] = frozenset()
         self._pool = pool
         # Every response needs the member that served it. If two members have the same endpoint, the first member is
         # returned.
@@ -54,9 +58,12 @@ class Membership:
         """Return the member at ``ip:port``, or None."""
         return self._at.get(endpoint)
 
-    def leave_out(self, *, suspended: Iterable[str], asleep: Iterable[str]) -> None:
-        """Set the suspended and the asleep members, and remove exactly these members from the rings."""
-        self.suspended, self.asleep = frozenset(suspended), frozenset(asleep)
+    def leave_out(self, *, suspended: Iterable[str], asleep: Iterable[str], departed: Iterable[str] = ()) -> None:
+        """Set the suspended and the asleep members, and remove exactly these members from the rings.
+
+        ``departed`` are the members whose time to leave has passed.
+        """
+        self.suspended, self.asleep, self.departed = frozenset(suspended), frozenset(asleep), frozenset(departed)
         self._rings.clear()
         self._ring = self._build(None, frozenset())
 
@@ -64,9 +71,17 @@ class Membership:
         allowed = [
             each for each in self._pool.members if subset is None or each.endpoint in subset or each.address in subset
         ]
+        if not any(each.takes_new_keys for each in allowed):
+            allowed = self._last(allowed)
         allowed = [each for each in allowed if each.takes_new_keys and each.id not in without] or allowed
         for left_out in (self.suspended | self.asleep, self.asleep, self.suspended):
             ring = DualRing([each for each in allowed if each.id not in left_out], self._pool.routing.ring)
             if ring.members or not left_out:
                 return ring
         return DualRing(allowed, self._pool.routing.ring)
+
+    def _last(self, allowed: Sequence[Member]) -> list[Member]:
+        """Return the members that get new keys if no other member may: those that leave, first those with time left."""
+        leaving = [each for each in allowed if each.leave_at_s is not None]
+        staying = [each for each in leaving if each.id not in self.departed and each.weight > 0] or leaving
+        return [replace(each, state=MemberState.ACTIVE, weight=_FULL_WEIGHT) for each in staying]

@@ -6,6 +6,7 @@ from math import inf
 from typing import Final
 
 from dualmap.errors import PoolError
+from dualmap.objects.times import read_yaml_time
 
 UNLIMITED: Final = "Unlimited"
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
@@ -149,6 +150,16 @@ class Fields:
         except PoolError as error:
             accepted = f"{error.accepted}, or {UNLIMITED}" if unlimited else error.accepted
             raise PoolError(error.field, value, accepted) from None
+
+    def time(self, name: str) -> float | None:
+        """Return an RFC 3339 time as seconds since the epoch; None if it is missing."""
+        value = self.get(name)
+        if value is None:
+            return None
+        time_s = read_yaml_time(value)
+        if time_s is None:
+            raise PoolError(self.at(name), value, "a time with a time zone, such as 2026-11-27T21:00:00Z")
+        return time_s
 
 
 def _shown_name(name: str) -> str:

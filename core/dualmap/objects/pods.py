@@ -11,12 +11,17 @@ from ipaddress import ip_address
 from typing import Any, Final
 
 from dualmap.objects.pool_reader import GROUP, is_pod_address
+from dualmap.objects.times import read_time
 
+LEAVE_AT: Final = f"{GROUP}/leave-at"
+"""The annotation with the RFC 3339 time at which a pod must stop."""
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
 """The readiness gate that keeps a pod unready in Kubernetes until the operator adds the pod to the rings."""
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
+_GRACE_S: Final = 30
+_MAX_GRACE_S: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +34,10 @@ class PodFacts:
     3339 text from the API; empty if there is no transition. ``ready`` is the pod's Ready condition, which includes the
     in-ring gate. ``in_ring`` is the condition of the in-ring gate, None for a pod without this gate. ``incarnation``
     differs between pods and after each restart of a container; empty if unknown. ``address`` is empty until the pod has
-    an IP address, and for an address that no pod may have.
+    an IP address, and for an address that no pod may have. ``leave_at_s`` is the time at which the pod must stop by its
+    annotation, or at the latest by its condition DisruptionTarget, in seconds since the epoch; None without both.
+    ``invalid_leave_at`` is an annotation that is no time. A terminating pod is killed at ``killed_at_s``, after a grace
+    period of ``grace_s``.
     """
 
     name: str
@@ -43,6 +51,10 @@ class PodFacts:
     terminating: bool
     ended: bool
     incarnation: str
+    leave_at_s: float | None = None
+    invalid_leave_at: str = ""
+    killed_at_s: float | None = None
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,9 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
     ended = text_in(status, "phase") in _ENDED
     absent = _Condition()
     uid = text_in(metadata, "uid")
+    leave_at = text_in(mapping_in(metadata, "annotations"), LEAVE_AT)
+    annotated_s = read_time(leave_at)
+    disrupted_s = _disrupted_s(conditions.get("DisruptionTarget", absent), spec)
     restarts = sum(_count(container.get("restartCount")) for container in mappings_in(status, "containerStatuses"))
     return PodFacts(
         name=text_in(metadata, "name"),
@@ -78,6 +93,10 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
         terminating=metadata.get("deletionTimestamp") is not None,
         ended=ended,
         incarnation=f"{uid[:_UID_SHOWN]}-{restarts}" if uid else "",
+        leave_at_s=min((each for each in (annotated_s, disrupted_s) if each is not None), default=None),
+        invalid_leave_at=leave_at if annotated_s is None else "",
+        killed_at_s=read_time(text_in(metadata, "deletionTimestamp")),
+        grace_s=_seconds(metadata.get("deletionGracePeriodSeconds")) if "deletionTimestamp" in metadata else 0.0,
     )
 
 
@@ -110,6 +129,13 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
     }
 
 
+def _disrupted_s(condition: _Condition, spec: Mapping[str, Any]) -> float | None:
+    """Return the time at which a pod that is to be disrupted ends if it is deleted at once; None for other pods."""
+    if not condition.holds:
+        return None
+    return (read_time(condition.since) or 0.0) + _seconds(spec.get("terminationGracePeriodSeconds"))
+
+
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
     """Return whether the node lifecycle controller set Ready to false because the pod's node stopped reporting.
 
@@ -132,6 +158,13 @@ def _address(status: Mapping[str, Any]) -> str:
     except ValueError:
         return ""
     return address if is_pod_address(address) else ""
+
+
+def _seconds(value: object) -> float:
+    """Return a grace period, or Kubernetes' default for an invalid one."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_GRACE_S:
+        return _GRACE_S
+    return value
 
 
 def _count(value: object) -> int:

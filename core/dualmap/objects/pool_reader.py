@@ -376,6 +376,7 @@ def _read_session(fields: Fields) -> Session:
             enabled=migration.flag("enabled", default=False),
             hot_ratio=migration.number("hotRatio", 0.2, 0.0, 1.0),
             cooldown_s=migration.duration("cooldown", 30.0, low_s=0.001, high_s=3600.0),
+            pull=migration.flag("pull", default=False),
         ),
     )
     migration.refuse_others()
@@ -387,16 +388,18 @@ def _read_members(ring: Fields, *, default_port: int) -> tuple[Member, ...]:
     members: dict[str, Member] = {}
     endpoints: dict[str, str] = {}
     for fields in ring.items("members"):
-        state = fields.choice("state", "Active", [each.value for each in MemberState])
+        state = MemberState(fields.choice("state", "Active", [each.value for each in MemberState]))
+        leave_at_s = fields.time("leaveAt")
         member = Member(
             id=fields.matching(
                 "id", _MEMBER_ID, "1 to 253 letters, digits or . _ - : / @, beginning with a letter or digit"
             ),
             address=_read_address(fields),
             port=fields.integer("port", default_port, 1, 65_535),
-            state=MemberState(state),
+            state=state if leave_at_s is None else MemberState.DRAINING,
             weight=fields.integer("weight", 100, 0, 1000),
             incarnation=fields.text("incarnation", ""),
+            leave_at_s=leave_at_s,
         )
         fields.get("since")
         fields.refuse_others()

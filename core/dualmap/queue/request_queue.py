@@ -12,10 +12,11 @@ no request starves.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice, takewhile
 
+from dualmap.policies.situation import Candidate
 from dualmap.queue.fair_shares import FairShares
 from dualmap.receipt import Key, Receipt
 from dualmap.requests import Request
@@ -54,6 +55,18 @@ class QueuedRequest:
     def new_tokens(self) -> int:
         """The number of prompt tokens that the member must compute."""
         return self.request.chain.tokens - self.matched_tokens - self.fetch_tokens
+
+    def at(self, candidate: Candidate, receipt: Receipt) -> "QueuedRequest":
+        """Return the request with another chosen member and its receipt."""
+        return replace(
+            self,
+            member=candidate.id,
+            matched_tokens=candidate.matched_tokens,
+            fetch_tokens=candidate.fetch_tokens,
+            compute_s=candidate.compute_s,
+            predicted_ttft_s=receipt.predicted_ttft_s,
+            receipt=receipt,
+        )
 
 
 class _Line:

@@ -5,6 +5,7 @@ the state that the other routers share.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -63,7 +64,14 @@ def decide(
 
 
 def _picker(pools: tuple[Pool, ...], hash_key: bytes, *, replicated: bool = False) -> Picker:
-    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, hash_key=hash_key, replicated=replicated)
+    picker = Picker(
+        Limits(),
+        FanOut().report,
+        id_prefix=_NAME,
+        hash_key=hash_key,
+        replicated=replicated,
+        epoch_s=time.time() - _NOW_S,
+    )
     picker.set_pools(_NOW_S, pools)
     # The picker must not queue the request, so that the result is the chosen member, even if the member is saturated.
     picker.stop_queueing(_NOW_S)
@@ -131,6 +139,9 @@ def _choice(receipt: Receipt) -> list[str]:
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
     ]
+    if receipt.moved_from:
+        source = f"; {receipt.chosen} can fetch its KV from {receipt.kv_source}" if receipt.kv_source else ""
+        lines.append(f"Session: moves from {receipt.moved_from} to {receipt.chosen}{source}.")
     if receipt.adapter:
         lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
     lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]

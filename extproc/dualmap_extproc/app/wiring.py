@@ -8,6 +8,7 @@ import asyncio
 import gc
 import secrets
 import signal
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ def _picker(settings: Settings, observers: Observers, others: OtherRouters, inca
         client_key=client_key(settings.hash_key),
         send=others.send if others.exist else None,
         gateway=settings.gateway,
+        epoch_s=time.time() - asyncio.get_running_loop().time(),
     )
 
 

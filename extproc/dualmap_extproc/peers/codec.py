@@ -20,7 +20,7 @@ from dualmap.kv_store.view import HOLDERS_MAX, NO_MATCH, StoreMatch
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.prompts.prompt import MAX_NAME, SEQUENCES_MAX
-from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost
 from dualmap.requests import Decision, Outcome, Queued, Reason, Rejection, Request, Usage
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.wire import peers_pb2 as wire
@@ -65,10 +65,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """Whether a router may own pools: it is ``warm`` and not ``leaving``."""
+    """Whether a router may own pools: it is ``warm`` and not ``leaving``.
+
+    A router that has ``ended`` sends no further message, and waits until the other router has closed the connection.
+    """
 
     warm: bool
     leaving: bool
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ def encode_proof(proof: bytes) -> bytes:
 
 def encode_state(state: RouterState) -> bytes:
     """Return the frame with a router's state."""
-    return wire.Frame(state=wire.State(warm=state.warm, leaving=state.leaving)).SerializeToString()
+    return wire.Frame(state=wire.State(warm=state.warm, leaving=state.leaving, ended=state.ended)).SerializeToString()
 
 
 ACCEPT: Final = wire.Frame(accept=True).SerializeToString()
@@ -164,7 +168,7 @@ def decode_frame(data: bytes, *, bytes_max: int = FRAME_BYTES_MAX) -> Frame:
     return Frame(
         hello=_read_hello(frame.hello) if frame.HasField("hello") else None,
         proof=frame.proof.hash,
-        state=RouterState(warm=frame.state.warm, leaving=frame.state.leaving) if frame.HasField("state") else None,
+        state=_read_state(frame.state) if frame.HasField("state") else None,
         accept=frame.accept,
         messages=tuple((pool, message) for pool, message in messages if message is not None),
         entries=tuple(_read_entry(each) for each in frame.entries),
@@ -280,6 +284,8 @@ def _receipt(receipt: Receipt) -> wire.Receipt:
         source=receipt.source,
         adapter=receipt.adapter,
         fetch_tokens=receipt.fetch_tokens,
+        host=None if receipt.host is None else receipt.host.id,
+        host_source=None if receipt.host is None else receipt.host.source,
     )
 
 
@@ -308,6 +314,10 @@ def _bounded(seconds: float) -> float:
 
 def _read_hello(hello: wire.Hello) -> Hello:
     return Hello(version=hello.version, name=_read_name(hello.name), nonce=hello.nonce)
+
+
+def _read_state(told: wire.State) -> RouterState:
+    return RouterState(warm=told.warm, leaving=told.leaving, ended=told.ended)
 
 
 def _read_message(told: wire.PoolMessage) -> Message | None:
@@ -471,7 +481,12 @@ def _read_receipt(told: wire.Receipt) -> Receipt:
         source=_read_name(told.source),
         adapter=_read_ascii(told.adapter),
         fetch_tokens=_tokens(told.fetch_tokens) if told.HasField("fetch_tokens") else None,
+        host=_read_host(told) if told.host else None,
     )
+
+
+def _read_host(told: wire.Receipt) -> SessionHost:
+    return SessionHost(_read_name(told.host), _read_endpoint(told.host_source) if told.host_source else "")
 
 
 def _read_entry(told: wire.AccessLogEntry) -> AccessLogEntry:

@@ -66,9 +66,17 @@ class PoolPods:
             return member
         pod = self._pods[member.id]
         if pod is None or pod.terminating or not pod.serving or pod.address != member.address:
-            return member if member.state is MemberState.DRAINING else replace(member, state=MemberState.DRAINING)
+            # A member that leaves soon may still get requests, but not after its pod has begun to stop.
+            weight = member.weight if member.leave_at_s is None else 0
+            return _draining(replace(member, weight=weight))
+        if pod.leave_at_s is not None and member.leave_at_s is None:
+            member = _draining(replace(member, leave_at_s=pod.leave_at_s))
         # The pod's incarnation applies only if the operator publishes incarnations.
         return replace(member, incarnation=pod.incarnation) if member.incarnation else member
+
+
+def _draining(member: Member) -> Member:
+    return replace(member, state=MemberState.DRAINING)
 
 
 def _is_said_anew(before: Member | None, now: Member) -> bool:

@@ -74,6 +74,7 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
     TokensMismatched,
 )
+from dualmap_extproc.request.orphans import Orphans
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Mesh, ServedPools
@@ -102,7 +103,8 @@ class Picker:
     If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). With ``send``,
     each pool has an owner among the routers (``dualmap.shared_router``), and the picker sends messages about a pool to
     the router of a name; ``id_prefix`` is then this router's name. If ``log_prompts`` is true, debug lines quote
-    prompts. ``gateway`` says what the gateway in front of this picker supports.
+    prompts. ``gateway`` says what the gateway in front of this picker supports. ``epoch_s`` is the time since the epoch
+    at which ``now`` is 0.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Picker:
         client_key: bytes = b"",
         send: Callable[[str, str, Message], None] | None = None,
         gateway: Gateway = OWN_GATEWAY,
+        epoch_s: float = 0.0,
     ) -> None:
         self.gateway = gateway
         self._limits = limits
@@ -133,12 +136,13 @@ class Picker:
         if send is not None:
             changed = self._owner_changed
             mesh = Mesh(name=id_prefix, send=send, decided=self._decided_remotely, owner_changed=changed)
-        self._served = ServedPools(replicated=replicated, hash_key=hash_key, mesh=mesh)
+        self._served = ServedPools(replicated=replicated, hash_key=hash_key, epoch_s=epoch_s, mesh=mesh)
         # The router of every request without an end, by request id.
         self._owners: dict[str, Router] = {}
         self._waiting = WaitingRequests()
         self._prefills = RemotePrefills()
         self._ended = EndedRequests(limits.ended_requests)
+        self._orphans = Orphans()
         self._counts = TokenCounts()
 
     @property
@@ -451,10 +455,16 @@ class Picker:
                 self._measure(now, entry.request_id, entry.usage)
 
     def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
-        """End a request that a router had picked that has ended since; ignore all other requests.
+        """End a request that a router had picked that has ended since.
 
-        Only that router could verify the sender of the entry. The request's id is not guessable.
+        Only that router could verify the sender of the entry. The request's id is not guessable. The entry may arrive
+        before this router has received the last messages of the router that ends, so the picker remembers it.
         """
+        self._orphans.add(now, entry)
+        self._end_orphan(now, entry)
+
+    def _end_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        """End a request of another router in the accounts of its pool, if that router has ended."""
         reports = [Progress(request_id=entry.request_id, step=_ORPHANS_STEPS[entry.ending], usage=entry.usage)]
         if entry.served_endpoint is not None:
             served = Progress(request_id=entry.request_id, step=Step.SERVED, endpoint=entry.served_endpoint)
@@ -494,6 +504,8 @@ class Picker:
     def on_router_lost(self, now: float, peer: str) -> None:
         """Forget a router that has ended, or to which the connection is lost."""
         self._release(now, *((each, each.on_router_lost(now, peer).outcomes) for each in self._served.shared()))
+        for entry in self._orphans.take(now, peer):
+            self._end_orphan(now, entry)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``on_deadline`` is due next, or None."""
@@ -562,6 +574,8 @@ class Picker:
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             prefillers=outcome.prefillers,
             continuing=outcome.endpoints[1:] if pool.routing.continues else (),
+            # A member of the prefill pool computes the prompt, so the destination fetches nothing else.
+            kv_source="" if outcome.prefillers else outcome.receipt.kv_source,
             decision=outcome,
         )
 

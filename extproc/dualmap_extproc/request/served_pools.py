@@ -33,16 +33,17 @@ class Mesh:
 
 class ServedPools:
     """The routers of all pools. With ``replicated``, the pools' routers store replication updates for other
-    replicas. ``hash_key`` is the key of the hashes of prompts. With a ``mesh``, each pool has an owner among the
+    replicas. ``hash_key`` and ``epoch_s`` are as for ``PoolRouter``. With a ``mesh``, each pool has an owner among the
     routers.
 
     A pool serves the names of its specification, and the adapters that its engines serve. A name of a specification
     always goes to the pool that specifies it. A pool that prefills for another pool serves no names.
     """
 
-    def __init__(self, *, replicated: bool, hash_key: bytes, mesh: Mesh | None = None) -> None:
+    def __init__(self, *, replicated: bool, hash_key: bytes, epoch_s: float = 0.0, mesh: Mesh | None = None) -> None:
         self._replicated = replicated
         self._hash_key = hash_key
+        self._epoch_s = epoch_s
         self._mesh = mesh
         self._queues = True
         # The routers that may own pools, for the routers of new pools.
@@ -186,7 +187,7 @@ class ServedPools:
         """Return the router of a new pool."""
         mesh = self._mesh
         if mesh is None:
-            return PoolRouter(pool, replicated=self._replicated, hash_key=self._hash_key)
+            return PoolRouter(pool, replicated=self._replicated, hash_key=self._hash_key, epoch_s=self._epoch_s)
         router = SharedRouter(
             pool,
             name=mesh.name,
@@ -195,6 +196,7 @@ class ServedPools:
             owner_changed=partial(mesh.owner_changed, pool.id),
             hash_key=self._hash_key,
             replicated=self._replicated,
+            epoch_s=self._epoch_s,
         )
         router.on_routers(now, self._owners)
         return router

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from dualmap.objects.times import time_text
 from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.connections import Connections
@@ -207,6 +208,7 @@ def pool_document(
     version that the picker uses, which may briefly be older than the latest version (``app.adoption``). A ``suspended``
     endpoint failed several times and temporarily gets no requests. ``engine`` is what the endpoint's engine says.
     ``tokenizer`` is the state of the pool's source of token ids. ``owner`` is the router that decides for the pool.
+    ``leave_at`` is the time at which an endpoint must stop, None for an endpoint without notice.
     """
     return {
         "router": router,
@@ -223,6 +225,7 @@ def pool_document(
                 "held": endpoint.held,
                 "pending_prefill_tokens": endpoint.pending_prefill_tokens,
                 "suspended": endpoint.suspended,
+                "leave_at": None if endpoint.leave_at_s is None else time_text(endpoint.leave_at_s),
                 "engine": _engine(endpoint),
             }
             for endpoint in status.endpoints

@@ -26,7 +26,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 
-_EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
+_EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float | None]]
 _PoolGauge = tuple[str, str, Callable[[PoolSnapshot], float]]
 _Signal = tuple[str, str, Callable[[PoolSignals], float | None]]
 
@@ -71,6 +71,11 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
         lambda endpoint: endpoint.weight,
     ),
     ("suspended", "1 if the endpoint is suspended after failures, else 0.", lambda endpoint: endpoint.suspended),
+    (
+        "leave_timestamp_seconds",
+        "Time at which the endpoint must stop, in seconds since the epoch; absent without notice.",
+        lambda endpoint: endpoint.leave_at_s,
+    ),
 )
 # The gauges of pools, with the name after ``dualmap_``.
 _POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
@@ -275,7 +280,9 @@ def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSig
         family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
         for status in statuses:
             for endpoint in status.endpoints:
-                family.add_metric((status.pool, endpoint.id), endpoint_value(endpoint))
+                value = endpoint_value(endpoint)
+                if value is not None:
+                    family.add_metric((status.pool, endpoint.id), value)
         yield family
     for name, text, pool_value in _POOL_GAUGES:
         family = GaugeMetricFamily(f"dualmap_{name}", text, labels=_POOL)
@@ -285,9 +292,9 @@ def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSig
     for name, text, signal_value in _SIGNALS:
         family = GaugeMetricFamily(f"dualmap_pool_{name}", text, labels=_POOL)
         for pool, of_pool in signals.items():
-            value = signal_value(of_pool)
-            if value is not None:
-                family.add_metric((pool,), value)
+            signal = signal_value(of_pool)
+            if signal is not None:
+                family.add_metric((pool,), signal)
         yield family
     yield _members(statuses)
     yield _kv_event_states(statuses)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dualmap.objects.reservations import CONFIG_MAP
+from dualmap.objects.times import time_text
 from dualmap.pools.claims import LostClaim
 from dualmap.pools.pool import MemberState, TokenSource
 from dualmap_operator.decide import drain, rollout
@@ -127,8 +128,7 @@ def _quoted(name: str) -> str:
 
 
 def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
-    taking = [member for member in members if member.state is not MemberState.DRAINING]
-    if taking:
+    if any(member.accepts for member in members):
         return _Finding(True, "MembersReady", "At least one member accepts requests.")
     if spec.deleting:
         return _Finding(False, "Deleting", "The pool is being deleted.")
@@ -177,14 +177,17 @@ def _progressing(spec: PoolSpec, observed: Observed, members: Sequence[RingMembe
 
 
 def _draining(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
-    leaving = [member.id for member in members if member.state is MemberState.DRAINING]
-    if not leaving:
+    draining = [member for member in members if member.state is MemberState.DRAINING]
+    if not draining:
         return _Finding(False, "NothingDrains", "No member is draining.")
-    return _Finding(
-        True,
-        "WaitingForRequests",
-        f"Waiting up to {spec.drain_timeout_s:g} s for the requests in flight at {named(leaving)}.",
-    )
+    leaving = [member.id for member in draining if member.leave_at_s is None]
+    noticed = [f"{each.id} at {time_text(each.leave_at_s)}" for each in draining if each.leave_at_s is not None]
+    sentences = []
+    if leaving:
+        sentences.append(f"Waiting up to {spec.drain_timeout_s:g} s for the requests in flight at {named(leaving)}.")
+    if noticed:
+        sentences.append(f"These pods must stop: {named(noticed)}.")
+    return _Finding(True, "WaitingForRequests" if leaving else "NoticeGiven", " ".join(sentences))
 
 
 def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
@@ -221,10 +224,10 @@ def _tokens_agree(observed: Observed) -> _Finding:
 def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember], now_s: float) -> _Finding:
     if observed.failures:
         return _Finding(True, "ApplyFailed", "; ".join(observed.failures))
-    taking = any(member.state is not MemberState.DRAINING for member in members)
+    taking = any(member.accepts for member in members)
     if not taking and not _is_scaled_to_zero(spec) and not spec.deleting:
         since_s = _unavailable_since_s(observed)
-        lost = any(member.state is not MemberState.DRAINING for member in observed.published.members)
+        lost = any(member.accepts for member in observed.published.members)
         known = any(each.type == ConditionType.DEGRADED and each.status for each in observed.published.conditions)
         if lost or known or (since_s is not None and now_s - since_s >= NO_MEMBER_GRACE_S):
             return _Finding(True, "NoReadyMember", "No pod of the pool is ready; routers reject requests with 503.")

@@ -19,7 +19,8 @@ class ObservedPod:
     operator's gate. ``in_ring`` is the condition of the operator's gate, None if the pod does not have the gate.
     ``incarnation`` changes with every restart of a container. ``ordinal`` is None for adopted pods. ``address`` is
     empty until the pod has an IP address. ``flaps`` counts recent losses of readiness. ``ended`` is true if the pod has
-    the phase Failed or Succeeded.
+    the phase Failed or Succeeded. ``leave_at_s``, ``invalid_leave_at``, ``killed_at_s`` and ``grace_s`` are as in
+    ``PodFacts``.
     """
 
     name: str
@@ -35,6 +36,10 @@ class ObservedPod:
     ordinal: int | None = None
     revision: str = ""
     flaps: int = 0
+    leave_at_s: float | None = None
+    invalid_leave_at: str = ""
+    killed_at_s: float | None = None
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,10 @@ class ObservedStatefulSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingMember:
-    """One member as published in ``status.ring.members``; ``since_s`` is the time of its last state change."""
+    """One member as published in ``status.ring.members``; ``since_s`` is the time of its last state change.
+
+    ``leave_at_s`` is the time at which a Draining member must stop; None for a member without notice.
+    """
 
     id: str
     address: str
@@ -58,6 +66,12 @@ class RingMember:
     weight: int
     since_s: float
     incarnation: str = ""
+    leave_at_s: float | None = None
+
+    @property
+    def accepts(self) -> bool:
+        """Whether routers may send requests to the member: members that leave get them if no other member does."""
+        return self.state is not MemberState.DRAINING or self.leave_at_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

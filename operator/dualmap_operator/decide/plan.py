@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from dualmap.objects.pods import LEAVE_AT
+from dualmap.objects.times import time_text
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide import drain, ring, rollout
 from dualmap_operator.decide.conditions import conditions, named, no_member_due_s, refused
@@ -22,6 +24,7 @@ from dualmap_operator.names import POOL_LABEL, ConditionType, EventReason
 DRAIN_INTERVAL_S: Final = 0.5
 SYNC_INTERVAL_S: Final = 1.0
 REST_INTERVAL_S: Final = 30.0
+_VALUE_SHOWN: Final = 40
 
 
 def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
@@ -32,7 +35,7 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
     leaving = _leaving(spec, observed, replacing)
     members = ring.next_members(spec, published.members, observed.pods, leaving=leaving, now_s=now_s)
     replicas = _replicas(spec, observed, now_s)
-    warnings = template_warnings(spec)
+    warnings = (*template_warnings(spec), *_invalid_notices(observed.pods))
     status = PoolStatus(
         observed_generation=spec.generation,
         replicas=len(observed.pods),
@@ -104,6 +107,14 @@ def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) 
     if replacing is not None:
         leaving.add(replacing.name)
     return leaving
+
+
+def _invalid_notices(pods: Iterable[ObservedPod]) -> Iterable[str]:
+    """Yield a warning for each pod whose notice cannot be read, which is then ignored."""
+    for pod in pods:
+        if pod.invalid_leave_at:
+            value = repr(pod.invalid_leave_at[:_VALUE_SHOWN])
+            yield f"Pod {pod.name}: annotation {LEAVE_AT} is {value}; give a time such as 2026-11-27T21:00:00Z"
 
 
 def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, ...]:
@@ -189,6 +200,8 @@ def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> I
     back = [
         each for each, state in changed.items() if state is MemberState.ACTIVE and was.get(each) is MemberState.DRAINING
     ]
+    draining = _in_state(changed, MemberState.DRAINING)
+    noticed = {each.id: time_text(each.leave_at_s) for each in after if each.leave_at_s is not None}
     kinds = (
         (EventReason.MEMBER_JOINING, "joined the ring with a rising weight", _in_state(changed, MemberState.JOINING)),
         (EventReason.DRAIN_CANCELLED, "drain cancelled, active again", back),
@@ -200,7 +213,12 @@ def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> I
         (
             EventReason.MEMBER_DRAINING,
             "draining, receives no new requests",
-            _in_state(changed, MemberState.DRAINING),
+            [each for each in draining if each not in noticed],
+        ),
+        (
+            EventReason.MEMBER_DRAINING,
+            "draining, because the pod must stop at this time",
+            [f"{each} ({noticed[each]})" for each in draining if each in noticed],
         ),
         (EventReason.MEMBER_LEFT, "left the ring", [each for each in was if each not in now]),
     )

@@ -6,11 +6,11 @@ may run several operator versions. No function raises; an unreadable field count
 """
 
 from collections.abc import Mapping
-from datetime import datetime
 from ipaddress import ip_address
 from typing import Any, Final
 
 from dualmap.objects.pods import mapping_in, mappings_in, pod_facts, text_in
+from dualmap.objects.times import read_time
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import (
     Condition,
@@ -46,6 +46,10 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         terminating=facts.terminating,
         ended=facts.ended,
         incarnation=facts.incarnation,
+        leave_at_s=facts.leave_at_s,
+        invalid_leave_at=facts.invalid_leave_at,
+        killed_at_s=facts.killed_at_s,
+        grace_s=facts.grace_s,
         ordinal=_ordinal(body),
         revision=text_in(labels, REVISION_LABEL),
     )
@@ -87,15 +91,6 @@ def read_status(status: object) -> PoolStatus:
         ),
         conditions=tuple(condition for condition in conditions if condition is not None),
     )
-
-
-def read_time(text: str) -> float | None:
-    """Return an RFC 3339 time as seconds since the epoch, None if it is invalid."""
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return None if time.tzinfo is None else time.timestamp()
 
 
 def matches(selector: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
@@ -157,6 +152,7 @@ def _member(fields: Mapping[str, Any]) -> RingMember | None:
         weight=_integer(fields, "weight", _FULL_WEIGHT, high=_MAX_WEIGHT),
         since_s=read_time(text_in(fields, "since")) or 0.0,
         incarnation=text_in(fields, "incarnation"),
+        leave_at_s=read_time(text_in(fields, "leaveAt")),
     )
 
 

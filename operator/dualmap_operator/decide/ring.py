@@ -3,6 +3,9 @@
     pod serves --(settled)--> Joining --(ramp)--> Active --(leaving, or pod terminates)--> Draining --> gone
                                                      ^------------- taken back --------------'
 
+A pod with notice must stop at a known time. Its member is Draining with this time, until the pod stops or the notice is
+withdrawn. A pod with notice that serves also joins as Draining: routers use such members if a pool has no other.
+
 A pod that stops serving leaves the ring at once, from any state except a drain that the operator started. When a pod
 serves again, its member is Joining. The member has its old keys, because its id is the pod's name. The member's cache
 counts as empty, because the incarnation differs.
@@ -12,6 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
+from dualmap.objects.times import shown_time
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import ObservedPod, RingMember
 from dualmap_operator.decide.spec import PoolSpec
@@ -98,10 +102,16 @@ def _next(
     )
     if not pod.address:
         return None
+    leave_at_s = _leave_at_s(spec, pod)
     if leaving or pod.terminating:
-        return _draining_member(spec, was, pod, same=same, leaving=leaving, now_s=now_s)
+        member = _draining_member(spec, was, pod, same=same, leaving=leaving, now_s=now_s)
+        return None if member is None else _noticed(member, pod, leave_at_s)
     if not pod.serving:
         return None
+    if leave_at_s is not None:
+        drains = was is not None and was.state is MemberState.DRAINING
+        since_s = was.since_s if was is not None and drains else now_s
+        return _noticed(_member(spec, pod, MemberState.DRAINING, FULL_WEIGHT, since_s), pod, leave_at_s)
     if was is None or not same:
         if was is None and now_s - pod.serving_since_s < settle_s(pod):
             return None
@@ -128,6 +138,27 @@ def _draining_member(
     if not same or not (pod.serving or leaving):
         return None
     return _member(spec, pod, MemberState.DRAINING, was.weight, now_s)
+
+
+def _leave_at_s(spec: PoolSpec, pod: ObservedPod) -> float | None:
+    """Return the time at which a pod must stop; None for a pod without notice.
+
+    The normal termination of a pod is no notice: its grace period covers drain.timeout.
+    """
+    times_s = [pod.leave_at_s]
+    if pod.terminating and pod.grace_s < spec.drain_timeout_s:
+        times_s.append(pod.killed_at_s)
+    # A published time must equal the planned one, or every plan would change the ring.
+    return min((shown_time(each) for each in times_s if each is not None), default=None)
+
+
+def _noticed(member: RingMember, pod: ObservedPod, leave_at_s: float | None) -> RingMember:
+    """Return a Draining member with the time at which it must stop.
+
+    An engine may reject requests from the begin of its termination on, so the routers must send it no more.
+    """
+    weight = 0 if pod.terminating and leave_at_s is not None else member.weight
+    return replace(member, leave_at_s=leave_at_s, weight=weight)
 
 
 def _ramped(spec: PoolSpec, was: RingMember, pod: ObservedPod, now_s: float) -> RingMember:
@@ -171,5 +202,7 @@ def _member(spec: PoolSpec, pod: ObservedPod, state: MemberState, weight: int, s
     )
 
 
-def _identities(members: Iterable[RingMember]) -> frozenset[tuple[str, str, int, MemberState, str]]:
-    return frozenset((each.id, each.address, each.port, each.state, each.incarnation) for each in members)
+def _identities(members: Iterable[RingMember]) -> frozenset[tuple[object, ...]]:
+    return frozenset(
+        (each.id, each.address, each.port, each.state, each.incarnation, each.leave_at_s) for each in members
+    )

@@ -6,10 +6,9 @@ whole seconds.
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from math import floor
 from typing import Any, Final
 
+from dualmap.objects.times import time_text
 from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 
 _CONDITION_STATUS: Final[Mapping[bool | None, str]] = {True: "True", False: "False", None: "Unknown"}
@@ -36,11 +35,6 @@ def status_document(status: PoolStatus) -> dict[str, Any]:
     return document
 
 
-def time_text(time_s: float) -> str:
-    """Return seconds since the epoch in the API's format: RFC 3339, UTC, whole seconds (rounded down)."""
-    return datetime.fromtimestamp(floor(time_s), UTC).isoformat().replace("+00:00", "Z")
-
-
 def _member(member: RingMember) -> dict[str, Any]:
     document: dict[str, Any] = {
         "id": member.id,
@@ -52,6 +46,8 @@ def _member(member: RingMember) -> dict[str, Any]:
     }
     if member.incarnation:
         document["incarnation"] = member.incarnation
+    if member.leave_at_s is not None:
+        document["leaveAt"] = time_text(member.leave_at_s)
     return document
 
 

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Final
 
 from dualmap.engines.source import SourceState
+from dualmap.objects.times import time_text
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
@@ -226,8 +227,11 @@ def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[
 
 
 def _members(status: PoolSnapshot) -> Iterator[Problem]:
+    for each in status.endpoints:
+        if each.leave_at_s is not None:
+            yield Problem(level=Level.OK, text=f"{each.id} is draining and leaves at {time_text(each.leave_at_s)}.")
     for state, doing in ((MemberState.JOINING, "joining"), (MemberState.DRAINING, "draining")):
-        names = [each.id for each in status.endpoints if each.state == state]
+        names = [each.id for each in status.endpoints if each.state == state and each.leave_at_s is None]
         if names:
             yield Problem(level=Level.OK, text=f"{_names(names)} {_be(names)} {doing}.")
 
