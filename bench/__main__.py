@@ -56,6 +56,9 @@ COMMANDS: Final = {
     "kv_store": Benchmark(
         "bench.kv_store", "a KV store that engines share, in virtual time (20 minutes; --quick: 5)", "kv_store"
     ),
+    "notices": Benchmark(
+        "bench.notices", "pods that must stop within seconds, in virtual time (5 minutes; --quick: 1)", "notices"
+    ),
     "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),
     "prefill_decode": Benchmark(
