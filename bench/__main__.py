@@ -57,7 +57,12 @@ COMMANDS: Final = {
         "bench.kv_store", "a KV store that engines share, in virtual time (20 minutes; --quick: 5)", "kv_store"
     ),
     "notices": Benchmark(
-        "bench.notices", "pods that must stop within seconds, in virtual time (5 minutes; --quick: 1)", "notices"
+        "bench.notices", "pods that must stop within seconds, in virtual time (10 minutes; --quick: 3)", "notices"
+    ),
+    "session_moves": Benchmark(
+        "bench.session_moves",
+        "sessions that move with and without their KV, in virtual time (3 minutes)",
+        "session_moves",
     ),
     "peers": Benchmark("bench.peers", "messages and decisions between two routers on loopback (a minute)"),
     "window": Benchmark("bench.window", "the dispatch window, in virtual time (20 minutes; --quick: 3)"),

@@ -84,12 +84,14 @@ async def rows_of(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_hostile_bench_table_has_a_row_for_each_attack() -> None:
     rows = await rows_of("hostile", "--rounds", "1", "--seconds", "2", "--connections", "2")
     assert rows == ["none", "8,000,000 numbers", "941,000 numbers"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_truth_bench_with_processes_has_a_row_for_each_kind(tmp_path: Path) -> None:
     samples = tmp_path / "samples.json"
     rows = await rows_of("truth", "--processes", "--quick", "--json", str(samples))

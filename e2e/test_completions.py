@@ -56,7 +56,7 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
     async def ended() -> bool:
         return sum((await outcomes(deployment)).values()) >= sum(before.values()) + count
 
-    await until(ended, f"{count} requests have ended", timeout_s=20.0)
+    await until(ended, f"{count} requests have ended", timeout_s=60.0)
     return {end: value - before[end] for end, value in (await outcomes(deployment)).items() if value != before[end]}
 
 

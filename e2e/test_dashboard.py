@@ -19,6 +19,7 @@ from harness.browser import Browser, missing
 from harness.fleet import Fleet
 from harness.processes import Child, dualmap_argv
 from harness.stack import write_pool
+from ports import reserved_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,6 +77,16 @@ const before = says(decision);
 const node = list.firstChild;
 return [before, says({ ...decision, at: 1700000000.1, reason: "a jitter of the clock" }),
   says({ ...decision, at: 1700000100, refused: "no_endpoint" }), list.firstChild === node];
+"""
+# Counts the announcements to screen readers, and the changes of the verdict's level.
+COUNT_ANNOUNCEMENTS = """
+const verdict = document.getElementById("verdict");
+let level = verdict.dataset.level;
+window.said = window.changed = 0;
+new MutationObserver(() => { window.said += 1; })
+  .observe(document.getElementById("announcement"), {childList: true, characterData: true, subtree: true});
+new MutationObserver(() => { window.changed += level !== verdict.dataset.level; level = verdict.dataset.level; })
+  .observe(verdict, {attributes: true, attributeFilter: ["data-level"]});
 """
 SEEN = "[...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
 
@@ -307,25 +318,21 @@ async def test_dashboard_fits_narrow_screens(browser: Browser, width: int) -> No
 
 @needs_browser
 async def test_dashboard_announces_only_verdict_changes_to_screen_readers(browser: Browser) -> None:
-    await browser.run(
-        "window.said = 0; new MutationObserver(() => { window.said += 1; })"
-        ".observe(document.getElementById('announcement'), {childList: true, characterData: true, subtree: true})"
-    )
-    level = await browser.run("return document.getElementById('verdict').dataset.level")
+    await browser.run(COUNT_ANNOUNCEMENTS)
     for _ in range(3):
         told = await browser.text("#tiles")
         await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
-    changed = level != await browser.run("return document.getElementById('verdict').dataset.level")
-    assert await browser.run("return window.said") == int(changed)
+    said, changed = await browser.run("return [window.said, window.changed]")
+    assert said == changed
 
 
 @needs_browser
 async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, shared_browser: Browser) -> None:
     write_pool(tmp_path / "pool.yaml", POOL)
-    async with router(tmp_path) as url:
+    port = str(reserved_port())
+    async with router(tmp_path, port=port) as url:
         await shared_browser.open(url)
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")
-        port = url.rstrip("/").rpartition(":")[2]
     await shared_browser.until("document.getElementById('connection').dataset.state === 'lost'")
     async with router(tmp_path, port=port):
         await shared_browser.until("document.getElementById('connection').textContent === 'live'")

@@ -14,8 +14,10 @@ import pytest
 
 from gone import GONE_WITHIN_S, wait_until_gone
 
-DONE_WITHIN_S = 100.0
+DONE_WITHIN_S = 200.0
 POLICIES = ("round_robin", "dualmap")
+
+pytestmark = pytest.mark.timeout(DONE_WITHIN_S + 100)
 
 
 def command(out: Path, *arguments: str) -> list[str]:

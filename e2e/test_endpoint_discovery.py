@@ -17,6 +17,7 @@ from harness.envoy import Envoy
 from harness.settings import pool_of
 from harness.upstream import ENGINE_HEADER, Upstream
 from harness.waiting import until
+from ports import reserved_port
 
 CLUSTER = "llm/qwen"
 
@@ -40,7 +41,7 @@ class Counts:
 class Service:
     """A server with only discovery: Envoy finds no picker and fails open to its fallback."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int) -> None:
         self.counts = Counts()
         self.discovery = Discovery(self.counts)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -62,7 +63,7 @@ class Service:
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
-    service = Service()
+    service = Service(reserved_port())
     await service.start()
     yield service
     await service.stop()

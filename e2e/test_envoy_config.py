@@ -23,7 +23,7 @@ from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
 from harness.waiting import until
-from redis_server import free_port
+from ports import reserved_port
 
 SIZES = [2, 70_000, 12_000_000]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
@@ -350,8 +350,8 @@ async def test_status_listener_exposes_only_readiness_and_stats(
     picker.choose = always(engines[0].endpoint, FIRST)
     settings = dataclasses.replace(
         settings_for([pool_of(engines, name="first")], [picker]),
-        admin=Address(host="127.0.0.1", port=free_port()),
-        status=Address(host="127.0.0.1", port=free_port()),
+        admin=Address(host="127.0.0.1", port=reserved_port()),
+        status=Address(host="127.0.0.1", port=reserved_port()),
     )
     assert settings.status is not None
     status = f"http://127.0.0.1:{settings.status.port}"

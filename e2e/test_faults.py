@@ -26,26 +26,6 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]
 MEMBERS = {"left", "right"}
 
 
-async def until_served(deployment: Deployment) -> None:
-    """Wait until Envoy answers requests without a router.
-
-    In the default mode and in BUFFERED, Envoy fails open at once. In FULL_DUPLEX, Envoy fails open only when every
-    worker has detected that no router is healthy. Before this, requests get 503.
-    """
-    if deployment.mode is not Mode.FULL_DUPLEX:
-        return
-    in_a_row = 0
-
-    async def served() -> bool:
-        nonlocal in_a_row
-        reply = await http1(deployment.envoy.url + CHAT, body=b"{}")
-        assert reply.status in (200, 503), reply
-        in_a_row = in_a_row + 1 if reply.status == 200 else 0
-        return in_a_row >= 8
-
-    await until(served, "Envoy knows that the router is gone")
-
-
 async def test_request_to_dead_first_candidate_retries_at_second(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
@@ -164,7 +144,7 @@ async def test_killed_router_cuts_no_stream_and_fails_no_request(engines: Shared
         await until(past_the_router, "the router has ended its calls for the streams")
         engines.reset()
         await one_pool.kill_router()
-        await until_served(one_pool)
+        await one_pool.wait_until_served_without_router()
         for number in range(12):
             body = padded("scripted", 1000 + number)
             reply = await one_pool.ask(body)
@@ -222,7 +202,7 @@ async def test_envoy_without_router_ignores_client_destination_headers(
     engines: SharedEngines, one_pool: Deployment
 ) -> None:
     await one_pool.kill_router()
-    await until_served(one_pool)
+    await one_pool.wait_until_served_without_router()
     for target in (engines.outsider, engines.left):
         headers = {
             "x-gateway-destination-endpoint": target.endpoint,
@@ -245,7 +225,7 @@ async def test_envoy_without_router_forwards_large_bodies_complete(
     engines: SharedEngines, one_pool: Deployment
 ) -> None:
     await one_pool.kill_router()
-    await until_served(one_pool)
+    await one_pool.wait_until_served_without_router()
     body = padded("scripted", 12_000_000)
     for chunk_bytes in (0, 100_000):
         reply = await one_pool.ask(body, chunk_bytes=chunk_bytes)
@@ -304,7 +284,7 @@ async def test_router_finishes_open_requests_and_exits_0_on_sigterm(
         assert (status, content) == (200, b"".join(EVENTS))
         assert decision
         assert await deployment.router.wait() == 0
-        await until_served(deployment)
+        await deployment.wait_until_served_without_router()
         stop.set()
         # In FULL_DUPLEX requests fail until Envoy has detected the closed port.
         assert set(await load) <= ({200, 503} if mode is Mode.FULL_DUPLEX else {200})

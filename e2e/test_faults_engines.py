@@ -69,9 +69,9 @@ async def busiest(system: ReplicatedSystem) -> Engine:
     return max(system.engines, key=lambda engine: loads[engine.name])
 
 
-def left_behind(exchanges: list[Exchange]) -> int:
-    """Count the requests that take so long that their clients have started the next request."""
-    return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
+def left_behind(exchanges: list[Exchange], engine: Engine) -> int:
+    """Count the requests for which an engine takes so long that their clients have started the next request."""
+    return sum(each.took_s > NEXT_AFTER_S and each.engine == engine.endpoint for each in exchanges)
 
 
 async def test_killed_engine_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
@@ -104,7 +104,7 @@ async def test_hung_engine_gets_few_new_requests(system: ReplicatedSystem) -> No
         await traffic.flowing(80)
         engine.resume()
         await wait_until_used(system, engine)
-    stuck, late = left_behind(incident.everyone), left_behind(since.later)
+    stuck, late = left_behind(incident.everyone, engine), left_behind(since.later, engine)
     incident.report(f"one of three engines hung ({stuck} waited for it, {late} of them sent later)")
     assert stuck > 0
     assert late <= len(since.later) / 10, "it gets few new requests"

@@ -11,7 +11,7 @@ import pytest
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.replicated_system import POOL, ReplicatedSystem
-from harness.traffic import Incident, Outcome, failed
+from harness.traffic import NEXT_AFTER_S, Incident, Outcome, failed
 from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -61,10 +61,10 @@ async def test_kill_of_both_routers_fails_no_request(system: ReplicatedSystem) -
 
 
 async def test_single_hung_router_fails_no_request(system: ReplicatedSystem) -> None:
-    traffic, replicas = system.traffic(), system.replicas
+    traffic, replicas, clock = system.traffic(), system.replicas, asyncio.get_running_loop().time
     async with traffic.running():
         await traffic.streaming(4)
-        incident = traffic.incident()
+        incident, paused_s = traffic.incident(), clock()
         replicas.routers[0].pause()
         await traffic.flowing(40)
 
@@ -72,7 +72,8 @@ async def test_single_hung_router_fails_no_request(system: ReplicatedSystem) -> 
             stats = await replicas.envoy.stats(r"^cluster.dualmap-routers.membership_healthy$")
             return sum(stats.values()) == 1
 
-        await until(left_out, "Envoy uses only the other router", timeout_s=20.0)
+        await until(left_out, "Envoy uses only the other router")
+        noticed_after_s = clock() - paused_s
         since = traffic.incident()
         await traffic.flowing(40)
         assert unrouted(since) == 0
@@ -80,7 +81,9 @@ async def test_single_hung_router_fails_no_request(system: ReplicatedSystem) -> 
         await replicas.in_use(0)
     incident.report("one of two routers stopped")
     assert failed(incident.everyone) == []
-    assert unrouted(incident) <= 24, "only requests sent to it before Envoy noticed"
+    # A client whose request hangs at the router sends its next request after NEXT_AFTER_S.
+    most = len(incident.caught) * (2 + noticed_after_s / NEXT_AFTER_S)
+    assert unrouted(incident) <= most, "only requests sent to it before Envoy noticed"
 
 
 async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem) -> None:
@@ -159,8 +162,9 @@ async def test_wall_clock_jump_fails_no_request(system: ReplicatedSystem, wall_s
         router.set_clock_offsets(wall_s=wall_s)
         await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
         assert await router.metric("dualmap_pool_sessions") == 1, "the session has not expired"
-        assert await router.metric("dualmap_pool_peers") == 1, "the other router is still a peer"
-        assert await router.metric("dualmap_store_up") == 1
+        # On a busy machine, a router may lose Redis for a moment.
+        await wait_for_peers(system, 1)
+        await replicas.wait_for_metric("dualmap_store_up", 1, of=0)
         router.set_clock_offsets()
         await replicas.in_use(0)
     incident.report(f"wall clock off by {wall_s:+.0f} s")

@@ -75,7 +75,7 @@ async def test_large_bodies_stay_below_envoys_memory_limit(
             attackers = [asyncio.ensure_future(attack(envoy.port)) for _ in range(CLIENTS)]
             largest, dropped = 0, 0
             # Envoy drops attackers until the others fit.
-            for _ in range(200):
+            for _ in range(600):
                 largest = max(largest, anonymous_bytes(envoy.child.pid))
                 dropped = sum(each.done() for each in attackers)
                 if dropped > CLIENTS // 2:
@@ -130,9 +130,9 @@ async def test_client_that_reads_nothing_ends_its_request(engine: Upstream, tmp_
     engine.answer = answer_of(200_000)
     async with Picker(choose=always(engine.endpoint, CLUSTER)) as picker:
         generated = to_yaml(bootstrap(settings_for([pool_of([engine])], [picker])))
-        changed = generated.replace("stream_flush_timeout: 120s", "stream_flush_timeout: 2s")
+        changed = generated.replace("stream_flush_timeout: 120s", "stream_flush_timeout: 5s")
         async with Envoy(changed, directory=tmp_path) as envoy, SlowReader(envoy.port, "/") as client:
-            await client.read(0, timeout_s=6.0)
+            await client.read(0, timeout_s=60.0)
             assert client.reset, "Envoy ends the request of a client that reads nothing"
             await picker.wait_for_entries(1)
             async with SlowReader(envoy.port, "/") as slow:
@@ -150,8 +150,9 @@ async def test_connections_above_the_limit_are_closed(engine: Upstream, tmp_path
         async with Envoy(changed, directory=tmp_path) as envoy:
             idle = [await asyncio.open_connection("127.0.0.1", envoy.port) for _ in range(8)]
             closed = [asyncio.create_task(reader.read()) for reader, _ in idle]
-            done, _ = await asyncio.wait(closed, timeout=5.0)
-            assert len(done) == 4
+            # Envoy accepts connections in the order in which clients open them.
+            await asyncio.wait(closed[4:])
+            assert not any(each.done() for each in closed[:4])
             for _, writer in idle:
                 writer.close()
             await asyncio.wait(closed)

@@ -87,11 +87,7 @@ async def test_decode_member_gets_one_prefiller_of_the_receipt_and_none_of_the_c
 
 async def test_envoy_without_router_removes_prefillers_of_clients(site: Site) -> None:
     await site.deployment.kill_router()
-
-    async def served() -> Received:
-        _, received = await site.ask(prompt_of(32, seed="long"), **FORGED)
-        return received
-
-    received = await served()
+    await site.deployment.wait_until_served_without_router()
+    _, received = await site.ask(prompt_of(32, seed="long"), **FORGED)
 
     assert not FORGED.keys() & received.headers.keys()

@@ -97,7 +97,7 @@ async def engine_sample(engines: SharedEngines, name: str, **labels: str) -> flo
 
 
 async def wait_for_engine(engines: SharedEngines, what: str, check: Callable[[], Awaitable[bool]]) -> None:
-    await until(check, f"the slow engine {what}", timeout_s=20.0)
+    await until(check, f"the slow engine {what}", timeout_s=60.0)
 
 
 async def test_client_disconnect_in_any_phase_aborts_the_request(

@@ -60,6 +60,13 @@ async def outcomes(deployment: Deployment, envoy: Envoy, count: int = 8) -> Coun
     return Counter((reply.status, DECISION in reply.headers) for reply in replies)
 
 
+def replace(file: Path, content: bytes) -> None:
+    """Replace a file at once, because Envoy's health checks may make the router read it at any time."""
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_bytes(content)
+    fresh.rename(file)
+
+
 def client_options(folder: Path) -> tuple[str, ...]:
     """Return the options for an Envoy with the client certificate and key in this folder."""
     return "--tls", "on", "--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key")
@@ -138,17 +145,17 @@ async def test_half_replaced_certificate_keeps_last_valid_certificate(engines: S
         envoy_arguments=("--tls", "on"),
     ) as deployment:
         router = deployment.router
-        (folder / "tls.crt").write_bytes(new[1])
+        replace(folder / "tls.crt", new[1])
         for _ in range(5):
             await assert_shown(deployment, old)
         assert router.output().count(REFUSED) == 1
-        (folder / "tls.key").write_bytes(new[0][:100])
+        replace(folder / "tls.key", new[0][:100])
         for _ in range(5):
             await assert_shown(deployment, old)
         assert router.output().count(REFUSED) == 2
         async with deployment.another_envoy("meanwhile") as envoy:
             assert await outcomes(deployment, envoy) == {(200, True): 8}
-        (folder / "tls.key").write_bytes(new[0])
+        replace(folder / "tls.key", new[0])
         for _ in range(5):
             await assert_shown(deployment, new)
         assert (router.output().count(REFUSED), router.output().count(TAKEN_UP)) == (2, 1)
@@ -219,7 +226,7 @@ async def test_envoy_uses_renewed_client_certificate_without_restart(engines: Sh
     ) as deployment:
         assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}
         mount_pair(folder, new.pair("envoy"), version=2)
-        client_ca.write_bytes(new.pem)
+        replace(client_ca, new.pem)
         async with deployment.another_envoy("newcomer") as newcomer:
             assert await outcomes(deployment, newcomer) == {(200, True): 8}
         # The router presents the new certificate on new connections. After a restart, all connections are new.

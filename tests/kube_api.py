@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ports import reserved_port
 from web_server import WebServer
 
 Body = dict[str, Any]
@@ -47,14 +48,13 @@ class KubeApi:
         self._may_list = asyncio.Event()
         self._may_list.set()
         self._server: WebServer | None = None
-        self._port = 0
+        self._port = reserved_port()
 
     async def start(self) -> None:
         application = web.Application()
         application.router.add_get("/{path:.*}", self._get)
         self._server = WebServer(application, port=self._port, shutdown_timeout=0.01)
         await self._server.start()
-        self._port = self._server.port
         write_kubeconfig(self.kubeconfig, f"http://127.0.0.1:{self._port}")
 
     async def stop(self) -> None:

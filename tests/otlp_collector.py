@@ -9,12 +9,14 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from ports import reserved_port
+
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """``spans`` has all received spans, ``resources`` the senders' attributes; port 0 selects a free port."""
+    """``spans`` has all received spans, ``resources`` the senders' attributes. A restart uses the same port."""
 
-    def __init__(self, port: int = 0) -> None:
-        self.port = port
+    def __init__(self) -> None:
+        self.port = reserved_port()
         self.spans: list[Span] = []
         self.resources: list[dict[str, Any]] = []
         self._server: grpc.Server | None = None
@@ -26,7 +28,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(max_workers=2), options=[("grpc.so_reuseport", 0)])
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self._server.start()
 
     def stop(self) -> None:

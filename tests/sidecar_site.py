@@ -20,6 +20,7 @@ from dualmap_sidecar.proxy import Proxy
 from dualmap_sidecar.server import Server
 from dualmap_sidecar.settings import Limits, Settings
 from dualmap_sidecar.targets import read_allowed
+from ports import reserved_port
 
 PARAMETERS = {
     "do_remote_prefill": True,
@@ -68,8 +69,8 @@ class RecordedEngine:
 
     async def start(self) -> None:
         self._web = web.Server(self._handle, handler_cancellation=True, auto_decompress=False, max_field_size=65_536)
+        self.port = self.port or reserved_port()
         self._server = await asyncio.get_running_loop().create_server(self._web, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Close the listener and every connection, as the end of a process does."""

@@ -19,7 +19,7 @@ from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
-from dualmap.receipt import CandidateReceipt, Key, Receipt, source_of
+from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost, source_of
 from dualmap.requests import Request
 
 
@@ -68,6 +68,19 @@ class Chooser:
             )
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
+    def with_pull(self, now: float, request: Request) -> Request:
+        """Return a request that other members can fetch from its session's host, if the pool's engines can do so."""
+        if request.session is None or not self._pool.routing.session.migration.pull:
+            return request
+        binding = self.sessions.get(now, request.session)
+        if binding is None or not self._candidates.source(binding.host):
+            return request
+        view = self._candidates.view(now, request.chain, tokens=request.tokens)
+        held = view.candidate(binding.host, Hint(binding.hint_tokens, binding.moved_s)).matched_tokens
+        if held <= request.stored.tokens:
+            return request
+        return request._replace(stored=request.stored._replace(tokens=held))
+
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         chain = request.chain
@@ -101,6 +114,7 @@ class Chooser:
             ring_walk=partial(ring.walk, key.hash),
             room_tokens=self._pool.engine.cache_tokens,
             host=host,
+            last_member="" if binding is None else binding.host,
             may_move=binding is None or self._may_move(now, binding),
         )
 
@@ -220,12 +234,18 @@ class Chooser:
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
-            fetch_tokens=chosen.fetch_tokens if self._pool.kv_store.is_used else None,
+            fetch_tokens=chosen.fetch_tokens if self._pool.fetches_kv else None,
+            host=self._session_host(situation.last_member),
             source=source_of(chosen),
             adapter=self._candidates.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple([CandidateReceipt.of(each, waited_s) for each in considered]),
         )
+
+    def _session_host(self, member: str) -> SessionHost | None:
+        if not member:
+            return None
+        return SessionHost(member, self._candidates.source(member) if self._pool.fetches_kv else "")
 
     def _new_tree(self, pool: Pool) -> HotnessTree:
         prefix = pool.routing.prefix

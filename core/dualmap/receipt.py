@@ -76,6 +76,16 @@ class PrefillReceipt(NamedTuple):
         return {"where": _REMOTE, "pool": self.pool, "receipt": self.receipt.as_json()}
 
 
+class SessionHost(NamedTuple):
+    """The member that computed the last request of a session. Other members fetch KV from ``source`` (``ip:port``).
+
+    ``source`` is empty if no member can fetch from it.
+    """
+
+    id: str
+    source: str = ""
+
+
 class Receipt(NamedTuple):
     """The reason for a choice of member. ``pair`` is in ring order (ring 1, ring 2). ``reason`` completes "because".
 
@@ -84,7 +94,8 @@ class Receipt(NamedTuple):
     router's own ``records``. ``adapter`` says whether the chosen member has the request's LoRA adapter: ``loaded``,
     ``absent`` or ``unknown``. It is empty for the base model. ``prefill`` is None for a pool without a prefill pool.
     If a member of the prefill pool computes the prompt, ``predicted_ttft_s`` is of that member. ``fetch_tokens`` are
-    the tokens that the chosen member is expected to fetch from the pool's KV store; None if the pool has no store.
+    the tokens that the chosen member is expected to fetch from the pool's KV store or from the session's host; None if
+    members fetch no KV. ``host`` is None for a request without a session, or of a new session.
     """
 
     pool: str
@@ -103,6 +114,17 @@ class Receipt(NamedTuple):
     adapter: str = ""
     prefill: PrefillReceipt | None = None
     fetch_tokens: int | None = None
+    host: SessionHost | None = None
+
+    @property
+    def moved_from(self) -> str:
+        """The member that the request's session leaves; empty if the session stays, is new, or is none."""
+        return "" if self.host is None or self.host.id == self.chosen else self.host.id
+
+    @property
+    def kv_source(self) -> str:
+        """The endpoint from which the chosen member can fetch the KV of a session that moves; empty for none."""
+        return self.host.source if self.host is not None and self.moved_from else ""
 
     def header(self, fields: ReceiptFields = ReceiptFields.FULL) -> str:
         """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``.
@@ -117,10 +139,11 @@ class Receipt(NamedTuple):
         pair = " ".join(map(_sf_string, self.pair))
         adapter = f", adapter={_sf_string(self.adapter)}" if self.adapter else ""
         fetch = "" if self.fetch_tokens is None else f", fetch={self.fetch_tokens}"
+        moved = f", moved_from={_sf_string(self.moved_from)}" if self.moved_from else ""
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={chosen}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}, "
-            f"source={_sf_string(self.source)}{adapter}{fetch}{self._prefill_fields()}"
+            f"source={_sf_string(self.source)}{adapter}{fetch}{moved}{self._prefill_fields()}"
         )
 
     def _prefill_fields(self) -> str:
@@ -153,7 +176,9 @@ class Receipt(NamedTuple):
         fields = self._asdict()
         if not self.adapter:
             del fields["adapter"]
-        del fields["prefill"]
+        del fields["prefill"], fields["host"]
+        if self.moved_from:
+            fields["moved_from"] = self.moved_from
         if self.prefill is not None:
             fields["prefill"] = self.prefill.as_json()
         candidates = [each._asdict() for each in self.candidates]

@@ -65,7 +65,8 @@ class PoolRouter:
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch, queue or reject the request."""
         moved = self._resume(now)
-        effects = self._dispatcher.place(now, self._fleet.recounted(request))
+        request = self._chooser.with_pull(now, self._fleet.recounted(request))
+        effects = self._dispatcher.place(now, request)
         return Effects(effects.answer, moved + effects.outcomes) if moved else effects
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:

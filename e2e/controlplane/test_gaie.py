@@ -165,13 +165,16 @@ async def test_chart_in_mode_gaie_uses_all_of_its_rights(site: PickerSite, helm:
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    requests = await asyncio.to_thread(site.requests_of, f"dualmap-epp-{POOL}")
-    assert [each for each in requests if each["responseStatus"]["code"] == 403] == []
-    used = {
-        (each["objectRef"].get("apiGroup", ""), each["objectRef"]["resource"], each["verb"])
-        for each in requests
-        if "objectRef" in each
-    }
+    used: set[tuple[str, str, str]] = set()
+
+    async def all_used() -> bool:
+        requests = await asyncio.to_thread(site.requests_of, f"dualmap-epp-{POOL}")
+        assert [each for each in requests if each["responseStatus"]["code"] == 403] == []
+        objects = [(each["objectRef"], each["verb"]) for each in requests if "objectRef" in each]
+        used.update((each.get("apiGroup", ""), each["resource"], verb) for each, verb in objects)
+        return used >= granted
+
+    await until_so(all_used, f"the pickers use all of {granted}")
     assert used == granted
     await site.run("helm uninstall dualmap --namespace llm --wait --timeout 5m", helm=helm)
 

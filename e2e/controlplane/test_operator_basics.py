@@ -13,8 +13,8 @@ OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
 # Time limits for the takeover by another operator, and for an operator's exit after SIGTERM.
-TAKE_OVER_S = 20.0
-STOP_S = 15.0
+TAKE_OVER_S = 60.0
+STOP_S = 30.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
 
 
@@ -110,7 +110,7 @@ async def test_deleted_child_object_is_recreated(product: Product, kind: str) ->
         uid = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}", check=False)
         return "NotFound" not in uid and uid != before
 
-    await until(back, f"{kind} is back", timeout_s=10.0)
+    await until(back, f"{kind} is back", timeout_s=60.0)
     child = json.loads(await product.kubectl("get", f"{kind}/qwen", "-o", "json"))
     (owner,) = child["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"], owner["controller"]) == ("InferencePool", "qwen", True)
@@ -135,7 +135,7 @@ async def test_edited_child_objects_are_restored(product: Product) -> None:
         ]
         return seen == ["1", "qwen", "1"]
 
-    await until(undone, "all three are as they were", timeout_s=30.0)
+    await until(undone, "all three are as they were", timeout_s=60.0)
 
 
 async def test_deleted_pool_drains_and_removes_child_objects(product: Product) -> None:

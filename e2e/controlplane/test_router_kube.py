@@ -20,7 +20,7 @@ from harness.stack import Router
 from harness.waiting import until
 
 POOLS = "inferencepools"
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 class Served:

@@ -21,7 +21,7 @@ from harness.upstream import ENGINE_HEADER
 from harness.waiting import until
 
 CHAT = "/v1/chat/completions"
-REST_TIMEOUT_S = 20.0
+REST_TIMEOUT_S = 60.0
 
 Document = Mapping[str, Any]
 Edit = Callable[[str], str]
@@ -64,7 +64,7 @@ class Deployment:
 
     async def stop(self) -> None:
         """Stop Envoy and the router."""
-        await self.envoy.child.stop()
+        await self.envoy.stop()
         await self.router.stop()
 
     def another_envoy(self, name: str, *, edit: Edit | None = None, arguments: tuple[str, ...] | None = None) -> Envoy:
@@ -99,6 +99,25 @@ class Deployment:
             return in_a_row >= 4 * self._workers
 
         await until(asked, "Envoy uses the router", timeout_s=REST_TIMEOUT_S)
+
+    async def wait_until_served_without_router(self) -> None:
+        """Wait until Envoy answers requests without a router.
+
+        In the default mode and in BUFFERED, Envoy fails open at once. In FULL_DUPLEX, Envoy fails open only when every
+        worker has detected that no router is healthy. Before this, requests get 503.
+        """
+        if self.mode is not Mode.FULL_DUPLEX:
+            return
+        in_a_row = 0
+
+        async def served() -> bool:
+            nonlocal in_a_row
+            reply = await http1(self.envoy.url + CHAT, body=b"{}")
+            assert reply.status in (200, 503), reply
+            in_a_row = in_a_row + 1 if reply.status == 200 else 0
+            return in_a_row >= 4 * self._workers
+
+        await until(served, "Envoy knows that the router is gone")
 
     async def ask(
         self,

@@ -61,7 +61,12 @@ class Envoy:
         listeners = await self.admin_json("/listeners?format=json")
         address = listeners["listener_statuses"][0]["local_address"]["socket_address"]
         self.port = int(address["port_value"])
-        fail_open.watch_envoy(self, self.admin)
+        fail_open.watch_envoy(self.child, self.admin)
+
+    async def stop(self) -> None:
+        """Stop Envoy, and count its failures before."""
+        fail_open.end(self.child)
+        await self.child.stop()
 
     async def _ready(self) -> bool:
         assert self.child.returncode is None, f"Envoy exited:\n{self.child.output()[-4000:]}"
@@ -111,5 +116,4 @@ class Envoy:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        fail_open.end(self)
-        await self.child.stop()
+        await self.stop()

@@ -12,28 +12,30 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from harness.processes import Child
+
 # Envoy's counter of GOAWAYs is not read, because a draining router sends one. The router counts its GOAWAYs by reason.
 _ENVOY: Final = r"ext_proc\.(failure_mode_allowed|streams_failed|spurious_msgs_received|message_timeouts)$"
 _GOAWAYS: Final = re.compile(r'^dualmap_http2_goaways_total\{reason="(?!drain")(\w+)"\} (\S+)$', re.MULTILINE)
 _GOAWAY: Final = "goaway "
-_TIMEOUT_S: Final = 5.0
+_TIMEOUT_S: Final = 10.0
 
 # How to read the counters of each running process, and what each process has counted.
-_running: dict[object, Callable[[], Counter[str]]] = {}
-_counted: dict[object, Counter[str]] = {}
+_running: dict[Child, Callable[[], Counter[str]]] = {}
+_counted: dict[Child, Counter[str]] = {}
 
 
-def watch_envoy(process: object, admin: str) -> None:
+def watch_envoy(process: Child, admin: str) -> None:
     """Count the failures of an Envoy from now on; ``admin`` is the URL of its admin interface."""
     _running[process] = lambda: _of_envoy(admin)
 
 
-def watch_router(process: object, status: str) -> None:
+def watch_router(process: Child, status: str) -> None:
     """Count the GOAWAYs of a router from now on; ``status`` is the URL of its metrics port."""
     _running[process] = lambda: _of_router(status)
 
 
-def end(process: object) -> None:
+def end(process: Child) -> None:
     """Read the counters of a process for the last time, before it ends."""
     _read(process)
     _running.pop(process, None)
@@ -51,13 +53,13 @@ def goaways(failures: Counter[str]) -> Counter[str]:
     return Counter({name: count for name, count in failures.items() if name.startswith(_GOAWAY)})
 
 
-def _read(process: object) -> None:
-    """Read the counters of a process. Those of a process that does not answer, as after a crash, stay as they were.
+def _read(process: Child) -> None:
+    """Read the counters of a process. Those of a process that has ended or does not answer stay as they were.
 
-    After a crash, another program may use the port and answer something else than HTTP.
+    After the end of a process, another program may use its port, and answer with its own counters.
     """
     read = _running.get(process)
-    if read is not None:
+    if read is not None and process.returncode is None:
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             _counted[process] = read()
 

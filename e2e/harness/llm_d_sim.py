@@ -7,7 +7,6 @@ simulator publishes to it, and the router subscribes at the member's address.
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from emulated_cluster.control_plane.build import binaries_folder
 from harness.processes import START_TIMEOUT_S, Child
 from harness.stack import PoolMember
 from harness.waiting import until
+from ports import reserved_port
 
 
 class Forwarder:
@@ -60,7 +60,7 @@ class LlmDSim(Child):
         self, *, directory: Path, name: str, host: str, events_port: int = 0, arguments: Sequence[str] = ()
     ) -> None:
         self.host = host
-        self.port = _free_port(host)
+        self.port = reserved_port(host)
         self._forwarder = Forwarder(host=host, port=events_port)
         self.events_port = self._forwarder.port
         argv: list[str | Path] = [
@@ -111,9 +111,3 @@ class LlmDSim(Child):
 def _bound(bound: "zmq.Socket[Any]", endpoint: str) -> str:
     bound.bind(endpoint)
     return str(bound.getsockopt_string(zmq.LAST_ENDPOINT))
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

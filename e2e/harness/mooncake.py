@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.processes import Child
 from harness.waiting import until
+from ports import reserved_port
 
 MASTER = Path(sys.executable).with_name("mooncake_master")
 # A segment of memory for the keys, and a buffer, in bytes.
@@ -39,7 +40,7 @@ class Mooncake:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._rpc, self._http, self._holder_port = (_free_port() for _ in range(3))
+        self._rpc, self._http, self._holder_port = (reserved_port() for _ in range(3))
         self.url = f"http://127.0.0.1:{self._http}"
         arguments = [f"-rpc_port={self._rpc}", f"-metrics_port={self._http}"]
         hosts = ["-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1"]
@@ -68,10 +69,3 @@ class Mooncake:
     async def _accepts(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._http)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port

@@ -133,7 +133,7 @@ class PdSite:
             await self._stack.enter_async_context(engine)
         members = [PoolMember(id=e.name, address=e.host, port=e.port) for e in (self.first, self.second)]
         file = write_pool(self._directory / "prefill.json", pool_document(members, name="prefill"))
-        arguments: Sequence[str] = ("--pool", str(file), "--prefill-timeout", "3s", "--continue")
+        arguments: Sequence[str] = ("--pool", str(file), "--prefill-timeout", "5s", "--continue")
         self.proxy = PdProxy(self.decoder.endpoint, *arguments, directory=self._directory)
         await self._stack.enter_async_context(self.proxy)
         self.envoy = Envoy(ENVOY.format(port=self.proxy.port), directory=self._directory)

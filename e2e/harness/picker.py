@@ -23,6 +23,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from dualmap_extproc import names
 from dualmap_extproc.wire import access_log_pb2, base_pb2, discovery_pb2, ext_proc_pb2
 from harness.waiting import until
+from ports import reserved_port
 
 MESSAGE_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 62_000
@@ -76,7 +77,7 @@ class Picker:
     _server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free port for 0; do nothing if the picker already listens."""
+        """Listen on ``port``, or on a reserved port for 0; do nothing if the picker already listens."""
         if self._server is not None:
             return
         server = grpc.aio.server(
@@ -93,7 +94,8 @@ class Picker:
         health = health_aio.HealthServicer()
         await health.set("", HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self.port or reserved_port()
+        server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         self._server = server
 

@@ -19,11 +19,9 @@ from harness.processes import Child
 from harness.resources import ProcessResources, resources_of, wait_for_release
 from harness.stack import Router, write_pool
 from harness.waiting import until
-from redis_server import free_port
+from ports import reserved_port
 
-REST_TIMEOUT_S = 30.0
-# A router drains for up to 25 s.
-DRAIN_TIMEOUT_S = 40.0
+REST_TIMEOUT_S = 60.0
 GAUGES = (
     "dualmap_endpoint_in_flight_requests",
     "dualmap_endpoint_pending_prefill_tokens",
@@ -59,7 +57,7 @@ class Replicas:
             (directory / f"router-{number}").mkdir(parents=True)
             for name, document in pools.items():
                 self.write(name, document, only=number)
-        fixed: list[dict[str, int]] = [{"grpc": free_port()} if peers else {} for _ in range(routers)]
+        fixed: list[dict[str, int]] = [{"grpc": reserved_port()} if peers else {} for _ in range(routers)]
         for ports in fixed if peers else ():
             self._router_arguments += ("--peer", f"127.0.0.1:{ports['grpc']}")
         self.routers = [self._router(number, ports) for number, ports in enumerate(fixed)]
@@ -79,7 +77,7 @@ class Replicas:
 
     async def stop(self) -> None:
         """Stop Envoy and the routers."""
-        await self.envoy.child.stop()
+        await self.envoy.stop()
         await asyncio.gather(*(router.stop() for router in self.routers))
 
     async def restart_router(self, number: int) -> None:
@@ -100,7 +98,7 @@ class Replicas:
     async def end_router(self, number: int) -> None:
         """Send SIGTERM to a router and wait until it has drained; fail if the exit status is not 0."""
         self.routers[number].terminate()
-        assert await self.routers[number].wait(timeout_s=DRAIN_TIMEOUT_S) == 0
+        assert await self.routers[number].wait() == 0
 
     async def in_use(self, number: int, *, more: int = 8) -> None:
         """Wait until a router has routed ``more`` additional requests."""

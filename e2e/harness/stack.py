@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness import fail_open, movable_clocks
 from harness.processes import Child, dualmap_argv, python_argv
+from ports import reserved_port
 
 HASH_KEY = b"the hash key of the end-to-end tests"
 
@@ -63,7 +63,7 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 
 
 class Router(Child):
-    """A ``dualmap router`` on free ports of 127.0.0.1, or on the given ones after a restart.
+    """A ``dualmap router`` on reserved ports of 127.0.0.1, or on the given ones after a restart.
 
     All routers have the same hash key, so that a prompt has the same pair in every run. With ``with_movable_clocks`` a
     test can move the router's clocks.
@@ -86,7 +86,7 @@ class Router(Child):
         argv += arguments
         argv += [part for pool in pools for part in ("--pool", str(pool))]
         for port in ("grpc", "health", "metrics", "als"):
-            argv += [f"--{port}-port", str(fixed.get(port, 0))]
+            argv += [f"--{port}-port", str(fixed.get(port) or reserved_port())]
         self._offsets = directory / f"{name}.clocks"
         run = python_argv(movable_clocks.__file__, self._offsets, *argv) if with_movable_clocks else dualmap_argv(*argv)
         super().__init__(name, run, directory=directory)
@@ -138,9 +138,9 @@ class Router(Child):
 
 
 class Engine(Child):
-    """A ``dualmap engine-sim`` on a free or a given port; a restart uses the same ports.
+    """A ``dualmap engine-sim`` on a reserved or a given port; a restart uses the same ports.
 
-    With ``kv_events``, the engine publishes KV events on free ports.
+    With ``kv_events``, the engine publishes KV events on reserved ports.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Engine(Child):
         self._arguments = ("--model", "qwen-model", *arguments)
         super().__init__(name, (), directory=directory)
         self.host = host
-        self.port = port
-        self._kv_ports = ("0", "0") if kv_events else None
+        self.port = port or reserved_port(host)
+        self._kv_ports = (reserved_port(host), reserved_port(host)) if kv_events else None
 
     @property
     def endpoint(self) -> str:
@@ -169,15 +169,11 @@ class Engine(Child):
         return PoolMember(id=self.name, address=self.host, port=self.port)
 
     async def start(self) -> None:
-        """Start the engine and wait for its ready line, which has the ports."""
+        """Start the engine and wait for its ready line."""
         before = len(self.output())
         self.argv = dualmap_argv("engine-sim", "--host", self.host, "--port", str(self.port), *self._arguments)
         if self._kv_ports is not None:
-            live, replay = self._kv_ports
+            live, replay = map(str, self._kv_ports)
             self.argv += ["--kv-events", "--kv-events-port", live, "--kv-events-replay-port", replay]
         await super().start()
-        line = await self.wait_for_line(r"ready.*?http=\S+:(\d+)(.*)\n", after=before)
-        self.port = int(line[1])
-        if self._kv_ports is not None:
-            live, replay = re.findall(r"kv_\w+=\S+:(\d+)", line[2])
-            self._kv_ports = (live, replay)
+        await self.wait_for_line(r"ready.*\n", after=before)

@@ -9,6 +9,7 @@ from typing import Self
 
 from aiohttp import web
 
+from ports import reserved_port
 from web_server import WebServer
 
 BODY_LIMIT = 1 << 30
@@ -76,13 +77,13 @@ class Upstream:
         return f"{self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free port for 0."""
+        """Listen on ``port``, or on a reserved port for 0."""
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(self._sign)
+        self.port = self.port or reserved_port(self.host)
         self._server = WebServer(app, host=self.host, port=self.port, shutdown_timeout=1.0)
         await self._server.start()
-        self.port = self._server.port
 
     async def stop(self) -> None:
         """Close the port and every connection."""

@@ -18,7 +18,7 @@ import aiohttp
 from emulated_cluster.waiting import until
 from harness.processes import Child
 from harness.stack import PoolMember
-from redis_server import free_port
+from ports import reserved_port
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = os.environ.get("DUALMAP_VLLM_PYTHON")
@@ -58,7 +58,7 @@ class Vllm(Child):
     def __init__(self, model: Path, *, directory: Path, name: str, arguments: Sequence[str] = ()) -> None:
         assert PYTHON is not None
         self.host = "127.0.0.1"
-        self.port, self.events_port, replay_port = free_port(), free_port(), free_port()
+        self.port, self.events_port, replay_port = (reserved_port() for _ in range(3))
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

@@ -16,6 +16,7 @@ NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
 PREFILLER_HEADER: Final = "x-prefiller-host-port"
 PREFILLERS_HEADER: Final = "x-dualmap-prefillers"
 CONTINUE_HEADER: Final = "x-dualmap-continue"
+KV_SOURCE_HEADER: Final = "x-kv-cache-source-host-port"
 RESERVED_HEADER_PREFIXES: Final = (
     "x-gateway-destination-endpoint",
     "x-dualmap-",

@@ -16,6 +16,8 @@ INTERRUPTED: Final = (
     b'data: {"error":{"message":"the engine ended within the answer, and no other engine continued it",'
     b'"type":"server_error","code":"stream_interrupted"}}\n\n'
 )
+EVENT_BYTES_MAX: Final = 1024 * 1024
+"""The longest event of a stream that can be continued. A chunk of an answer has some hundred bytes."""
 _DATA: Final = b"data:"
 _COMPLETION_TOKENS: Final = 16
 """Tokens of a completion without ``max_tokens``, in OpenAI's API and in vLLM."""
@@ -210,6 +212,10 @@ class Continuation:
         return _event(json.dumps({**head, "object": kind, "choices": choices, **counted}).encode())
 
 
+class EventTooLong(Exception):
+    """An event of a stream has more than EVENT_BYTES_MAX bytes."""
+
+
 class Events:
     """Splits a stream into its events, each with the empty line at its end."""
 
@@ -217,8 +223,10 @@ class Events:
         self._rest = b""
 
     def split(self, piece: bytes) -> list[bytes]:
-        """Return the events that are complete with this piece."""
+        """Return the events that are complete with this piece. Raises EventTooLong for an incomplete event."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise EventTooLong
         return [event + b"\n\n" for event in events]
 
 

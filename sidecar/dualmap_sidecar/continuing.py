@@ -11,7 +11,14 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from dualmap_edge.logs import get_logger
-from dualmap_sidecar.continuation import DONE, INTERRUPTED, Continuation, Events
+from dualmap_sidecar.continuation import (
+    DONE,
+    EVENT_BYTES_MAX,
+    INTERRUPTED,
+    Continuation,
+    Events,
+    EventTooLong,
+)
 from dualmap_sidecar.messages import EngineAnswer, for_prefiller
 from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.outcomes import Continued
@@ -94,7 +101,7 @@ async def _copy(answer: EngineAnswer, response: web.StreamResponse, state: Conti
 
 
 async def _events(answer: EngineAnswer) -> AsyncIterator[bytes]:
-    """Yield the complete events of an engine's stream, until the stream ends or breaks."""
+    """Yield the complete events of an engine's stream, until the stream ends or breaks, or an event is too long."""
     events = Events()
     try:
         async for piece in answer.pieces():
@@ -102,3 +109,5 @@ async def _events(answer: EngineAnswer) -> AsyncIterator[bytes]:
                 yield event
     except (aiohttp.ClientError, OSError):
         return
+    except EventTooLong:
+        _log.warning("Ending an engine's stream with an event that is too long", longest_bytes=EVENT_BYTES_MAX)

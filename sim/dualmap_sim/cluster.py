@@ -417,8 +417,8 @@ class Cluster:
         usage = Usage(
             prompt_tokens=work.prompt_tokens,
             completion_tokens=work.output_tokens,
-            # Engines count the tokens that they fetched from a store as cached.
-            cached_tokens=record.cached_tokens + (record.pulled_tokens if self._store is not None else 0)
+            # Engines count the tokens that they fetched as cached.
+            cached_tokens=record.cached_tokens + (record.pulled_tokens if self._config.pool.fetches_kv else 0)
             if self._config.reports_cached_tokens
             else None,
         )

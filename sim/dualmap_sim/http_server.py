@@ -75,6 +75,7 @@ class EngineHttpServer:
                 speed=settings.speed,
                 block_tokens=config.block_tokens,
                 release=self._driver.release_kv,
+                match=engine.cache.match,
             )
         self._unanswered = 0
         self._draining = False
@@ -134,6 +135,7 @@ class EngineHttpServer:
         app.router.add_get("/metrics", self._metrics_page)
         if self._handover is not None:
             app.router.add_post(kv_handover.PATH, self._handover.hand_over)
+            app.router.add_post(kv_handover.CACHE_PATH, self._handover.hand_over_cached)
         app.router.add_get("/kv_event_sources", self._kv_event_sources)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/sleep", self._sleep)
@@ -225,6 +227,8 @@ class EngineHttpServer:
                 assert stream is not None
                 return stream
             work = pulled
+        elif self._handover is not None and (source := request.headers.get(kv_handover.SOURCE_HEADER)):
+            work = await self._pull_cached(work, source)
         generation = self._driver.start(work, stream=call.stream, finish_reason=finish_reason)
         try:
             if call.stream:
@@ -260,6 +264,18 @@ class EngineHttpServer:
             await stream.write_eof()
             return None
         return replace(work, pulled_tokens=work.prompt_tokens)
+
+    async def _pull_cached(self, work: EngineRequest, source: str) -> EngineRequest:
+        """Return the request with what another engine's cache holds of its prompt; compute it if the pull fails."""
+        assert self._handover is not None
+        whole = (work.prompt_tokens - 1) // self._settings.config.block_tokens
+        try:
+            tokens = await self._handover.pull_cached(
+                source, work.blocks[:whole], cached_tokens=self._engine.cached_tokens(work)
+            )
+        except KvNotPulled:
+            return work
+        return replace(work, pulled_tokens=tokens)
 
     async def _embeddings(self, request: web.Request) -> web.StreamResponse:
         inputs = openai_api.embedding_inputs(await self._body(request))

@@ -138,7 +138,9 @@ def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
     # A counter with a label has no series before its first increment. Another test compares the names with
     # docs/metrics.md.
-    unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total"}
+    unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total", "dualmap_http2_goaways_total"}
+    # The recorded pools have no KV store and no prefill pool.
+    unseen |= {"dualmap_kv_store_up", "dualmap_prefills_total"}
     assert asked - recorded - unseen == set()
 
 
@@ -230,6 +232,35 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
     "one router does not reach Redis": (
         changed("dualmap_store_up", Series(0), pod="router-1"),
         {"DualMapRedisUnreachable"},
+    ),
+    "one router leaves the KV store alone": (
+        {
+            f'dualmap_kv_store_up{{{ROUTER},pool="llm/qwen"}}': Series(0),
+            f'dualmap_kv_store_up{{{ROUTER.replace("router-0", "router-1")},pool="llm/qwen"}}': Series(1),
+        },
+        {"DualMapKvStoreLeftAlone"},
+    ),
+    "the prefill pool is full for a tenth of the prompts": (
+        {
+            f'dualmap_prefills_total{{where="remote",{ROUTER},pool="llm/qwen"}}': Series(0, 9),
+            f'dualmap_prefills_total{{where="full",{ROUTER},pool="llm/qwen"}}': Series(0, 1),
+        },
+        {"DualMapPrefillsLocal"},
+    ),
+    "most prompts are short": (
+        {
+            f'dualmap_prefills_total{{where="remote",{ROUTER},pool="llm/qwen"}}': Series(0, 1),
+            f'dualmap_prefills_total{{where="short",{ROUTER},pool="llm/qwen"}}': Series(0, 9),
+        },
+        set(),
+    ),
+    "a router ends connections that reset too many streams": (
+        {f'dualmap_http2_goaways_total{{reason="resets",{ROUTER}}}': Series(0, 0.01)},
+        {"DualMapConnectionsEnded"},
+    ),
+    "routers drain": (
+        {f'dualmap_http2_goaways_total{{reason="drain",{ROUTER}}}': Series(0, 0.01)},
+        set(),
     ),
     "Envoy does not follow the picks": (
         changed("dualmap_served_elsewhere_total", Series(0, 1)),

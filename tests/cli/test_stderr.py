@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from redis_server import free_port
+from ports import reserved_port
 
 # With this variable Python does not buffer stderr; the buffer would hide the fault.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -26,7 +26,7 @@ READY_WITHIN_S = 60.0
 
 @pytest.fixture(name="port")
 def _port() -> int:
-    return free_port()
+    return reserved_port()
 
 
 @pytest.fixture(params=["router", "engine-sim"], name="command")

@@ -19,6 +19,7 @@ from dualmap_sim.engine import Engine
 from dualmap_sim.metrics import EngineMetrics
 from engines import ROUND, ask
 from pod_templates import GOOD_CONTAINER, pool_of, template_of
+from ports import reserved_port
 
 START_S = 1_000_000
 FAKE_DATE = """#!/bin/sh
@@ -132,9 +133,7 @@ BUSY = page(3.0, 0.0)
 @pytest.fixture
 def nobody() -> int:
     """Return a port of this machine without a listener."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return reserved_port()
 
 
 @pytest.mark.parametrize("tool", ["curl", "wget", "python3"])

@@ -7,6 +7,8 @@ import pytest
 from builders import members, pool, request, text_of
 from core.routers import loads
 from core.shared_routers import Routers
+from dualmap.kv_store.view import NO_MATCH, StoreMatch
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import MemberState, Pool, Queue, Routing
 from dualmap.remote_prefills import Prefiller, RemotePrefills, Settled
 from dualmap.requests import Asked, Completion, Decision, Queued, Rejection
@@ -30,16 +32,18 @@ class Split:
         self.prefills = RemotePrefills()
 
     def ask(
-        self, id: str, text: str = LONG, *, now: float = 0.0, usable: bool = True
+        self, id: str, text: str = LONG, *, now: float = 0.0, usable: bool = True, stored: StoreMatch = NO_MATCH
     ) -> Decision | Queued | Rejection | Asked:
-        asked = request(id, text, now=now)
+        asked = request(id, text, now=now)._replace(stored=stored)
         answer, _ = self.prefills.on_request(
             now, asked, self.decode, Prefiller(self.prefill, asked) if usable else None
         )
         return answer
 
-    def decide(self, id: str, text: str = LONG, *, now: float = 0.0, usable: bool = True) -> Decision:
-        decision = self.ask(id, text, now=now, usable=usable)
+    def decide(
+        self, id: str, text: str = LONG, *, now: float = 0.0, usable: bool = True, stored: StoreMatch = NO_MATCH
+    ) -> Decision:
+        decision = self.ask(id, text, now=now, usable=usable, stored=stored)
         assert isinstance(decision, Decision)
         return decision
 
@@ -100,6 +104,19 @@ def test_short_prompt_is_prefilled_by_the_decode_member() -> None:
     assert loads(split.decode) == (1, 500, 500)
     assert loads(split.prefill) == (0, 0, 0)
     assert not split.prefills.splits
+
+
+@pytest.mark.parametrize(("stored", "prefilled_elsewhere"), [(3900, False), (1000, True)])
+def test_prompt_in_the_store_of_the_decode_pool_counts_as_cached(stored: int, prefilled_elsewhere: bool) -> None:
+    store = KvStore(type=StoreType.MOONCAKE, endpoint="http://127.0.0.1:9003")
+    split = Split(decode=replace(pool(3), kv_store=store))
+
+    decision = split.decide("a", stored=StoreMatch(stored))
+
+    assert bool(decision.prefillers) == prefilled_elsewhere
+    assert decision.receipt.fetch_tokens == stored
+    # The prefill pool has no store.
+    assert loads(split.prefill)[1] == (4000 if prefilled_elsewhere else 0)
 
 
 def test_prompt_cached_at_the_decode_member_is_prefilled_there() -> None:

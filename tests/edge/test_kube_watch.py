@@ -13,7 +13,7 @@ from dualmap_edge.kube import watch as watch_module
 from dualmap_edge.kube.client import KubeClient, KubeError, Page, WatchEvent
 from dualmap_edge.kube.watch import Collection, Reflector, WatchPolicy
 from kube_api import KubeApi, kube_api, pool_body
-from waiting import until
+from waiting import WAIT_S, until
 
 RESUME = WatchPolicy(resume=True, timeout_s=30.0, inactivity_s=40.0, first_pause_s=1.0, longest_pause_s=8.0)
 RELIST = WatchPolicy(first_pause_s=1.0, longest_pause_s=8.0)
@@ -147,7 +147,7 @@ async def run(scene: Scene) -> None:
     """Run the loop until it has used every script and a watch stays open."""
     running = asyncio.create_task(scene.reflector.run())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             await scene.server.idle.wait()
     finally:
         running.cancel()

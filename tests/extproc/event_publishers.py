@@ -8,6 +8,8 @@ import zmq
 import zmq.asyncio
 
 from dualmap.engines.profile import EngineProfile, EventSource
+from ports import reserved_port
+from waiting import WAIT_S
 
 BLOCK = 16
 
@@ -72,7 +74,7 @@ class Publisher:
 
     async def subscribed(self) -> None:
         """Wait for a subscription."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not (await self._live.recv()).startswith(b"\x01"):
                 pass
 
@@ -101,7 +103,7 @@ class Publisher:
     async def replaced(self) -> "Publisher":
         """Close this publisher; return another one at the same address and ports."""
         await self.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 # ZeroMQ frees the ports some time after a socket is closed.
                 await asyncio.sleep(0.05)
@@ -128,8 +130,7 @@ class Publisher:
 
 
 def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> int:
-    if not port:
-        return socket.bind_to_random_port(f"tcp://{host}")
+    port = port or reserved_port(host)
     socket.bind(f"tcp://{host}:{port}")
     return port
 

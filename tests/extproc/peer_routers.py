@@ -11,6 +11,7 @@ from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.transport.server import Server
 from dualmap_extproc.transport.tls import Certificates
 from extproc import transports
+from ports import reserved_port
 
 KEY = b"one key of all routers"
 POOL = "llm/chat"
@@ -83,7 +84,7 @@ class Router:
 
     async def listen(self, certificates: Certificates | None = None, port: int = 0) -> None:
         self._server = transports.server((self.peers.handler(),))
-        self.address = Address("127.0.0.1", await self._server.bind("127.0.0.1", port, certificates))
+        self.address = Address("127.0.0.1", await self._server.bind("127.0.0.1", port or reserved_port(), certificates))
         await self._server.start()
 
     def start(self, *addresses: Address) -> None:

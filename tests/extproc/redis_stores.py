@@ -11,10 +11,12 @@ import pytest
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import Report, Share
 from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store import redis as redis_store
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
 from dualmap_extproc.store.redis import RedisStore
 from dualmap_extproc.store.target import target_of
 from redis_server import RedisServer, redis_server
+from waiting import WAIT_S
 
 POOL = "llm/qwen"
 NEWS = ReplicaUpdate(hotness=HotnessCounts(requests=7, nodes={5: 4}))
@@ -44,12 +46,18 @@ def server(shared_server: RedisServer) -> RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, password: str | None = None, ca_file: Path | None = None) -> AsyncIterator[RedisStore]:
-    store = RedisStore(target_of(RedisSettings(url=url, password=password, ca_file=ca_file)))
-    try:
-        yield store
-    finally:
-        await store.close()
+async def opened(
+    url: str, password: str | None = None, ca_file: Path | None = None, *, is_patient: bool = True
+) -> AsyncIterator[RedisStore]:
+    """A store. If ``is_patient``, it waits longer than a router, because Redis may answer late on a busy machine."""
+    with pytest.MonkeyPatch.context() as patched:
+        for limit_s in ("CONNECT_S", "REPLY_S", "_CALL_S") if is_patient else ():
+            patched.setattr(redis_store, limit_s, WAIT_S)
+        store = RedisStore(target_of(RedisSettings(url=url, password=password, ca_file=ca_file)))
+        try:
+            yield store
+        finally:
+            await store.close()
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLog
 from dualmap_extproc.request.ids import RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
 from extproc import transports
+from waiting import WAIT_S
 
 METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
 
@@ -391,10 +392,10 @@ class TestServing:
         async with serving(take, Counts()) as opened:
             broken, whole = opened(), opened()
             await broken.write(batch(entry("broken")))
-            assert await asyncio.wait_for(received.get(), 20) == "broken"
+            assert await asyncio.wait_for(received.get(), WAIT_S) == "broken"
             broken.cancel()
             await whole.write(batch(entry("whole")))
-            assert await asyncio.wait_for(received.get(), 20) == "whole"
+            assert await asyncio.wait_for(received.get(), WAIT_S) == "whole"
 
 
 def test_access_log_entry_metadata_without_id_is_none() -> None:

@@ -17,7 +17,7 @@ from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.wire import access_log_pb2 as wire
 from extproc import transports
 from extproc.test_access_log import METHOD, Counts, Stream, entry
-from waiting import until
+from waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -200,5 +200,5 @@ async def test_ended_stream_ends_after_its_next_batch() -> None:
         await asyncio.sleep(0.1)  # until the sink waits for the next batch
         sink.end_streams()
         await stream.write(batch(ids[1:]))
-        assert await asyncio.wait_for(stream, 10.0) == wire.StreamAccessLogsResponse()
+        assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
     assert routers.received_ids("a-1") == ids

@@ -22,7 +22,7 @@ from dualmap_extproc.names import (
 from dualmap_extproc.wire import discovery_pb2
 from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
 from extproc.transports import serving
-from waiting import until
+from waiting import WAIT_S, until
 
 METHOD = f"/{EDS_SERVICE}/{EDS_METHOD}"
 
@@ -42,7 +42,7 @@ class Counts:
         self.rejected += 1
 
     async def until_streams(self, count: int) -> None:
-        while await asyncio.wait_for(self.streams.get(), 20) != count:
+        while await asyncio.wait_for(self.streams.get(), WAIT_S) != count:
             pass
 
 
@@ -76,13 +76,13 @@ class Service:
 
 
 async def receive(call: Call) -> discovery_pb2.DiscoveryResponse:
-    response = await asyncio.wait_for(call.read(), 20)
+    response = await asyncio.wait_for(call.read(), WAIT_S)
     assert isinstance(response, discovery_pb2.DiscoveryResponse)
     return response
 
 
 async def status_of(call: Call) -> grpc.StatusCode:
-    return await asyncio.wait_for(call.code(), 20)
+    return await asyncio.wait_for(call.code(), WAIT_S)
 
 
 @pytest.fixture

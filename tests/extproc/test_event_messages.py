@@ -1,6 +1,6 @@
 """Tests of messages of KV events that are unpacked in slices."""
 
-from time import perf_counter
+from time import process_time
 
 import msgspec
 import pytest
@@ -108,11 +108,11 @@ def test_large_event_of_numbers_is_read():
 
 def test_millions_of_events_are_refused_without_reading_them():
     payload = b"\x93\x00\xdd" + (4_000_000).to_bytes(4, "big") + b"\x90" * 4_000_000 + b"\x00"
-    began_s = perf_counter()
+    began_s = process_time()
     (read,) = slices(payload)
     assert isinstance(read, Unreadable)
-    # Reading them takes a second.
-    assert perf_counter() - began_s < 0.2
+    # Reading them takes a second of CPU time.
+    assert process_time() - began_s < 0.5
 
 
 def test_large_event_with_known_beginning_is_no_report():

@@ -289,10 +289,8 @@ class TestConnection:
 
     async def test_slow_head_is_refused_in_time(self) -> None:
         async with connected(Engine(slow_head)) as connection:
-            begun_s = time.monotonic()
             with pytest.raises(AnswerError, match=r"^/x was not answered within 0.5 s$") as refusal:
                 await connection.page("/x", Kind.LOAD)
-            assert time.monotonic() - begun_s < 5.0
         assert refusal.value.silent
 
     async def test_connection_after_a_refused_answer_is_new(self) -> None:
@@ -305,18 +303,21 @@ class TestConnection:
         assert engine.connections == 2
 
     async def test_cancelled_request_closes_the_connection(self) -> None:
-        ended = asyncio.Event()
+        arrived, ended = asyncio.Event(), asyncio.Event()
 
         async def talk(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
+            arrived.set()
             await reader.read()
             ended.set()
 
         async with connected(Engine(talk)) as connection:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await connection.page("/x", Kind.LOAD)
-            await asyncio.wait_for(ended.wait(), 10.0)
+            asking = asyncio.create_task(connection.page("/x", Kind.LOAD))
+            await arrived.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await ended.wait()
 
     async def test_zone_of_an_address_is_not_sent(self) -> None:
         member = Member(id="m", address="fe80::1%eth0\r\nX: y", port=80)

@@ -303,7 +303,7 @@ WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: r", WHOLE, WHOLE + b"GET / HT"])
 async def test_status_server_closes_an_incomplete_request(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 1)
-    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.05) as session:
+    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.3) as session:
         url = session._base_url
         assert url is not None
         reader, writer = await asyncio.open_connection(url.host, url.port)

@@ -34,6 +34,8 @@ from dualmap_sim.kv_publisher import KvPublisher
 from dualmap_sim.server_settings import KvEventSettings
 from extproc import envoy_messages
 from extproc.event_publishers import BLOCK, CLEARED, Publisher, removed, stored
+from ports import reserved_port
+from waiting import WAIT_S
 from web_server import stop_accepting
 
 PROMPT = list(range(100, 100 + 20 * BLOCK + 3))
@@ -88,7 +90,7 @@ class Following:
         assert isinstance(picked, Picked)
         return picked
 
-    async def until(self, condition: Callable[[], object], *, within_s: float = 15.0) -> None:
+    async def until(self, condition: Callable[[], object], *, within_s: float = WAIT_S) -> None:
         async with asyncio.timeout(within_s):
             while not condition():  # noqa: ASYNC110 - the condition changes without an event
                 await asyncio.sleep(0.01)
@@ -810,11 +812,6 @@ async def answering(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter
             each.close()
 
 
-async def free_port() -> int:
-    async with answering(stay_silent) as port:
-        return port
-
-
 async def zmtp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *frames: bytes) -> None:
     """Answer the handshake of a subscriber, and send frames."""
     writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
@@ -865,7 +862,7 @@ async def test_connecting_member_says_why_once(answer, says, monkeypatch, caplog
     monkeypatch.setattr(source_connection, "CONNECT_S", 0.2)
     monkeypatch.setattr(source_connection, "RETRY_S", (0.05, 0.05))
     async with following(replays=False) as follows, AsyncExitStack() as stack:
-        port = await stack.enter_async_context(answering(answer)) if answer else await free_port()
+        port = await stack.enter_async_context(answering(answer)) if answer else reserved_port("127.0.0.2")
         source = replace(follows.publishers[0].source, port=port)
         follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
         reason = f"port {port}: {says}"
@@ -903,7 +900,7 @@ async def test_numbers_without_order_are_partial_and_logged_once(caplog):
             await asyncio.sleep(0.003)
 
     async with following() as follows, answering(publish) as port:
-        source = replace(follows.publishers[0].source, port=port, replay_port=await free_port())
+        source = replace(follows.publishers[0].source, port=port, replay_port=reserved_port("127.0.0.2"))
         follows.tell("m-0", replace(follows.publishers[0].profile(), event_sources=(source,)))
         await follows.has(state="Partial")
         before = follows.status().sequence
@@ -934,7 +931,7 @@ async def test_holes_before_and_after_a_backoff_are_logged_once(monkeypatch, cap
 
 async def test_refused_replay_port_is_named():
     async with following() as follows:
-        publisher, free = follows.publishers[0], await free_port()
+        publisher, free = follows.publishers[0], reserved_port("127.0.0.2")
         await publisher.publish(removed(1), told=False)
         source = replace(publisher.source, replay_port=free)
         follows.tell("m-0", replace(publisher.profile(), event_sources=(source,)))

@@ -20,6 +20,7 @@ from extproc.router_processes import WAIT_S, Router, launch, stream
 from extproc.test_main_kube import line_with
 from extproc.test_pools_gaie import gaie_pool, objective
 from kube_api import KubeApi, kube_api, pod_body, write_kubeconfig
+from ports import reserved_port
 from waiting import until
 
 READY = re.compile(r"dualmap epp ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
@@ -109,8 +110,7 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
         for body in (pod_body("qwen-0"), objective("batch", -1)):
             await api.put(body)
         # The ready line, which names the ports, comes later.
-        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as also_free:
-            port, grpc_port = (each.getsockname()[1] for each in (free, also_free))
+        port, grpc_port = reserved_port(), reserved_port()
         ports = f"--grpc-health-port={port}", f"--grpc-port={grpc_port}"
         async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false", *ports) as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")

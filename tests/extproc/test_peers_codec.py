@@ -13,7 +13,7 @@ from dualmap.engines.token_chain import Media, chain_tokens, pack_tokens
 from dualmap.kv_store.view import HOLDERS_MAX, NO_MATCH, StoreMatch
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
-from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost
 from dualmap.requests import Decision, Queued, Reason, Rejection, Request, Usage
 from dualmap_extproc.peers.codec import (
     ACCEPT,
@@ -100,6 +100,7 @@ RECEIPTS = st.builds(
     source=st.sampled_from(["records", "events"]),
     adapter=st.sampled_from(["", "loaded"]),
     fetch_tokens=st.none() | TOKENS,
+    host=st.none() | st.builds(SessionHost, id=NAMES, source=st.just("") | ENDPOINTS),
     # The router of a request adds the prefill after the owner's answer.
     prefill=st.none(),
 )

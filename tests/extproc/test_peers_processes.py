@@ -16,8 +16,6 @@ from extproc.relays import relayed
 from waiting import until
 
 LOST_S = HEARTBEAT_S * SILENT_BEATS
-# Busy machines run tasks late.
-LATE_S = 5.0
 
 
 def lost_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -59,7 +57,7 @@ async def test_stopped_router_is_lost_after_a_second_and_connects_again(dials):
         process.send_signal(signal.SIGSTOP)
         began_s = time.monotonic()
         await until(lambda: a.heard.lost == ["b-1"])
-        assert LOST_S - HEARTBEAT_S < time.monotonic() - began_s < LOST_S + LATE_S
+        assert time.monotonic() - began_s > LOST_S - HEARTBEAT_S
         a.peers.send(POOL, "b-1", Declined(request_id="lost"))
         process.send_signal(signal.SIGCONT)
         await until(lambda: a.peers.names == ("b-1",))

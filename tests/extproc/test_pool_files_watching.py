@@ -16,6 +16,7 @@ from dualmap.pools.pool import Pool
 from dualmap_extproc.pools import file as pool_file
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from extproc.pool_files import document, write, write_text
+from waiting import WAIT_S
 
 
 class Watched:
@@ -27,11 +28,11 @@ class Watched:
 
     async def pools(self) -> dict[str, int]:
         """Wait for the next applied pools; return the number of members per pool."""
-        pools = await asyncio.wait_for(self.applied.get(), 20)
+        pools = await asyncio.wait_for(self.applied.get(), WAIT_S)
         return {pool.id: len(pool.members) for pool in pools}
 
     async def refusal(self) -> PoolFileError:
-        return await asyncio.wait_for(self.refused.get(), 20)
+        return await asyncio.wait_for(self.refused.get(), WAIT_S)
 
 
 @asynccontextmanager
@@ -176,7 +177,7 @@ class TestFileChanges:
         async with watching(path) as watched:
             monkeypatch.setattr(pool_file, "_parse", fail)
             write(path, document(members=3))
-            await asyncio.wait_for(failed.wait(), 20)
+            await asyncio.wait_for(failed.wait(), WAIT_S)
             write(path, document(members=4))
             assert await watched.pools() == {"llm/qwen": 4}
         assert "unforeseen" in str([record.__dict__.get("details") for record in caplog.records])

@@ -115,11 +115,11 @@ async def test_process_with_an_unread_result_is_replaced(monkeypatch: pytest.Mon
         for chunk in body.chunks:
             process.stdin.write(chunk)
         await process.stdin.drain()
-        await asyncio.sleep(60.0)
+        await asyncio.Event().wait()
         return await exchange(process, body)
 
     monkeypatch.setattr(processes, "_exchange", unread)
-    async with running(read_s=2.0) as reader, asyncio.timeout(30.0):
+    async with running(read_s=4.0) as reader, asyncio.timeout(60.0):
         assert code(await reading(reader, chat("x" * 2_000_000))) == "invalid_request"
         monkeypatch.setattr(processes, "_exchange", exchange)
         prompts = await asyncio.gather(*(reading(reader, chat("x" * 600_000)) for _ in range(PROCESSES)))

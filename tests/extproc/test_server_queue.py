@@ -23,7 +23,7 @@ from extproc.envoy_messages import (
     response_headers,
 )
 from extproc.grpc_routers import answers, crowded, held, running
-from waiting import until
+from waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -136,7 +136,7 @@ async def test_deadline_task_calls_the_picker_after_a_deadline():
     clockwork.deadline_s = 0.0
 
     task = asyncio.create_task(keep_deadlines(clockwork))
-    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    await asyncio.wait_for(clockwork.kept.wait(), WAIT_S)
     task.cancel()
 
 
@@ -148,7 +148,7 @@ async def test_deadline_task_wakes_at_the_first_queued_request(monkeypatch):
 
     clockwork.deadline_s = asyncio.get_running_loop().time() + 0.1
     clockwork.wake()
-    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    await asyncio.wait_for(clockwork.kept.wait(), WAIT_S)
     task.cancel()
 
 
@@ -161,7 +161,7 @@ async def test_deadline_task_finds_new_deadlines_by_polling(monkeypatch):
         await clockwork.asked.wait()
         clockwork.kept.clear()
         clockwork.deadline_s = 0.0
-        await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+        await asyncio.wait_for(clockwork.kept.wait(), WAIT_S)
     task.cancel()
 
 

@@ -19,7 +19,7 @@ from dualmap_extproc.settings import Limits
 from extproc import attackers
 from extproc.envoy_messages import NO_WAIT, chat, destination, refused_with, request_body, request_headers
 from extproc.grpc_routers import SERVING, answers, running
-from waiting import until
+from waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -87,7 +87,7 @@ async def test_server_ten_hostile_bodies_do_not_hold_the_event_loop(longest_step
             longest_step[0] = 0.0
             # One after another, while the bodies keep coming.
             for _ in range(10):
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(WAIT_S):
                     health.append(await router.health("readiness"))
                     call = router.stream()
                     await call.write(request_headers(NO_WAIT))

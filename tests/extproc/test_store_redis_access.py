@@ -125,7 +125,7 @@ class TestTls:
             assert await failure(store) is Failure.CONNECTION
 
     async def test_redis_tls_to_plain_text_server_is_rejected(self, server, front):
-        async with opened(f"rediss://127.0.0.1:{server.port}", ca_file=front[1]) as store:
+        async with opened(f"rediss://127.0.0.1:{server.port}", ca_file=front[1], is_patient=False) as store:
             assert await failure(store) in (Failure.CONNECTION, Failure.TIMEOUT)
 
 
@@ -154,7 +154,7 @@ class TestCluster:
 
     async def test_redis_cluster_with_lost_node_fails_in_bounded_time(self, tmp_path):
         with redis_cluster(tmp_path / "cluster") as nodes:
-            async with opened(nodes[0].url) as store:
+            async with opened(nodes[0].url, is_patient=False) as store:
                 questions = [replace(QUESTION, pool=pool) for pool in ("llm/a", "llm/d")]
                 await store.read("listener", questions)
                 nodes[1].kill()

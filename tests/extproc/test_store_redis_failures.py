@@ -61,6 +61,7 @@ class TestFailures:
         with redis_server(tmp_path / "redis") as running:
             async with opened(running.url) as store:
                 await works(store)
+            async with opened(running.url, is_patient=False) as store:
                 running.pause()
                 assert await failure(store) is Failure.TIMEOUT
                 assert await failure(store) is Failure.TIMEOUT

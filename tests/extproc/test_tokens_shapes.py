@@ -7,7 +7,6 @@ path of that program in the environment variable DUALMAP_VLLM_RS, the program it
 import asyncio
 import json
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from dualmap_extproc.tokens.messages import UnsupportedRequest
 from dualmap_extproc.tokens.renderer import _PATHS, Renderer, RendererFault
 from extproc.request_shapes import SHAPES, Shape
 from extproc.tokenizer_files import write_tokenizer
+from ports import reserved_port
 from waiting import until
 
 RECORDED: Final = json.loads((Path(__file__).parent / "recorded" / "vllm_rs_render.json").read_text())
@@ -116,9 +116,7 @@ def test_renderer_ignores_ids_of_a_client_which_the_router_sees() -> None:
 @pytest.fixture
 async def program(folder: Path, tmp_path: Path) -> AsyncIterator[str]:
     """Run the real renderer; return its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     command = (PROGRAM, "render", str(folder), *OPTIONS, "--port", str(port))
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)

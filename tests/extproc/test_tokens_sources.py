@@ -219,7 +219,7 @@ async def test_template_that_loops_too_long_in_a_thread_has_no_tokens(nested: So
     body = many_messages(4 * sources.INLINE_BYTES)
     assert await asyncio.gather(nested.tokens(body), nested.tokens(body)) == [None, None]
     # Both threads are free again.
-    await asyncio.wait_for(asyncio.wrap_future(nested.tokenizers._threads.submit(lambda: None)), timeout=10)
+    await asyncio.wait_for(asyncio.wrap_future(nested.tokenizers._threads.submit(lambda: None)), timeout=60)
 
 
 async def test_long_texts_leave_threads_to_others(files: Sources, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,8 @@ async def run():
         grpc_port=0, health_port=0, metrics_port=0, als_port=0,
     )
     serving = asyncio.create_task(wiring.serve(settings))
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
     await serving

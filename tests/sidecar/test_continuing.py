@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dualmap_sidecar.continuation import Continuation
+from dualmap_sidecar.continuation import EVENT_BYTES_MAX, Continuation
 from dualmap_sidecar.json_object import JsonObject
 from sidecar_site import Answering, Site, prefilled, site, with_status
 
@@ -179,6 +179,20 @@ async def test_stream_above_the_bound_ends_with_an_error() -> None:
         assert last["error"]["code"] == "stream_interrupted"
         assert not made.prefillers[0].received
         assert made.count("dualmap_pd_continued_total", result="not_possible") == 1
+
+
+async def test_event_without_an_end_ends_the_engines_stream() -> None:
+    async def endless(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(EVENT_BYTES_MAX // 65_536 + 1):
+            await response.write(b"x" * 65_536)
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async with site(counting(), engine=endless, continue_tokens=100) as made:
+        assert len(text_of(await stream(made, TEXT, 0))) == len(ALL)
 
 
 @pytest.mark.parametrize("delta", [{"tool_calls": [{"index": 0}]}, {"reasoning": "hm"}, {"reasoning_content": "hm"}])

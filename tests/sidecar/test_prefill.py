@@ -132,7 +132,7 @@ async def test_killed_prefiller_is_replaced_in_the_middle_of_its_prefill() -> No
 
 
 async def test_prefiller_that_hangs_is_left_and_then_not_asked_for_a_while() -> None:
-    async with site(silent, prefilled, prefill_timeout_s=0.2) as made:
+    async with site(silent, prefilled, prefill_timeout_s=2.0) as made:
         assert await where(made, made.naming(0, 1)) == "next"
         await made.prefillers[0].cancelled.wait()
         assert await where(made, made.naming(0, 1)) == "next"
@@ -141,7 +141,7 @@ async def test_prefiller_that_hangs_is_left_and_then_not_asked_for_a_while() -> 
 
 
 async def test_prefiller_that_hung_is_asked_again_after_the_pause() -> None:
-    async with site(silent, prefilled, prefill_timeout_s=0.2, limits=Limits(pause_s=0.0)) as made:
+    async with site(silent, prefilled, prefill_timeout_s=2.0, limits=Limits(pause_s=0.0)) as made:
         assert await where(made, made.naming(0, 1)) == "next"
         made.prefillers[0].answering = prefilled
         assert await where(made, made.naming(0, 1)) == "remote"

@@ -13,6 +13,7 @@ import pytest
 
 from dualmap_sim.engine import Engine
 from dualmap_sim.http_server import EngineHttpServer
+from dualmap_sim.kv_handover import CACHE_PATH, SOURCE_HEADER
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import KvTransferSettings, ServerSettings
 from engines import ROUND, ask, run_out
@@ -48,6 +49,13 @@ class Servers:
     async def complete(self, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
         document = {"model": "qwen", "prompt": PROMPT, "max_tokens": 4, **body}
         async with self.client.post(f"{url}/v1/completions", json=document) as response:
+            return response.status, await response.json()
+
+    async def complete_from(self, url: str, source: str) -> tuple[int, dict[str, Any]]:
+        """Complete the prompt; the request names the engine at ``source`` for its KV."""
+        document = {"model": "qwen", "prompt": PROMPT, "max_tokens": 4}
+        headers = {SOURCE_HEADER: source.removeprefix("http://")}
+        async with self.client.post(f"{url}/v1/completions", json=document, headers=headers) as response:
             return response.status, await response.json()
 
     async def prefill(self, url: str) -> dict[str, Any]:
@@ -202,3 +210,43 @@ def test_aborted_request_keeps_no_kv() -> None:
     engine.abort(5.0, "a")
     run_out(engine)
     assert engine.kv_tokens_reserved == 0
+
+
+async def test_engine_pulls_what_the_cache_of_the_named_engine_holds() -> None:
+    async with servers() as made:
+        source = await made.start(settings=KvTransferSettings())
+        engine = await made.start(settings=KvTransferSettings())
+        assert (await made.complete(source))[0] == 200
+
+        status, answer = await made.complete_from(engine, source)
+
+        assert status == 200
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (TOKENS - 1) // 16 * 16
+        assert answer["choices"] == (await made.complete(source))[1]["choices"]
+
+
+@pytest.mark.parametrize("state", ["cold", "gone", "without transfers"])
+async def test_engine_computes_what_it_cannot_pull(state: str) -> None:
+    async with servers() as made:
+        source = await made.start(settings=None if state == "without transfers" else KvTransferSettings())
+        engine = await made.start(settings=KvTransferSettings())
+        if state != "cold":
+            assert (await made.complete(source))[0] == 200
+        if state == "gone":
+            await made.stop(source)
+
+        status, answer = await made.complete_from(engine, source)
+
+        assert status == 200
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"blocks": "x", "cached_tokens": 0}, {"blocks": [1], "cached_tokens": -1}, {"blocks": [True]}]
+)
+async def test_invalid_request_for_cached_kv_is_rejected(body: dict[str, Any]) -> None:
+    async with servers() as made:
+        source = await made.start(settings=KvTransferSettings())
+        async with made.client.post(f"{source}{CACHE_PATH}", json=body) as response:
+            assert response.status == 400
+            assert "is not a" in (await response.json())["error"]["message"]

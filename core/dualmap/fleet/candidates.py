@@ -161,6 +161,12 @@ class Candidates:
         instance = self._instances.get(member)
         return None if instance is None else instance.endpoint
 
+    def source(self, member: str) -> str:
+        """Return the endpoint of a member from which others can fetch KV; empty if it has left, fails or sleeps."""
+        if member in self.membership.suspended or member in self.membership.asleep:
+            return ""
+        return self.endpoint(member) or ""
+
     def view(
         self,
         now: float,
@@ -187,12 +193,12 @@ class Candidates:
         )
 
     def tier(self, chain: BlockChain, stored: StoreMatch) -> StoreTier | None:
-        """Return what the pool's store holds of a prompt that it may be asked for; None if nothing.
+        """Return what members can fetch of a prompt: from the pool's store or from each other; None if nothing.
 
         Engines always compute the last token of a prompt.
         """
         tokens = min(stored.tokens, chain.tokens - 1)
-        if tokens <= 0 or not self._pool.kv_store.is_used:
+        if tokens <= 0 or not self._pool.fetches_kv:
             return None
         return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
 

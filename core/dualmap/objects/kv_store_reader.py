@@ -50,6 +50,11 @@ def read_kv_store(fields: Fields, tokenizer: Tokenizer) -> KvStore:
 
 
 def _endpoint(fields: Fields, kind: StoreType) -> str:
+    given = fields.get("endpoint")
+    if isinstance(given, str) and "@" in given:
+        # The message goes to logs and conditions, so it must not quote a password.
+        shown = f"***@{given.rpartition('@')[2]}"
+        raise PoolError(fields.at("endpoint"), shown, "an address without user and password")
     match kind:
         case StoreType.NONE:
             if fields.get("endpoint") not in (None, ""):

@@ -376,6 +376,7 @@ def _read_session(fields: Fields) -> Session:
             enabled=migration.flag("enabled", default=False),
             hot_ratio=migration.number("hotRatio", 0.2, 0.0, 1.0),
             cooldown_s=migration.duration("cooldown", 30.0, low_s=0.001, high_s=3600.0),
+            pull=migration.flag("pull", default=False),
         ),
     )
     migration.refuse_others()

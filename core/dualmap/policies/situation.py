@@ -122,11 +122,11 @@ class Situation:
     """A request and its candidates.
 
     ``pair`` contains one or two candidates in ring order. ``host`` is the member with the KV of the request's session,
-    if known. ``may_move`` is true if the session has not moved within the cooldown. ``waited_s`` is the time that the
-    request has waited, which counts towards its TTFT. ``sequence`` numbers the pool's requests from 0. ``room_tokens``
-    is the KV capacity of a member in tokens. ``everyone`` contains every member that new keys may map to, by id, and is
-    never empty. ``ring_walk`` returns the members' positions in ``everyone``, in the order of ring 1 from the request's
-    key.
+    if it is known and may get the request; ``last_member`` is its id in any case. ``may_move`` is true if the session
+    has not moved within the cooldown. ``waited_s`` is the time that the request has waited, which counts towards its
+    TTFT. ``sequence`` numbers the pool's requests from 0. ``room_tokens`` is the KV capacity of a member in tokens.
+    ``everyone`` contains every member that new keys may map to, by id, and is never empty. ``ring_walk`` returns the
+    members' positions in ``everyone``, in the order of ring 1 from the request's key.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Situation:
         ring_walk: Callable[[], Iterable[int]],
         room_tokens: int,
         host: Candidate | None = None,
+        last_member: str = "",
         may_move: bool = True,
     ) -> None:
         self.request_id = request_id
@@ -156,6 +157,7 @@ class Situation:
         self.ring_walk = ring_walk
         self.room_tokens = room_tokens
         self.host = host
+        self.last_member = last_member
         self.may_move = may_move
 
     def least(

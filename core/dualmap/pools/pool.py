@@ -220,11 +220,15 @@ class Queue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionMigration:
-    """The settings for moves of a session to another host (EAR): the load ratio and the time between moves."""
+    """The settings for moves of a session to another host (EAR): the load ratio and the time between moves.
+
+    With ``pull``, the engines can pull the KV of prompts from each other without a store.
+    """
 
     enabled: bool = False
     hot_ratio: float = 0.2
     cooldown_s: float = 30.0
+    pull: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +332,11 @@ class Pool:
     def id(self) -> str:
         """``namespace/name``, the pool's id in metrics, logs and URLs."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def fetches_kv(self) -> bool:
+        """Whether the members can fetch the KV of a prompt: from the pool's store, or from each other."""
+        return self.kv_store.is_used or self.routing.session.migration.pull
 
     def never_queueing(self) -> "Pool":
         """Return this pool with a queue configuration that dispatches every request at once."""

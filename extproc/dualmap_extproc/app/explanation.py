@@ -139,6 +139,9 @@ def _choice(receipt: Receipt) -> list[str]:
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
     ]
+    if receipt.moved_from:
+        source = f"; {receipt.chosen} can fetch its KV from {receipt.kv_source}" if receipt.kv_source else ""
+        lines.append(f"Session: moves from {receipt.moved_from} to {receipt.chosen}{source}.")
     if receipt.adapter:
         lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
     lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]

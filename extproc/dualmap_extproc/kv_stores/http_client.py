@@ -10,13 +10,13 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from dualmap_edge.http_answers import AnswerTooLarge, open_session, read_answer
 from dualmap_extproc.kv_stores.contract import StoreError
 
 ANSWER_MAX_BYTES: Final = 4 * 1024 * 1024
 """The largest answer. Mooncake's answer about 1024 chunks, with one holder each, has 260 KB."""
 CONNECTIONS_MAX: Final = 16
 """The most requests to one store at the same time."""
-_CHUNK_BYTES: Final = 64 * 1024
 
 
 class NotFound(StoreError):
@@ -62,26 +62,17 @@ class HttpClient:
 
     async def _read(self, method: str, path: str, body: bytes | None, shown: str) -> bytes:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_MAX),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
-                timeout=aiohttp.ClientTimeout(),
-                auto_decompress=False,
-                trust_env=False,
-            )
+            self._session = open_session(connections_max=CONNECTIONS_MAX)
         headers = {} if body is None else {"Content-Type": "application/json"}
         url = URL(self._endpoint + path, encoded=True)
         async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
             if response.status != 200:
                 kind = NotFound if response.status == 404 else StoreError
                 raise kind(f"{shown} answered with {response.status}")
-            answer = bytearray()
-            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                answer += chunk
-                if len(answer) > ANSWER_MAX_BYTES:
-                    raise StoreError(f"the answer of {shown} has more than {ANSWER_MAX_BYTES} bytes")
-            return bytes(answer)
+            try:
+                return await read_answer(response, max_bytes=ANSWER_MAX_BYTES)
+            except AnswerTooLarge:
+                raise StoreError(f"the answer of {shown} has more than {ANSWER_MAX_BYTES} bytes") from None
 
 
 def _said(error: Exception) -> str:

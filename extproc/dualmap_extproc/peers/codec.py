@@ -20,7 +20,7 @@ from dualmap.kv_store.view import HOLDERS_MAX, NO_MATCH, StoreMatch
 from dualmap.ownership.messages import Answer, Ask, Declined, Left, Message, Progress, Sent, Step
 from dualmap.prompts.blocks import MAX_BLOCKS, BlockChain
 from dualmap.prompts.prompt import MAX_NAME, SEQUENCES_MAX
-from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost
 from dualmap.requests import Decision, Outcome, Queued, Reason, Rejection, Request, Usage
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.wire import peers_pb2 as wire
@@ -280,6 +280,8 @@ def _receipt(receipt: Receipt) -> wire.Receipt:
         source=receipt.source,
         adapter=receipt.adapter,
         fetch_tokens=receipt.fetch_tokens,
+        host=None if receipt.host is None else receipt.host.id,
+        host_source=None if receipt.host is None else receipt.host.source,
     )
 
 
@@ -471,7 +473,12 @@ def _read_receipt(told: wire.Receipt) -> Receipt:
         source=_read_name(told.source),
         adapter=_read_ascii(told.adapter),
         fetch_tokens=_tokens(told.fetch_tokens) if told.HasField("fetch_tokens") else None,
+        host=_read_host(told) if told.host else None,
     )
+
+
+def _read_host(told: wire.Receipt) -> SessionHost:
+    return SessionHost(_read_name(told.host), _read_endpoint(told.host_source) if told.host_source else "")
 
 
 def _read_entry(told: wire.AccessLogEntry) -> AccessLogEntry:

@@ -14,6 +14,7 @@ class Picked:
     ``receipt`` is the value of the decision header, or None for a response without this header. ``decision`` is None
     for a request without a prompt. ``prefillers`` are the endpoints that may compute the prompt, in order of
     preference; empty if the destination computes it. ``continuing`` are the endpoints that may continue its stream.
+    ``kv_source`` is the endpoint from which the destination can fetch the KV of the request's session; empty for none.
     """
 
     destination: str
@@ -23,6 +24,7 @@ class Picked:
     receipt: str | None = None
     prefillers: tuple[str, ...] = ()
     continuing: tuple[str, ...] = ()
+    kv_source: str = ""
     decision: Decision | None = field(default=None, compare=False, repr=False)
 
 

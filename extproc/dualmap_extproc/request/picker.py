@@ -564,6 +564,8 @@ class Picker:
             receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
             prefillers=outcome.prefillers,
             continuing=outcome.endpoints[1:] if pool.routing.continues else (),
+            # A member of the prefill pool computes the prompt, so the destination fetches nothing else.
+            kv_source="" if outcome.prefillers else outcome.receipt.kv_source,
             decision=outcome,
         )
 

@@ -487,6 +487,7 @@ class Stream:
             retries=self._retries,
             prefillers=outcome.prefillers,
             continuing=outcome.continuing,
+            kv_source=outcome.kv_source,
         )
         self._response.destination = outcome.destination
         if self._hooks:

@@ -55,6 +55,7 @@ _TOKENIZE_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 _MET, _MISSED = "met", "missed"
+_FETCHED, _RECOMPUTED = _MOVED_KV = "fetched", "recomputed"
 _EXPIRED: Final = "expired"
 _LOCAL: Final = "local"
 _REMOTE_RESULTS: Final = ("answered", "timeout", "refused", _LOCAL)
@@ -134,6 +135,8 @@ class _PoolCounts:
     endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
     rules: dict[str, int] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
+    session_moves: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_MOVED_KV, 0))
+    session_move_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_MOVED_KV, 0))
     rejections: dict[str, int] = field(default_factory=dict)
     remote: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMOTE_RESULTS, 0))
 
@@ -294,6 +297,14 @@ class RequestCounts(Collector):
         prefills = [(pool, counts.prefills) for pool, counts in pools]
         text = "Requests of a pool with a prefill pool, by where the prompt is computed, or why at the chosen member."
         yield _by_kind("dualmap_prefills", text, "where", prefills)
+        moves = [(pool, counts.session_moves) for pool, counts in pools]
+        text = (
+            "Requests of sessions that went to another endpoint than the session's last one, by how the KV gets there."
+        )
+        yield _by_kind("dualmap_session_moves", text, "kv", moves)
+        moved = [(pool, counts.session_move_tokens) for pool, counts in pools]
+        text = "Prompt tokens of moved sessions that the new endpoint did not cache, by how their KV gets there."
+        yield _by_kind("dualmap_session_move_tokens", text, "kv", moved)
         rejections = [("", self._poolless), *((pool, counts.rejections) for pool, counts in pools)]
         yield _by_kind("dualmap_refused_requests", "Requests answered with an error, by code.", "code", rejections)
         for name, text, bounds, distribution in _POOL_DISTRIBUTIONS:
@@ -330,6 +341,8 @@ class RequestCounts(Collector):
             counts.queued_s.observe(routed.queued_s)
         receipt = routed.decision.receipt
         _count_request(counts, receipt)
+        if receipt.moved_from:
+            _count_move(counts, receipt)
         prefill = receipt.prefill
         if prefill is not None:
             where = prefill.where
@@ -438,6 +451,14 @@ def _count_request(counts: _PoolCounts, receipt: Receipt) -> None:
         endpoint.requests += 1
         endpoint.prompt_tokens += receipt.prompt_tokens
         endpoint.predicted_cached_tokens += receipt.matched_tokens
+
+
+def _count_move(counts: _PoolCounts, receipt: Receipt) -> None:
+    """Count a request whose session moves to another member."""
+    fetched = receipt.fetch_tokens or 0
+    counts.session_moves[_FETCHED if fetched else _RECOMPUTED] += 1
+    counts.session_move_tokens[_FETCHED] += fetched
+    counts.session_move_tokens[_RECOMPUTED] += receipt.prompt_tokens - receipt.matched_tokens - fetched
 
 
 def _endpoint_families(pools: Sequence[tuple[str, _PoolCounts]]) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from typing import Final
 import aiohttp
 
 from dualmap.prompts.api import Api
+from dualmap_edge.http_answers import AnswerTooLarge, open_session, read_answer
 from dualmap_extproc.tokens.messages import UnsupportedRequest
 
 ANSWER_MAX_BYTES: Final = 4 * 1024 * 1024
@@ -32,7 +33,7 @@ _FAULTS: Final = (401, 403, 404, 405)
 _ANSWER_OF_A_BYTE: Final = 16
 # A word of these is in every request with media, whose answer may contain tensors.
 _MEDIA: Final = (b"image", b"audio", b"video")
-_CHUNK_BYTES: Final = 64 * 1024
+_SHORT_ANSWER_BYTES: Final = 64 * 1024
 
 
 class RendererFault(UnsupportedRequest):
@@ -57,7 +58,7 @@ class Renderer:
             raise UnsupportedRequest(f"requests of this API ({api.name.lower()}) have no renderer")
         answer = await self._post(url.rstrip("/") + path, b"".join(chunks))
         # Most answers take less than a millisecond to decode; a long prompt's answer takes several.
-        return await asyncio.to_thread(ids_in, answer) if len(answer) > _CHUNK_BYTES else ids_in(answer)
+        return await asyncio.to_thread(ids_in, answer) if len(answer) > _SHORT_ANSWER_BYTES else ids_in(answer)
 
     async def tokenized(self, url: str, body: bytes) -> "array[int]":
         """Return the ids that an engine's ``/tokenize`` gives. Raises UnsupportedRequest if it gives none."""
@@ -70,14 +71,7 @@ class Renderer:
 
     async def _post(self, url: str, body: bytes) -> bytes:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_MAX),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept-Encoding": "identity", "User-Agent": "dualmap-router"},
-                timeout=aiohttp.ClientTimeout(),
-                auto_decompress=False,
-                trust_env=False,
-            )
+            self._session = open_session(connections_max=CONNECTIONS_MAX)
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
@@ -86,13 +80,10 @@ class Renderer:
                     is_fault = response.status in _FAULTS or not 400 <= response.status < 500
                     kind = RendererFault if is_fault else UnsupportedRequest
                     raise kind(f"{url} answered with {response.status}")
-                answer = bytearray()
-                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                    answer += chunk
-                    if len(answer) > ANSWER_MAX_BYTES:
-                        kind = UnsupportedRequest if _has_large_answer(body) else RendererFault
-                        raise kind(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes")
-                return bytes(answer)
+                return await read_answer(response, max_bytes=ANSWER_MAX_BYTES)
+        except AnswerTooLarge:
+            kind = UnsupportedRequest if _has_large_answer(body) else RendererFault
+            raise kind(f"the answer of {url} has more than {ANSWER_MAX_BYTES} bytes") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # asyncio.TimeoutError is an OSError as well, but belongs to the caller's deadline.
             if isinstance(error, TimeoutError):

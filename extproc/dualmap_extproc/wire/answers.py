@@ -62,6 +62,7 @@ def with_pick(
     retries: bool,
     prefillers: Sequence[str] = (),
     continuing: Sequence[str] = (),
+    kv_source: str = "",
 ) -> bytes:
     """Add a pick to an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
@@ -70,7 +71,8 @@ def with_pick(
     the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
     requests with such an answer. ``prefillers`` are the endpoints that may compute the prompt. The sidecar of the
     destination sends the prompt to the first; llm-d's sidecar accepts one only, so the list has a header of its own.
-    ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks.
+    ``continuing`` are the endpoints from which the sidecar gets the rest of a stream that breaks. ``kv_source`` is the
+    endpoint from which the destination can fetch the KV of the request's session; empty for none.
     """
     kind = _KINDS[answer[0]]
     answer += _pick(kind, destination, cluster, retries)
@@ -90,6 +92,9 @@ def with_pick(
     if continuing:
         kept.append(names.CONTINUE_HEADER)
         answer = with_request_header(answer, names.CONTINUE_HEADER, ",".join(continuing))
+    if kv_source:
+        kept.append(names.KV_SOURCE_HEADER)
+        answer = with_request_header(answer, names.KV_SOURCE_HEADER, kv_source)
     if strip and kind in _WITH_HEADERS:
         answer = without_headers(answer, [key for key in strip if key not in kept])
     return answer

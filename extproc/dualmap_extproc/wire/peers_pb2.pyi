@@ -201,7 +201,7 @@ class Decision(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[str]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("pool", "policy", "rule", "reason", "key_hash", "key_blocks", "key_tokens", "pair", "chosen", "address", "prompt_tokens", "matched_tokens", "predicted_ttft_s", "candidates", "source", "adapter", "fetch_tokens")
+    __slots__ = ("pool", "policy", "rule", "reason", "key_hash", "key_blocks", "key_tokens", "pair", "chosen", "address", "prompt_tokens", "matched_tokens", "predicted_ttft_s", "candidates", "source", "adapter", "fetch_tokens", "host", "host_source")
     POOL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,8 @@ class Receipt(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_SOURCE_FIELD_NUMBER: _ClassVar[int]
     pool: str
     policy: str
     rule: str
@@ -236,7 +238,9 @@ class Receipt(_message.Message):
     source: str
     adapter: str
     fetch_tokens: int
-    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[str] = ..., rule: _Optional[str] = ..., reason: _Optional[str] = ..., key_hash: _Optional[int] = ..., key_blocks: _Optional[int] = ..., key_tokens: _Optional[int] = ..., pair: _Optional[_Iterable[str]] = ..., chosen: _Optional[str] = ..., address: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., source: _Optional[str] = ..., adapter: _Optional[str] = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
+    host: str
+    host_source: str
+    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[str] = ..., rule: _Optional[str] = ..., reason: _Optional[str] = ..., key_hash: _Optional[int] = ..., key_blocks: _Optional[int] = ..., key_tokens: _Optional[int] = ..., pair: _Optional[_Iterable[str]] = ..., chosen: _Optional[str] = ..., address: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., source: _Optional[str] = ..., adapter: _Optional[str] = ..., fetch_tokens: _Optional[int] = ..., host: _Optional[str] = ..., host_source: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s", "fetch_tokens")

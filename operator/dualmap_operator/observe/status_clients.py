@@ -16,12 +16,12 @@ from yarl import URL
 
 from dualmap.engines.profile import DIALECTS, read_metrics
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
+from dualmap_edge.http_answers import AnswerTooLarge, read_answer
 from dualmap_operator.decide.observed import EndpointReport, RouterReport, TokenizerReport
 
 _TIMEOUT_S: Final = 2.0
 _LARGEST_BYTES: Final = 4 * 1024 * 1024
 """An engine's metrics response grows with its histograms. A router's answer has about 120 bytes for each endpoint."""
-_CHUNK_BYTES: Final = 64 * 1024
 _AT_A_TIME: Final = 32
 # The bounds of what a condition may quote of a router's answer.
 _PROBLEM_CHARACTERS: Final = 300
@@ -62,12 +62,10 @@ class _HttpClient:
 
     async def _get(self, url: URL) -> tuple[int, bytes] | None:
         async with self._session.get(url, allow_redirects=False) as response:
-            body = bytearray()
-            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                body += chunk
-                if len(body) > _LARGEST_BYTES:
-                    return None
-            return response.status, bytes(body)
+            try:
+                return response.status, await read_answer(response, max_bytes=_LARGEST_BYTES)
+            except AnswerTooLarge:
+                return None
 
     async def close(self) -> None:
         await self._session.close()
