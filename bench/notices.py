@@ -17,7 +17,7 @@ from dualmap_sim.notices import Notice, Reaction, recomputed_tokens
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 
-_RATES: Final = {"default": 8.0, "agentic": 6.0}
+_RATES: Final = {"default": 8.0, "agentic": 3.0}
 """Requests per second of each workload at which six instances still attain the SLO."""
 _NOTICES: Final = (30.0, 120.0)
 _LASTS_S: Final = 500.0
