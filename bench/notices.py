@@ -18,7 +18,7 @@ from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 
 _RATES: Final = {"default": 8.0, "agentic": 3.0}
-"""Requests per second of each workload at which six instances still attain the SLO."""
+"""Requests per second of each workload, which eight instances serve within the SLO and six nearly do."""
 _NOTICES: Final = (30.0, 120.0)
 _LASTS_S: Final = 500.0
 _AT_S: Final = 200.0
