@@ -321,6 +321,9 @@ class TestServing:
             def orphan(self, sent: AccessLogEntry) -> None:
                 raise AssertionError(sent)
 
+            def on_lost(self, lost: Callable[[str], None]) -> None:
+                pass
+
         async with serving(lambda _: None, counts, ids=AnySender("b-1f"), connections=Others()) as opened:
             stream = opened()
             named = wire.StreamAccessLogsMessage()

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
 import pytest
 
 from dualmap_extproc.envoy.access_log import forwarding
+from dualmap_extproc.envoy.access_log import sink as sink_module
 from dualmap_extproc.envoy.access_log.forwarding import KEPT_MAX, KEPT_S, ORPHANS_PER_S, Forwarding
 from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG, SHARED_ACCESS_LOG
@@ -32,6 +33,8 @@ class Routers:
         self.ids = {name: RequestIds(name, bytes([number]) * KEY_BYTES) for number, name in enumerate(names)}
         self.now_s = 1000.0
         self.connected = set(names)
+        self.leaving: set[str] = set()
+        self.on_lost_calls: list[Callable[[str], None]] = []
         self.sinks = {name: self._sink(name) for name in names}
 
     def _sink(self, name: str) -> AccessLogSink:
@@ -51,11 +54,20 @@ class Routers:
         return bool(to)
 
     def reaches(self, request_id: str) -> bool:
-        return any(request_id.startswith(f"{name}-") for name in self.connected)
+        return any(request_id.startswith(f"{name}-") for name in self.connected - self.leaving)
 
     def orphan(self, sent: AccessLogEntry) -> None:
         for name in self.connected:
             self.orphans[name].append(sent)
+
+    def on_lost(self, lost: Callable[[str], None]) -> None:
+        self.on_lost_calls.append(lost)
+
+    def lose(self, name: str) -> None:
+        """End a router: the others lose their connections to it."""
+        self.connected.remove(name)
+        for lost in self.on_lost_calls:
+            lost(name)
 
     def received_ids(self, name: str) -> list[str]:
         return [each.request_id for each in self.received[name]]
@@ -110,18 +122,12 @@ async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | No
     assert routers.counts["a-1"].undelivered == 0
 
 
-async def test_entry_of_an_ended_router_in_a_log_for_every_router_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+async def test_entry_of_an_ended_router_in_a_log_for_every_router_is_an_orphan() -> None:
     routers = Routers("a-1", "b-2")
     theirs = routers.ids["b-2"].new("127.0.0.1")
     routers.connected.remove("b-2")
     await report(routers.sinks["a-1"], batch([theirs], ACCESS_LOG))
-    assert {each.request_id for each in routers.orphans["a-1"]} == {theirs}
-    # The owner may notice the loss later than the entry arrives.
-    before = len(routers.orphans["a-1"])
-    await until(lambda: len(routers.orphans["a-1"]) > before)
-    routers.now_s += KEPT_S
-    await until(lambda: not routers.sinks["a-1"]._forwarding._kept)
+    assert [each.request_id for each in routers.orphans["a-1"]] == [theirs]
     assert routers.counts["a-1"].undelivered == 0
 
 
@@ -157,6 +163,49 @@ async def test_entries_of_a_router_that_has_ended_go_to_all_others(
     assert logged == {"count": 1}
 
 
+async def test_entry_that_was_sent_before_its_router_was_lost_goes_to_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+    routers = Routers("a-1", "b-2", "c-3")
+    routers.connected.remove("a-1")
+    old, last = (routers.ids["c-3"].new("127.0.0.1") for _ in range(2))
+    await report(routers.sinks["a-1"], batch([old], SHARED_ACCESS_LOG))
+    routers.now_s += KEPT_S
+    await report(routers.sinks["a-1"], batch([last], SHARED_ACCESS_LOG))
+    routers.lose("c-3")
+    await asyncio.sleep(0.05)
+    assert routers.orphans["b-2"] == []
+    routers.now_s += KEPT_S
+    await until(lambda: routers.orphans["a-1"])
+    for name in ("a-1", "b-2"):
+        assert [each.request_id for each in routers.orphans[name]] == [last]
+
+
+async def test_entry_that_was_sent_before_its_connection_was_replaced_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.01)
+    routers = Routers("a-1", "b-2")
+    theirs = routers.ids["b-2"].new("127.0.0.1")
+    await report(routers.sinks["a-1"], batch([theirs], SHARED_ACCESS_LOG))
+    routers.lose("b-2")
+    routers.connected.add("b-2")
+    await until(lambda: routers.received_ids("b-2") == [theirs, theirs])
+    assert routers.orphans["a-1"] == []
+
+
+async def test_entries_that_wait_go_to_all_others_when_the_router_ends() -> None:
+    routers = Routers("a-1", "b-2", "c-3", "d-4")
+    gone, ending, staying = (routers.ids[name].new("127.0.0.1") for name in ("b-2", "c-3", "d-4"))
+    routers.connected -= {"a-1", "b-2"}
+    routers.leaving.add("c-3")
+    ends = Forwarding(routers, lambda _: None, Counts(), clock=lambda: 0.0)
+    ends.forward(AccessLogEntry(request_id=each) for each in (gone, ending, staying))
+    ends.end()
+    assert [each.request_id for each in routers.orphans["d-4"]] == [gone, ending]
+
+
 async def test_entries_that_wait_use_bounded_memory() -> None:
     counts = Counts()
     alone = Routers()
@@ -165,6 +214,17 @@ async def test_entries_that_wait_use_bounded_memory() -> None:
     assert counts.undelivered == 0
     keeping.forward([AccessLogEntry(request_id="gone-2-0-ff")] * 3)
     assert counts.undelivered == 3
+
+
+async def test_sent_entries_use_bounded_memory() -> None:
+    counts = Counts()
+    routers = Routers("a-1", "b-2")
+    sending = Forwarding(routers, lambda _: None, counts, clock=lambda: 0.0)
+    sending.forward([AccessLogEntry(request_id="b-2-0-ff")] * (KEPT_MAX + 3))
+    routers.lose("b-2")
+    assert counts.undelivered == 0
+    sending.forward([AccessLogEntry(request_id="b-2-0-ff")])
+    assert counts.undelivered == 1
 
 
 async def test_entries_above_the_limits_go_to_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +249,8 @@ async def test_router_without_other_routers_counts_undelivered_entries() -> None
     assert (counts.known, counts.undelivered) == (2, 2)
 
 
-async def test_ended_stream_ends_after_its_next_batch() -> None:
+async def test_ended_stream_ends_after_its_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
     routers = Routers("a-1", "b-2")
     sink = routers.sinks["a-1"]
     async with serving(sink) as opened:
@@ -198,7 +259,97 @@ async def test_ended_stream_ends_after_its_next_batch() -> None:
         await stream.write(batch(ids[:1], SHARED_ACCESS_LOG))
         await until(lambda: routers.received_ids("a-1") == ids[:1])
         await asyncio.sleep(0.1)  # until the sink waits for the next batch
-        sink.end_streams()
+        ending = asyncio.create_task(sink.end())
+        await asyncio.sleep(0)
         await stream.write(batch(ids[1:]))
         assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
+        await asyncio.wait_for(ending, WAIT_S)
     assert routers.received_ids("a-1") == ids
+
+
+async def test_end_waits_for_the_last_batch_of_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    sink = routers.sinks["a-1"]
+    async with serving(sink) as opened:
+        streams = [opened() for _ in range(2)]
+        ids = [routers.ids["a-1"].new("127.0.0.1") for _ in range(4)]
+        for stream, first in zip(streams, ids, strict=False):
+            await stream.write(batch([first], SHARED_ACCESS_LOG))
+        await until(lambda: set(routers.received_ids("a-1")) == set(ids[:2]))
+        ending = asyncio.create_task(sink.end())
+        for stream, last in zip(streams, ids[2:], strict=True):
+            await asyncio.sleep(0.05)
+            assert not ending.done()
+            await stream.write(batch([last]))
+            assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
+        await asyncio.wait_for(ending, WAIT_S)
+    assert set(routers.received_ids("a-1")) == set(ids)
+
+
+async def test_batches_that_arrived_while_the_router_was_busy_are_read_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
+    monkeypatch.setattr(sink_module, "_BUSY_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    sink = routers.sinks["a-1"]
+    async with serving(sink) as opened:
+        stream = opened()
+        ids = [routers.ids["a-1"].new("127.0.0.1") for _ in range(3)]
+        await stream.write(batch(ids[:1], SHARED_ACCESS_LOG))
+        await until(lambda: routers.received_ids("a-1") == ids[:1])
+        ending = asyncio.create_task(sink.end())
+        await asyncio.sleep(0)
+        await stream.write(batch(ids[1:2]))
+        await until(lambda: routers.received_ids("a-1") == ids[:2])
+        await stream.write(batch(ids[2:]))
+        await stream.done_writing()
+        await asyncio.wait_for(ending, WAIT_S)
+    assert routers.received_ids("a-1") == ids
+
+
+async def test_stream_with_a_batch_at_any_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 0.2)
+    monkeypatch.setattr(sink_module, "_BUSY_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    async with serving(routers.sinks["a-1"]) as opened:
+        stream = opened()
+        ending = asyncio.create_task(routers.sinks["a-1"].end())
+        # The stream may end during a write.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            while not ending.done():
+                await stream.write(batch([routers.ids["a-1"].new("127.0.0.1")], SHARED_ACCESS_LOG))
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(ending, WAIT_S)
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 0.2])
+async def test_stream_without_a_batch_for_its_limit_ends(monkeypatch: pytest.MonkeyPatch, idle_s: float) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 0.1)
+    routers = Routers("a-1", "b-2")
+    async with serving(routers.sinks["a-1"]) as opened:
+        stream = opened()
+        ours = routers.ids["a-1"].new("127.0.0.1")
+        await stream.write(batch([ours], SHARED_ACCESS_LOG))
+        await until(lambda: routers.received_ids("a-1") == [ours])
+        await asyncio.sleep(idle_s)
+        await asyncio.wait_for(routers.sinks["a-1"].end(), WAIT_S)
+        assert await asyncio.wait_for(stream, WAIT_S) == wire.StreamAccessLogsResponse()
+
+
+async def test_entries_of_the_last_batch_go_to_all_others_when_the_router_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink_module, "LAST_BATCH_S", 600.0)
+    routers = Routers("a-1", "b-2")
+    sink = routers.sinks["a-1"]
+    async with serving(sink) as opened:
+        stream = opened()
+        await stream.write(batch([routers.ids["b-2"].new("127.0.0.1")], SHARED_ACCESS_LOG))
+        await until(lambda: routers.received_ids("b-2"))
+        ending = asyncio.create_task(sink.end())
+        await asyncio.sleep(0)
+        await stream.write(batch(["gone-2-0-ff"]))
+        await asyncio.wait_for(ending, WAIT_S)
+    assert [each.request_id for each in routers.orphans["b-2"]] == ["gone-2-0-ff"]

@@ -376,6 +376,15 @@ async def test_silent_peer_is_lost():
         assert a.heard.lost == ["b-1"]
 
 
+async def test_router_that_ends_does_not_wait_longer_for_a_peer_that_does_not_close(monkeypatch):
+    monkeypatch.setattr(module, "END_S", 0.1)
+    async with routers("a-1", all_know_all=False) as (a,), Stranger(a.address, "b-1") as stranger:
+        await stranger.connect()
+        await until(lambda: a.peers.names == ("b-1",))
+        await asyncio.wait_for(a.peers.end(), WAIT_S)
+        assert a.peers.names == ("b-1",)
+
+
 class Stuck:
     """A stream on which nothing arrives, and of which the other side reads nothing after ``frames``."""
 

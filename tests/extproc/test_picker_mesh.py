@@ -11,10 +11,11 @@ from dualmap_extproc.app.hash_key import client_key
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Abandoned, Enqueued, RemotelyDecided, Routed
+from dualmap_extproc.request.orphans import KEPT_MAX, KEPT_S
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from extproc.envoy_messages import chat, crowded_pool, pool
-from extproc.router_meshes import RouterMesh
+from extproc.router_meshes import MeshDesk, RouterMesh
 
 LONG = chat("long " * 10_000)
 
@@ -263,6 +264,56 @@ def test_entry_ends_a_request_whose_router_has_ended(status):
     mesh.owner.picker.on_router_lost(3.0, asker.name)
     mesh.owner.picker.on_orphan(4.0, entry)
     assert mesh.owner.in_flight == 0
+
+
+def handed_over(now: float) -> tuple[RouterMesh, MeshDesk, AccessLogEntry]:
+    """Return routers, one that is not the owner, and the entry of its request, which is in flight at the owner."""
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    asker.ask(now=now)
+    mesh.deliver(now)
+    return mesh, asker, AccessLogEntry(request_id=asker.resumed[0].request_id, status=200)
+
+
+def test_entry_before_the_owner_loses_the_router_ends_the_request_at_the_loss():
+    mesh, asker, entry = handed_over(1.0)
+    mesh.owner.picker.on_orphan(2.0, entry)
+    assert mesh.owner.in_flight == 1
+    mesh.owner.picker.on_router_lost(2.0 + KEPT_S - 0.1, asker.name)
+    assert mesh.owner.in_flight == 0
+
+
+def test_entry_before_the_owner_hears_of_the_request_ends_it_at_the_loss():
+    mesh = RouterMesh()
+    asker = mesh.others[0]
+    mesh.loses = lambda sender, receiver: True
+    asker.ask(now=1.0)
+    mesh.loses = lambda sender, receiver: False
+    asker.picker.on_deadline(1.0 + ANSWER_TIMEOUT_S)
+    (picked,) = asker.resumed
+    new_owner = next(desk for desk in mesh.others if desk is not asker)
+    new_owner.picker.on_orphan(2.0, AccessLogEntry(request_id=picked.request_id, status=200))
+    mesh.set_routers(2.1, [new_owner.name])
+    mesh.deliver(2.1)
+    assert new_owner.in_flight == 1
+    new_owner.picker.on_router_lost(2.2, asker.name)
+    assert new_owner.in_flight == 0
+
+
+def test_entry_long_before_the_loss_of_a_router_is_forgotten():
+    mesh, asker, entry = handed_over(1.0)
+    mesh.owner.picker.on_orphan(2.0, entry)
+    mesh.owner.picker.on_router_lost(2.0 + KEPT_S, asker.name)
+    assert mesh.owner.in_flight == 1
+
+
+def test_entries_before_the_loss_of_a_router_use_bounded_memory():
+    mesh, asker, entry = handed_over(1.0)
+    others = [AccessLogEntry(request_id=f"{asker.name}-{number}-ff") for number in range(KEPT_MAX)]
+    for each in (entry, *others):
+        mesh.owner.picker.on_orphan(2.0, each)
+    mesh.owner.picker.on_router_lost(2.1, asker.name)
+    assert mesh.owner.in_flight == 1
 
 
 def test_demand_has_each_request_once_at_its_own_router():

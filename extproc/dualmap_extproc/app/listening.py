@@ -95,11 +95,16 @@ class Listening:
         """Fail readiness checks, finish open requests, and stop within the settings' drain timeout.
 
         Autoscalers go first, to another router. The other routers choose new owners of this router's pools before this
-        router stops queueing.
+        router stops queueing. They receive the last access log entries before the ports close.
         """
         self._scaler.end_streams()
         self._others.leave()
-        await self._servers.drain(self._settings.drain_timeout_s, end_access_log=self._access_log.end_streams)
+        await self._servers.drain(self._settings.drain_timeout_s, before_close=self._end)
+
+    async def _end(self) -> None:
+        """Take the last entries of the access log, and send what they report to the other routers."""
+        await self._access_log.end()
+        await self._others.end()
 
     async def close(self) -> None:
         """Stop immediately, and cut what is open."""

@@ -103,6 +103,13 @@ class OtherRouters:
         if self.peers is not None:
             self.peers.leave()
 
+    async def end(self) -> None:
+        """Wait until the other routers have received the last messages; send no further ones."""
+        if self.exchange is not None and self._settings.redis is None:
+            await self.exchange.leave()
+        if self.peers is not None:
+            await self.peers.end()
+
     async def close(self) -> None:
         """Publish that this router has no load any more, and close all connections."""
         if self.exchange is not None:

@@ -65,10 +65,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """Whether a router may own pools: it is ``warm`` and not ``leaving``."""
+    """Whether a router may own pools: it is ``warm`` and not ``leaving``.
+
+    A router that has ``ended`` sends no further message, and waits until the other router has closed the connection.
+    """
 
     warm: bool
     leaving: bool
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ def encode_proof(proof: bytes) -> bytes:
 
 def encode_state(state: RouterState) -> bytes:
     """Return the frame with a router's state."""
-    return wire.Frame(state=wire.State(warm=state.warm, leaving=state.leaving)).SerializeToString()
+    return wire.Frame(state=wire.State(warm=state.warm, leaving=state.leaving, ended=state.ended)).SerializeToString()
 
 
 ACCEPT: Final = wire.Frame(accept=True).SerializeToString()
@@ -164,7 +168,7 @@ def decode_frame(data: bytes, *, bytes_max: int = FRAME_BYTES_MAX) -> Frame:
     return Frame(
         hello=_read_hello(frame.hello) if frame.HasField("hello") else None,
         proof=frame.proof.hash,
-        state=RouterState(warm=frame.state.warm, leaving=frame.state.leaving) if frame.HasField("state") else None,
+        state=_read_state(frame.state) if frame.HasField("state") else None,
         accept=frame.accept,
         messages=tuple((pool, message) for pool, message in messages if message is not None),
         entries=tuple(_read_entry(each) for each in frame.entries),
@@ -310,6 +314,10 @@ def _bounded(seconds: float) -> float:
 
 def _read_hello(hello: wire.Hello) -> Hello:
     return Hello(version=hello.version, name=_read_name(hello.name), nonce=hello.nonce)
+
+
+def _read_state(told: wire.State) -> RouterState:
+    return RouterState(warm=told.warm, leaving=told.leaving, ended=told.ended)
 
 
 def _read_message(told: wire.PoolMessage) -> Message | None:

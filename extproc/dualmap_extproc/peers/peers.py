@@ -7,6 +7,8 @@ that is reached through an address of its own knows it by its name.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -37,6 +39,8 @@ SERVICE: Final = "dualmap.v1.Peers"
 METHOD: Final = "Connect"
 HANDSHAKE_S: Final = 1.0
 """The longest time from the first frame until a connection is used."""
+END_S: Final = 2.0
+"""The longest time that a router that ends waits until the others have received its last messages."""
 # The most connections that other programs opened and that are not yet used.
 _HANDSHAKES_MAX: Final = 2 * ROUTERS_MAX
 # A pause lets the event loop serve requests after so many messages of one frame, and after each shared payload.
@@ -99,6 +103,9 @@ class Peers:
         self._links: dict[str, Link] = {}
         self._states: dict[str, RouterState] = {}
         self._state = RouterState(warm=False, leaving=False)
+        self._alone = asyncio.Event()
+        self._alone.set()
+        self._lost: Callable[[str], None] = lambda peer: None
         self._owners: frozenset[str] | None = None
         self._handshakes = 0
         self._has_warned_of_same_id = False
@@ -118,6 +125,13 @@ class Peers:
     def names(self) -> tuple[str, ...]:
         """The names of the connected routers."""
         return tuple(self._links)
+
+    def on_lost(self, lost: Callable[[str], None]) -> None:
+        """Set the function to call with the name of each router to which a connection is lost.
+
+        Messages that were sent within the last moments may not have arrived.
+        """
+        self._lost = lost
 
     def send(self, pool: str, peer: str, message: Message) -> None:
         """Send a message about a pool soon; drop it if there is no connection to the router ``peer``."""
@@ -147,11 +161,11 @@ class Peers:
 
     def warm(self) -> None:
         """Announce that this router knows enough of the past to own pools."""
-        self._announce(RouterState(warm=True, leaving=self._state.leaving))
+        self._announce(replace(self._state, warm=True))
 
     def leave(self) -> None:
         """Announce that this router is about to end."""
-        self._announce(RouterState(warm=self._state.warm, leaving=True))
+        self._announce(replace(self._state, leaving=True))
 
     async def tried(self) -> None:
         """Wait until the first attempts to connect have ended: one for each address that was found first."""
@@ -162,8 +176,19 @@ class Peers:
         self._report_owners()
         await self._dialer.run()
 
+    async def end(self) -> None:
+        """Send the last messages: return when all other routers have received them, after END_S at the latest.
+
+        The other routers close their connections when they have received the state ``ended``. This router accepts and
+        opens no connection from now on.
+        """
+        self._announce(replace(self._state, leaving=True, ended=True))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._alone.wait()
+
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, without the messages that wait to be sent."""
         await self._dialer.close()
         for link in tuple(self._links.values()):
             self._lose(link, "this router ends")
@@ -204,6 +229,8 @@ class Peers:
 
     async def _serve(self, _: object, context: _Context) -> None:
         """Serve a connection that another router opened."""
+        if self._state.ended:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this router ends")
         if self._handshakes >= _HANDSHAKES_MAX:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many connections")
         self._handshakes += 1
@@ -219,6 +246,8 @@ class Peers:
 
         Raises Unreachable.
         """
+        if self._state.ended:
+            raise Unreachable("this router ends")
         name, link = await self._introduce(stream, address, dialed=True)
         self._dialer.on_attempt(address)
         if link is not None:
@@ -292,6 +321,7 @@ class Peers:
     def _use(self, name: str, stream: Stream, state: RouterState, address: str) -> Link:
         link = self._links[name] = Link(name, stream)
         self._states[name] = state
+        self._alone.clear()
         # The state may have changed since the proof.
         link.send(encode_state(self._state))
         _log.info("Connected to another router", router=name, address=address)
@@ -313,7 +343,10 @@ class Peers:
         link.end(reason)
         del self._links[link.peer], self._states[link.peer]
         _log.info("Lost the connection to another router", router=link.peer, reason=reason)
+        if not self._links:
+            self._alone.set()
         self._call(lambda: self._listener.on_router_lost(self._clock(), link.peer), router=link.peer)
+        self._call(lambda: self._lost(link.peer), router=link.peer)
         self._report_owners()
 
     async def _receive(self, link: Link, frame: Frame) -> None:
@@ -328,6 +361,9 @@ class Peers:
                 return
             if number % at_once == 0:
                 await asyncio.sleep(0)
+        # Last, because the frame may have joined earlier messages.
+        if frame.state is not None and frame.state.ended:
+            link.end("it has ended")
 
     def _parts(self, peer: str, frame: Frame) -> Iterator[Callable[[], None]]:
         """Yield functions that apply the parts of a frame."""

@@ -74,6 +74,7 @@ from dualmap_extproc.request.observations import (
     ServedElsewhere,
     TokensMismatched,
 )
+from dualmap_extproc.request.orphans import Orphans
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Mesh, ServedPools
@@ -141,6 +142,7 @@ class Picker:
         self._waiting = WaitingRequests()
         self._prefills = RemotePrefills()
         self._ended = EndedRequests(limits.ended_requests)
+        self._orphans = Orphans()
         self._counts = TokenCounts()
 
     @property
@@ -453,10 +455,16 @@ class Picker:
                 self._measure(now, entry.request_id, entry.usage)
 
     def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
-        """End a request that a router had picked that has ended since; ignore all other requests.
+        """End a request that a router had picked that has ended since.
 
-        Only that router could verify the sender of the entry. The request's id is not guessable.
+        Only that router could verify the sender of the entry. The request's id is not guessable. The entry may arrive
+        before this router has received the last messages of the router that ends, so the picker remembers it.
         """
+        self._orphans.add(now, entry)
+        self._end_orphan(now, entry)
+
+    def _end_orphan(self, now: float, entry: AccessLogEntry) -> None:
+        """End a request of another router in the accounts of its pool, if that router has ended."""
         reports = [Progress(request_id=entry.request_id, step=_ORPHANS_STEPS[entry.ending], usage=entry.usage)]
         if entry.served_endpoint is not None:
             served = Progress(request_id=entry.request_id, step=Step.SERVED, endpoint=entry.served_endpoint)
@@ -496,6 +504,8 @@ class Picker:
     def on_router_lost(self, now: float, peer: str) -> None:
         """Forget a router that has ended, or to which the connection is lost."""
         self._release(now, *((each, each.on_router_lost(now, peer).outcomes) for each in self._served.shared()))
+        for entry in self._orphans.take(now, peer):
+            self._end_orphan(now, entry)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``on_deadline`` is due next, or None."""

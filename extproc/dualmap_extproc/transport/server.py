@@ -1,7 +1,7 @@
 """The router's gRPC servers: their ports, the health service, and the drain."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -39,9 +39,8 @@ SHARED_PROBE_WAIT_S = 15.0
 NOTICE_S = 1.5
 # The longest time that the port stays open. Clients without health checks send streams until the port closes.
 NOTICE_MAX_S = 5.0
-# The time in which gRPC sends the end of calls after their handlers have returned, and in which Envoy sends the next
-# batch of the access log. A call that is cut before its end breaks the response in Envoy. Entries of a batch that is
-# cut are lost, and their requests then count as in flight at the pool's owner.
+# The time in which gRPC sends the end of calls after their handlers have returned. A call that is cut before its end
+# breaks the response in Envoy.
 _FLUSH_S: Final = 0.25
 # gRPC stores a message until it is complete, for any peer that reaches the port. These ports therefore accept only the
 # messages that they need. An access log batch has 64 KiB, or one entry more; an entry has at most the size of Envoy's
@@ -80,6 +79,10 @@ class Server(Protocol):
 
     async def close(self) -> None:
         """Stop immediately, and cut open streams."""
+
+
+async def _nothing() -> None:
+    pass
 
 
 class GrpcServers:
@@ -153,14 +156,14 @@ class GrpcServers:
         """Report readiness to health checks."""
         await self._set_ready(HealthCheckResponse.SERVING)
 
-    async def drain(self, timeout_s: float, *, end_access_log: Callable[[], None] = lambda: None) -> None:
-        """Stop within ``timeout_s``: report not ready, then reject new streams and finish open streams.
+    async def drain(self, timeout_s: float, *, before_close: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Report not ready, then reject new streams, finish open streams within ``timeout_s``, and stop.
 
         The drain waits only for ext_proc streams, because clients keep discovery, access log and health streams open.
         New streams are rejected when none has begun for NOTICE_S, and after NOTICE_MAX_S at the latest. At this
         moment, the router dispatches all queued requests, because their members may need more time than the drain
-        allows. When no stream of ext_proc is open, ``end_access_log`` must end each stream of the access log after its
-        next batch.
+        allows. When no stream of ext_proc is open, or after ``timeout_s``, the drain waits for ``before_close``, during
+        which the ports accept messages of open streams only.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -173,12 +176,13 @@ class GrpcServers:
         left_s = max(0.0, deadline_s - loop.time())
         await asyncio.wait((stopping, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        end_access_log()
         cut = self._processor.open_requests
+        als_stopping = asyncio.create_task(self._als.drain())
+        await before_close()
         if not cut:
             await asyncio.sleep(_FLUSH_S)
         await self.close()
-        await stopping
+        await asyncio.gather(stopping, als_stopping)
         _log.info("Stopped", cut_requests=cut)
 
     async def close(self) -> None:

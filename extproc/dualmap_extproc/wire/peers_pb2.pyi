@@ -61,12 +61,14 @@ class Proof(_message.Message):
     def __init__(self, hash: _Optional[bytes] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("warm", "leaving")
+    __slots__ = ("warm", "leaving", "ended")
     WARM_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     warm: bool
     leaving: bool
-    def __init__(self, warm: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    ended: bool
+    def __init__(self, warm: _Optional[bool] = ..., leaving: _Optional[bool] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class PoolMessage(_message.Message):
     __slots__ = ("pool", "ask", "answer", "declined", "sent", "progress", "left")

@@ -5,18 +5,20 @@ can use the entry.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dualmap_edge.logs import OncePerMinute, get_logger
 from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import router_of
 
 # A new router may pick members some seconds before its connections to the other routers exist. After this time, a
 # router without a connection has ended, and the other routers know it.
 KEPT_S: Final = 5.0
 RETRY_S: Final = 0.5
-# The most entries that wait for a connection. An entry has less than 1 KiB.
+# The most entries that wait for a connection, and the most sent ones. An entry has less than 1 KiB.
 KEPT_MAX: Final = 10_000
 # The most entries within a second that go to all routers. Any program that reaches the port can cause such entries.
 ORPHANS_PER_S: Final = 500
@@ -35,6 +37,9 @@ class Connections(Protocol):
     def orphan(self, entry: AccessLogEntry) -> None:
         """Send an entry to all routers, because the router that picked has ended."""
 
+    def on_lost(self, lost: Callable[[str], None]) -> None:
+        """Set the function to call with the name of each router to which a connection is lost."""
+
 
 class ForwardingObserver(Protocol):
     """The counter of undelivered entries; ``telemetry.metrics`` implements this interface."""
@@ -47,15 +52,16 @@ class ForwardingObserver(Protocol):
 class _Kept:
     entry: AccessLogEntry
     until_s: float
-    forwards: bool = True
 
 
 class Forwarding:
     """Sends entries to their routers; keeps the entries of a router without a connection for up to KEPT_S.
 
     The entries of a router that has ended go to all other routers and to ``on_orphan``, because the pool's owner still
-    accounts for the requests. Entries above KEPT_MAX or ORPHANS_PER_S are dropped. The owner's account of their
-    requests then expires. Without ``connections``, the router knows no other routers.
+    accounts for the requests. If a connection is lost, the entries that were sent within KEPT_S are sent again, because
+    the router may have ended before it has received or reported them. Entries above KEPT_MAX or ORPHANS_PER_S are
+    dropped. The owner's account of their requests then expires. Without ``connections``, the router knows no other
+    routers.
     """
 
     def __init__(
@@ -71,11 +77,15 @@ class Forwarding:
         self._observer = observer
         self._clock = clock
         self._kept: list[_Kept] = []
+        # The last entries that were sent, the oldest first.
+        self._sent: deque[_Kept] = deque(maxlen=KEPT_MAX)
         self._retry: asyncio.TimerHandle | None = None
         # The beginning of the current second, and the number of entries that went to all routers since then.
         self._second_s = clock()
         self._orphans = 0
         self._undelivered = OncePerMinute(_log, "No connection to the router of an access log entry", clock)
+        if connections is not None:
+            connections.on_lost(self._send_again)
 
     def forward(self, entries: Iterable[AccessLogEntry]) -> None:
         """Send entries, each with its sender, to the routers of their requests."""
@@ -84,18 +94,47 @@ class Forwarding:
             if self._connections is None:
                 self._on_orphan(entry)
                 self._drop()
-            elif not self._connections.forward(entry):
+            elif not self._forward(self._connections, entry):
                 self._keep(_Kept(entry=entry, until_s=until_s))
 
     def watch(self, entries: Iterable[AccessLogEntry]) -> None:
         """Take entries of which every router gets its own copy: those of routers that have ended or are about to end.
 
-        The pool's owner still accounts for the requests of such a router, until it notices the loss of the router.
+        The pool's owner still accounts for the requests of such a router.
         """
-        until_s = self._clock() + KEPT_S
         for entry in entries:
             self._on_orphan(entry)
-            self._keep(_Kept(entry=entry, until_s=until_s, forwards=False))
+
+    def end(self) -> None:
+        """Send all entries to all routers whose own router may not use them, because this router ends."""
+        if self._connections is None:
+            return
+        if self._retry is not None:
+            self._retry.cancel()
+        reaches = self._connections.reaches
+        for each in (*self._kept, *(each for each in self._sent if not reaches(each.entry.request_id))):
+            self._connections.orphan(each.entry)
+        self._kept.clear()
+        self._sent.clear()
+
+    def _forward(self, connections: Connections, entry: AccessLogEntry) -> bool:
+        """Send an entry to its router, and remember it for KEPT_S; return whether there is a connection."""
+        if not connections.forward(entry):
+            return False
+        now_s = self._clock()
+        while self._sent and self._sent[0].until_s <= now_s:
+            self._sent.popleft()
+        self._sent.append(_Kept(entry=entry, until_s=now_s + KEPT_S))
+        return True
+
+    def _send_again(self, router: str) -> None:
+        """Keep the last entries that were sent to a router to which the connection is lost."""
+        sent, self._sent = self._sent, deque(maxlen=KEPT_MAX)
+        for each in sent:
+            if router_of(each.entry.request_id) == router:
+                self._keep(each)
+            else:
+                self._sent.append(each)
 
     def _keep(self, kept: _Kept) -> None:
         if len(self._kept) >= KEPT_MAX:
@@ -111,12 +150,7 @@ class Forwarding:
         now_s = self._clock()
         waiting, self._kept = self._kept, []
         for each in waiting:
-            if not each.forwards:
-                self._on_orphan(each.entry)
-                if each.until_s > now_s:
-                    self._keep(each)
-                continue
-            if self._connections.forward(each.entry):
+            if self._forward(self._connections, each.entry):
                 continue
             if each.until_s <= now_s:
                 self._orphan(self._connections, each.entry, now_s)

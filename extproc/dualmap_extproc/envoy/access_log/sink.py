@@ -28,6 +28,10 @@ from dualmap_extproc.wire.peer import peer_of
 # The most entries that the sink reads without a pause. An entry takes 10 to 40 us, so a batch from Envoy takes
 # milliseconds.
 ENTRIES_AT_ONCE: Final = 100
+LAST_BATCH_S: Final = 2.0
+"""A router that ends waits for the next batch of each stream until the stream had none for this time."""
+# The time after this batch in which a router that was busy reads the batches that have arrived meanwhile.
+_BUSY_S: Final = 0.03
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
 _log = get_logger(__name__)
@@ -70,7 +74,12 @@ class AccessLogSink:
         self._on_entries = on_entries
         self._connections = connections
         self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
-        self._ending = False
+        self._loop = asyncio.get_running_loop()
+        # The time at which all streams end, when the router ends.
+        self._ends_s: asyncio.Future[float] = self._loop.create_future()
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._observer = observer
         self._ids = ids
         self._unreadable = OncePerMinute(_log, "Dropping unreadable access log batches", clock)
@@ -84,23 +93,50 @@ class AccessLogSink:
         )
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
-    def end_streams(self) -> None:
-        """End each stream after its next batch, so that Envoy opens a new stream to another router.
+    async def end(self) -> None:
+        """End all streams, so that Envoy opens new streams to other routers, and send on all entries that wait.
 
-        Envoy sends a batch every 100 ms while requests end. Directly after a batch, no entry is on its way.
+        Each stream ends after its next batch. Envoy sends a batch every 100 ms while requests end. Directly after a
+        batch, no entry is on its way. A stream also ends when it had no batch for LAST_BATCH_S. New streams must be
+        rejected. The method must be called once.
         """
-        self._ending = True
+        self._ends_s.set_result(self._loop.time() + LAST_BATCH_S)
+        await self._idle.wait()
+        self._forwarding.end()
 
     async def _receive(self, batches: AsyncIterator[bytes], context: _Context) -> wire.StreamAccessLogsResponse:
-        """Read the batches of one Envoy worker until the worker or ``end_streams`` ends the stream."""
-        client = peer_of(context)
-        shared = False
-        async for data in batches:
+        """Read the batches of one Envoy worker until the worker or ``end`` ends the stream."""
+        self._streams += 1
+        self._idle.clear()
+        try:
+            await self._take_all(peer_of(context), batches)
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+        return wire.StreamAccessLogsResponse()
+
+    async def _take_all(self, client: str, batches: AsyncIterator[bytes]) -> None:
+        shared, longest_s = False, LAST_BATCH_S
+        reads = aiter(batches)
+        while (data := await self._next(reads, longest_s)) is not None:
             # Only the first batch of a stream has the log's name.
             shared = await self._take(client, data, shared=shared)
-            if self._ending:
-                break
-        return wire.StreamAccessLogsResponse()
+            if self._ends_s.done():
+                longest_s = _BUSY_S
+
+    async def _next(self, reads: AsyncIterator[bytes], longest_s: float) -> bytes | None:
+        """Return the next batch; None after the stream's end, and after ``longest_s`` if the router ends."""
+        read = asyncio.create_task(_read(reads))
+        due_s = self._loop.time() + longest_s
+        try:
+            await asyncio.wait((read, self._ends_s), return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                due_s = min(due_s, self._ends_s.result())
+                await asyncio.wait((read,), timeout=max(0.0, due_s - self._loop.time()))
+        finally:
+            read.cancel()
+        return read.result() if read.done() and not read.cancelled() else None
 
     async def _take(self, client: str, data: bytes, *, shared: bool) -> bool:
         """Read one batch; return whether the batches of its stream are of the shared log."""
@@ -135,3 +171,7 @@ class AccessLogSink:
         elif self._connections is not None:
             reaches = self._connections.reaches
             self._forwarding.watch(read_entry(*each) for each in theirs if not reaches(each[1]))
+
+
+async def _read(reads: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(reads, None)

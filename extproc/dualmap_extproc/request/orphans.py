@@ -1,0 +1,39 @@
+"""The access log entries about requests of routers that end, until this router has lost these routers, too.
+
+Each router notices the end of another one at another time. Until then, it may still receive that router's requests.
+"""
+
+from collections import deque
+from typing import Final, NamedTuple
+
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.ids import router_of
+
+KEPT_S: Final = 5.0
+"""The longest time until this router has noticed, too, that the other router has ended."""
+KEPT_MAX: Final = 10_000
+"""The most entries, the last ones. An entry has less than 1 KiB."""
+
+
+class _Kept(NamedTuple):
+    entry: AccessLogEntry
+    until_s: float
+
+
+class Orphans:
+    """The last KEPT_MAX entries, each for KEPT_S."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_Kept] = deque(maxlen=KEPT_MAX)
+
+    def add(self, now: float, entry: AccessLogEntry) -> None:
+        """Keep an entry."""
+        while self._kept and self._kept[0].until_s <= now:
+            self._kept.popleft()
+        self._kept.append(_Kept(entry, now + KEPT_S))
+
+    def take(self, now: float, router: str) -> tuple[AccessLogEntry, ...]:
+        """Remove and return the entries about requests of a router."""
+        kept = [each for each in self._kept if each.until_s > now]
+        self._kept = deque((each for each in kept if router_of(each.entry.request_id) != router), maxlen=KEPT_MAX)
+        return tuple(each.entry for each in kept if router_of(each.entry.request_id) == router)
