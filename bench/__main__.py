@@ -56,6 +56,9 @@ COMMANDS: Final = {
     "kv_store": Benchmark(
         "bench.kv_store", "a KV store that engines share, in virtual time (20 minutes; --quick: 5)", "kv_store"
     ),
+    "notices": Benchmark(
+        "bench.notices", "pods that must stop within seconds, in virtual time (10 minutes; --quick: 3)", "notices"
+    ),
     "session_moves": Benchmark(
         "bench.session_moves",
         "sessions that move with and without their KV, in virtual time (3 minutes)",

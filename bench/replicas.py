@@ -9,9 +9,11 @@ from nothing to all data, every 50 to 1000 ms. In the second section, a router j
 section, requests have sessions. Session ids and bindings need less data than the full index.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import fmean
 
 import click
 from bench.virtual import (
@@ -121,10 +123,11 @@ KINDS = (("loads", loads), ("loads, hotness", loads_and_hotness), ("loads, hotne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A run's figures, and the bytes per request that all routers together wrote."""
+    """A run's figures, the bytes per request that all routers together wrote, and the processor time of the run."""
 
     summary: Summary
     bytes_per_request: float
+    cost_s: float
 
 
 @dataclass(slots=True)
@@ -163,13 +166,16 @@ def main(quick: bool, differences: bool) -> None:
 
 
 def weigh(case: Case) -> Weighed:
-    """Run a case and count the bytes of its replication."""
+    """Run a case, count the bytes of its replication, and measure its processor time."""
     scales = None if case.exchange is None else Scales(case.exchange.carries)
     if case.exchange is not None and scales is not None:
         case = replace(case, exchange=replace(case.exchange, carries=scales))
+    began_s = time.process_time()
     records = run(case)
+    cost_s = time.process_time() - began_s
     return Weighed(
         summary=summarise(records[WARMUP:], slo_ttft_s=SLO_TTFT_S),
+        cost_s=cost_s,
         bytes_per_request=0.0 if scales is None else scales.bytes / len(records),
     )
 
@@ -333,7 +339,7 @@ def _cases(
 
 
 def _table(heads: str, rows: Sequence[tuple[str, list[Case]]]) -> None:
-    columns = "hit rate % | within SLO % | TTFT p50 s | p90 s | held % | written bytes a request"
+    columns = "hit rate % | within SLO % | TTFT p50 s | p90 s | held % | written bytes a request | processor s a run"
     results = iter(run_all(weigh, [case for _, cases in rows for case in cases]))
     print(f"| {heads} | {columns} |")
     print(f"|{'---|' * (heads.count('|') + columns.count('|') + 2)}")
@@ -346,7 +352,8 @@ def _table(heads: str, rows: Sequence[tuple[str, list[Case]]]) -> None:
             seconds(each.ttft_p50_s for each in summaries),
             seconds(each.ttft_p90_s for each in summaries),
             percent(each.held_share for each in summaries),
-            f"{sum(each.bytes_per_request for each in weighed) / len(weighed):.0f}",
+            f"{fmean(each.bytes_per_request for each in weighed):.0f}",
+            f"{fmean(each.cost_s for each in weighed):.1f}",
         )
         print(f"| {name} | {' | '.join(cells)} |")
     print()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+from bench.paper.behind import behind_table
 from bench.paper.cells import Cell
 from bench.paper.claims import claims_table, write_parts
 from bench.paper.measuring import commit_of_code, measure_cells
@@ -140,7 +141,12 @@ def parts_of_evaluation(results: Results, extent: Extent) -> dict[str, str]:
     sections = SECTIONS.values()
     parts = {name: part(results, extent) for section in sections for name, part in section.excerpts.items()}
     claims = [claim for section in sections for claim in section.claims(results, extent)]
-    return {"measured": _measured(results, extent), "claims": claims_table(claims), **parts}
+    own = {
+        "measured": _measured(results, extent),
+        "claims": claims_table(claims),
+        "behind": behind_table(results, extent),
+    }
+    return {**own, **parts}
 
 
 def _measured(results: Results, extent: Extent) -> str:

@@ -32,6 +32,7 @@ class Comparison:
     section: str
     workloads: Callable[[Extent], tuple[str, ...]]
     models: tuple[str, ...]
+    windows: int
 
     def cell(self, extent: Extent, workload: str, model: str, window: int, policy: str) -> Cell:
         """Return the cell of one policy's goodput in one window."""
@@ -47,7 +48,7 @@ class Comparison:
         return [
             self.cell(extent, workload, model, window, policy)
             for policies in (BOUNDS, RIVALS, OURS)
-            for window in extent.windows
+            for window in extent.windows(self.windows)
             for workload, model in self.columns(extent)
             for policy in policies
         ]
@@ -109,9 +110,9 @@ class Comparison:
         legend(figure, shown)
         save(figure, plots / f"{self.section}.png")
         return (
-            f"Windows or seeds: {len(extent.windows)}; the range of the single ones is in brackets. All policies run "
-            "at shipped defaults, except that `cache_affinity` has blocks of 512 tokens instead of 128. Gains name the "
-            f"best other policy.\n\n{absolute}\n{relative}\n{gains}\n{self.not_ahead(results, extent)}\n"
+            f"Windows or seeds: {len(extent.windows(self.windows))}; the range of the single ones is in brackets. All "
+            "policies run at shipped defaults, except that `cache_affinity` has blocks of 512 tokens instead of 128. "
+            f"Gains name the best other policy.\n\n{absolute}\n{relative}\n{gains}\n{self.not_ahead(results, extent)}\n"
             f"At the goodput, in the worst window. A router rejects a request that was queued for 30 s.\n\n{prices}\n"
             f"![goodput]({self.section}.png)\n"
         )
@@ -172,12 +173,12 @@ class Comparison:
 
     def _found(self, results: Results, extent: Extent, column: Column, policy: str) -> _Rates:
         """Return a policy's goodput by window, without the windows that have none."""
-        kept = {w: results.figures(self.cell(extent, *column, w, policy)) for w in extent.windows}
+        kept = {w: results.figures(self.cell(extent, *column, w, policy)) for w in extent.windows(self.windows)}
         return {w: each["goodput_qps"] for w, each in kept.items() if each and each["goodput_qps"] is not None}
 
     def _price(self, results: Results, extent: Extent, column: Column, policy: str) -> str:
         """Return TTFT P99.9 and the share of rejected requests at the goodput, in the worst window."""
-        kept = [results.figures(self.cell(extent, *column, w, policy)) for w in extent.windows]
+        kept = [results.figures(self.cell(extent, *column, w, policy)) for w in extent.windows(self.windows)]
         told = [each for each in kept if each and "ttft_p999_s" in each]
         if not told:
             return "-"

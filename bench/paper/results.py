@@ -45,6 +45,10 @@ class Results:
         measured = self.get(cell)
         return None if measured is None else measured.figures
 
+    def measured(self, cells: Mapping[str, Cell]) -> dict[str, Figures]:
+        """Return the stored figures of cells by name, without the missing ones."""
+        return {name: figures for name, cell in cells.items() if (figures := self.figures(cell)) is not None}
+
     def put(self, cell: Cell, measured: Measured) -> None:
         """Store the result of a cell on disk immediately."""
         # In the meantime, another process may have written other cells of the section.

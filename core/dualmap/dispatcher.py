@@ -192,7 +192,7 @@ class Dispatcher:
             for member, left_s in leaving
             if not self._queue.queues.get(member) and self._may_take(now, member, placed.request)
         ]
-        answer_s = self._fleet.answers.longest_s
+        answer_s = self._fleet.answers.expected_s()
         return (self._chooser.last_turn(now, placed, open_now, answer_s=answer_s) if open_now else None) or placed
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:

@@ -19,6 +19,7 @@ from dualmap.pools.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
 from dualmap_sim.decoders import split
+from dualmap_sim.events import Event
 from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
@@ -90,6 +91,8 @@ class Experiment:
 
     The pool's object then does not contain the size of the engines' caches.
     """
+    events: tuple[Event, ...] = ()
+    """What happens to the members, other than requests, without a prefill pool."""
     sample_s: float | None = 1.0
     """Virtual seconds between two samples of the engines' loads. None takes no samples, and the result has no CV."""
 
@@ -168,7 +171,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
         engine, decode_side = split(engine, decoders=experiment.decoders)
     cluster = Cluster(
         ClusterConfig(
-            pool=_pool(experiment),
+            pool=pool_of(experiment),
             engine=engine,
             decode_side=decode_side,
             engines={name: _with_store(experiment, each) for name, each in experiment.engines},
@@ -179,6 +182,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             report_loss=experiment.report_loss,
             kv_moves=experiment.kv_moves,
             discovery=experiment.discovery,
+            events=experiment.events,
             sample_s=experiment.sample_s,
             gives_up=gives_up,
         )
@@ -202,7 +206,7 @@ def _replay_split(experiment: Experiment, asked: Sequence[Arrival], gives_up: Ca
         raise ValueError("a prefill pool has no KV store")
     if engine.decode is None or engine.pull_tokens_per_s is None:
         raise ValueError("a prefill pool requires an engine that decodes, with pull_tokens_per_s")
-    pool = replace(_pool(experiment), prefill_min_tokens=experiment.prefill_min_tokens)
+    pool = replace(pool_of(experiment), prefill_min_tokens=experiment.prefill_min_tokens)
     decode, prefill = split_pools(pool, prefillers=experiment.prefillers)
     if experiment.decode_policy is not None:
         decode = replace(decode, routing=replace(decode.routing, policy=experiment.decode_policy))
@@ -260,7 +264,8 @@ def _exchange(experiment: Experiment) -> ReplicationConfig | None:
     return ReplicationConfig(period_s=experiment.view_delay_s, delay_s=experiment.view_delay_s / 2)
 
 
-def _pool(experiment: Experiment) -> Pool:
+def pool_of(experiment: Experiment) -> Pool:
+    """Return an experiment's pool, at the beginning of the run."""
     trace = load_trace(experiment)
     block_tokens = experiment.block_tokens or trace.block_tokens
     believed = experiment.believed_tokens_per_s or experiment.engine.prefill.tokens_per_s

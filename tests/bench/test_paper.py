@@ -154,7 +154,7 @@ def test_evaluation_page_has_a_place_for_every_part(bench: Bench, tmp_path: Path
     results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
     page = (ROOT / "docs" / "evaluation.md").read_text()
     excerpts = {name: part for each in bench("sections").SECTIONS.values() for name, part in each.excerpts.items()}
-    for name in ("measured", "claims", *excerpts):
+    for name in ("measured", "claims", "behind", *excerpts):
         assert page.count(f"<!-- {name}: made by python -m bench paper -->\n") == 1
         assert page.count(f"<!-- end of {name} -->\n") == 1
     assert all(part(results, extent).startswith("| ") for part in excerpts.values())

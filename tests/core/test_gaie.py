@@ -15,7 +15,9 @@ from dualmap.objects.gaie import (
     read_gaie_pool,
     read_objectives,
 )
+from dualmap.objects.pods import LEAVE_AT
 from dualmap.objects.pool_reader import PoolSettings, read_settings
+from dualmap.objects.times import read_time
 from dualmap.pools.pool import Engine, Member, MemberState
 from kube_api import pod_body
 
@@ -116,6 +118,19 @@ class TestMembers:
         before = gaie_members(ONE_PORT, [pod("m-0"), pod("m-1")], ())
         after = self.members(ONE_PORT, pod("m-0", ready=False), pod("m-1", terminating=True), before=before)
         assert after == {"m-0": ("10.244.0.1:8000", "Draining"), "m-1": ("10.244.0.2:8000", "Draining")}
+
+    @pytest.mark.parametrize(
+        ("leave_at", "state", "leave_at_s", "faults"),
+        [("2026-11-27T21:00:00Z", "Draining", read_time("2026-11-27T21:00:00Z"), 0), ("soon", "Active", None, 1)],
+    )
+    def test_pod_with_notice_is_a_draining_member(
+        self, leave_at: str, state: str, leave_at_s: float | None, faults: int
+    ) -> None:
+        body = pod_body("vllm-0")
+        body["metadata"]["annotations"] = {LEAVE_AT: leave_at}
+        noticed = gaie_pod(body)
+        (member,) = gaie_members(ONE_PORT, [noticed], ())
+        assert (member.state.value, member.leave_at_s, len(noticed.faults)) == (state, leave_at_s, faults)
 
     def test_member_that_has_ended_leaves(self) -> None:
         before = gaie_members(ONE_PORT, [pod("m-0")], ())

@@ -4,11 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from builders import chain, members, pool, request, text_of
+from builders import NEVER_HOLD, chain, members, pool, request, text_of
 from core.routers import decide
 from dualmap.kv_store.view import StoreMatch
 from dualmap.pools.kv_store import KvStore, StoreType
-from dualmap.pools.pool import Engine, Member, MemberState, Pool, Queue, Routing, Tokenizer, TokenSource
+from dualmap.pools.pool import (
+    Engine,
+    Member,
+    MemberState,
+    Pool,
+    Queue,
+    Routing,
+    Session,
+    SessionMigration,
+    Tokenizer,
+    TokenSource,
+)
 from dualmap.requests import Decision, Queued, Rejection, Request
 from dualmap.router import PoolRouter
 
@@ -93,6 +104,26 @@ def test_session_leaves_for_a_member_that_fetches_its_kv() -> None:
     assert isinstance(moved, Decision)
     assert moved.receipt.chosen != home
     assert moved.receipt.fetch_tokens
+
+
+@pytest.mark.parametrize(("left_s", "pulls"), [(30.0, True), (-1.0, False)])
+def test_session_pulls_its_kv_from_a_leaving_member_until_its_time(left_s: float, pulls: bool) -> None:
+    session = Session(migration=SessionMigration(pull=True))
+    router = PoolRouter(pool(4, routing=Routing(queue=NEVER_HOLD, session=session)), epoch_s=EPOCH_S)
+
+    def turn(now: float) -> Decision:
+        asked = Request(id=f"turn {now}", chain=chain(LONG), arrived_s=now, session=7)
+        decision = router.on_request(now, asked).answer
+        assert isinstance(decision, Decision)
+        return decision
+
+    host = turn(1.0).receipt
+    router.on_first_token(2.0, "turn 1.0")
+    router.on_finished(3.0, "turn 1.0")
+    router.on_pool(60.0, noticed(router.pool, leave_at_s=60.0 + left_s, only=host.chosen))
+    receipt = turn(60.0).receipt
+    assert (receipt.moved_from, receipt.kv_source) == (host.chosen, host.address if pulls else "")
+    assert bool(receipt.fetch_tokens) is pulls
 
 
 def queueing(count: int) -> Pool:

@@ -57,12 +57,14 @@ def _goodput(extent: Extent, window: int, policy: str) -> Cell:
 def _cells(extent: Extent) -> Sequence[Cell]:
     if CONVERSATION not in extent.workloads:
         return ()
-    runs = [_run(extent, rate, window, policy) for policy in _POLICIES for window in extent.windows for rate in _RATES]
+    runs = [
+        _run(extent, rate, window, policy) for policy in _POLICIES for window in extent.windows() for rate in _RATES
+    ]
     return [*runs, *(_goodput(extent, 0, policy) for policy in _POLICIES)]
 
 
 def _spread(results: Results, extent: Extent, rate: float, policy: str, name: str) -> Spread:
-    kept = (results.figures(_run(extent, rate, window, policy)) for window in extent.windows)
+    kept = (results.figures(_run(extent, rate, window, policy)) for window in extent.windows())
     return Spread.of(figures[name] for figures in kept if figures is not None)
 
 

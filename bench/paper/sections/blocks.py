@@ -42,7 +42,6 @@ _VARIANTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
 """The block lengths of each variant."""
 _MAX_BLOCKS: Final = Prefix().max_blocks
 _RATES: Final = {CONVERSATION: 3.0, TOOL_AGENT: 7.0}
-_WINDOWS: Final = 2
 
 
 def run_of_length(experiment: Experiment) -> Figures:
@@ -98,7 +97,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
         _run_cell(extent, workload, window, variant, length, policy)
         for policy in OURS
         for workload in extent.workloads
-        for window in extent.windows[:_WINDOWS]
+        for window in extent.windows()
         for variant, length in _rows(extent)
     ]
     goodputs = [
@@ -122,7 +121,7 @@ _COLUMNS: Final = (
 
 
 def _spread(results: Results, extent: Extent, workload: str, row: tuple[str, int], policy: str, name: str) -> Spread:
-    kept = (results.figures(_run_cell(extent, workload, window, *row, policy)) for window in extent.windows[:_WINDOWS])
+    kept = (results.figures(_run_cell(extent, workload, window, *row, policy)) for window in extent.windows())
     return Spread.of(figures[name] for figures in kept if figures is not None)
 
 

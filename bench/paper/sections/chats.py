@@ -12,7 +12,7 @@ from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import CHATS, Extent
 
-MADE: Final = Comparison(section="chats", workloads=lambda _extent: CHATS, models=("7b", "14b"))
+MADE: Final = Comparison(section="chats", workloads=lambda _extent: CHATS, models=("7b", "14b"), windows=2)
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:

@@ -18,9 +18,10 @@ from typing import Final
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
-from bench.paper.measures import summary_figures, tpot_figures
+from bench.paper.measures import summary_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
+from bench.paper.sections.tpot import tpot_cells, tpot_table
 from bench.paper.settings import CONVERSATION, OURS, TITLES, TOOL_AGENT, Extent
 from bench.paper.tables import Spread, number, table
 
@@ -44,15 +45,11 @@ _UNREPORTED: Final = ", engines report nothing"
 _SMALL: Final = 25_000
 """The memory of one instance of eight: one long prompt."""
 _STALL_RATES: Final = {CONVERSATION: 2.5, TOOL_AGENT: 6.0}
+_STALL_POLICIES: Final = (*OURS, "min_ttft", "llmd_default")
+"""T is a setting of our policies, so the others have one run, in which the engines report their memory."""
 _NEVER_S: Final = 600.0
 _THRESHOLDS_S: Final = (0.5, 1.0, 3.0, 10.0, _NEVER_S)
 _PAPER_S: Final = 3.0
-_WINDOWS: Final = 2
-
-_TPOT_RATES: Final = {CONVERSATION: 2.75, TOOL_AGENT: 7.0}
-_TPOT_POLICIES: Final = (*OURS, "min_ttft", "least_loaded", "llmd_default")
-_CHUNK_TOKENS: Final = 2048
-"""A step of vLLM's mode, in which decodes continue beside the pieces of a prompt."""
 
 
 def bottlenecked(experiment: Experiment, small: str | None = None) -> Figures:
@@ -114,12 +111,6 @@ def memory_waits_s(records: Sequence[Record], engine: EngineConfig) -> list[floa
     return waits_s
 
 
-def tpot(experiment: Experiment) -> Figures:
-    """Run an experiment; return its summary with the time per output token."""
-    outcome = run_experiment(experiment)
-    return {**summary_figures(outcome.summary), **tpot_figures(outcome.records[experiment.warmup :])}
-
-
 def _unreported(experiment: Experiment) -> Experiment:
     """Return an experiment whose routers know nothing of the engines' memory."""
     return replace(experiment, discovery=False, kv_tokens_known=False)
@@ -153,27 +144,14 @@ def _stall_cell(
     )
 
 
-def _tpot_cell(extent: Extent, workload: str, chunk_tokens: int | None, policy: str) -> Cell:
-    experiment = extent.experiment(workload, _MODEL, 0, policy, _TPOT_RATES[workload])
-    return Cell(
-        section="decode",
-        name=f"TPOT {workload} {'whole' if chunk_tokens is None else f'chunks of {chunk_tokens}'} {policy}",
-        policy=policy,
-        measure=partial(tpot, replace(experiment, engine=replace(experiment.engine, chunk_tokens=chunk_tokens))),
-    )
-
-
-def _windows(extent: Extent) -> tuple[int, ...]:
-    return extent.windows[:_WINDOWS]
-
-
 def _thresholds(extent: Extent) -> tuple[float, ...]:
     return (_PAPER_S, _NEVER_S) if extent.quick else _THRESHOLDS_S
 
 
-def _stall_rows(extent: Extent) -> list[tuple[float, bool]]:
-    """Return the thresholds of the runs with one small instance, each with whether the engines report their memory."""
-    return [*((threshold_s, False) for threshold_s in _thresholds(extent)), (_PAPER_S, True)]
+def _stall_rows(extent: Extent, policy: str) -> list[tuple[float, bool]]:
+    """Return the thresholds of a policy's runs with one small instance, each with whether engines report memory."""
+    unreported = _thresholds(extent) if policy in OURS else ()
+    return [*((threshold_s, False) for threshold_s in unreported), (_PAPER_S, True)]
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
@@ -185,18 +163,12 @@ def _cells(extent: Extent) -> Sequence[Cell]:
     ]
     stall = [
         _stall_cell(extent, workload, window, threshold_s, policy, reported=reported)
-        for policy in OURS
+        for policy in _STALL_POLICIES
         for workload in extent.workloads
-        for window in _windows(extent)
-        for threshold_s, reported in _stall_rows(extent)
+        for window in extent.windows()
+        for threshold_s, reported in _stall_rows(extent, policy)
     ]
-    tpots = [
-        _tpot_cell(extent, workload, chunk_tokens, policy)
-        for policy in _TPOT_POLICIES
-        for workload in extent.workloads
-        for chunk_tokens in (None, _CHUNK_TOKENS)
-    ]
-    return [*memory, *stall, *tpots]
+    return [*memory, *stall, *tpot_cells(extent)]
 
 
 _MEMORY_COLUMNS: Final = (
@@ -219,29 +191,44 @@ _STALL_COLUMNS: Final = (
     ("there_tokens_share", "computed tokens there %", 1, 100.0),
     ("there_attainment", "within SLO there %", 1, 100.0),
 )
-_TPOT_COLUMNS: Final = (
-    ("slo_attainment", "within SLO %", 1, 100.0),
-    ("ttft_p90_s", "TTFT p90 s", 2, 1.0),
-    ("e2e_p50_s", "E2E p50 s", 1, 1.0),
-    ("e2e_p90_s", "p90", 1, 1.0),
-    ("tpot_mean_s", "TPOT mean ms", 0, 1000.0),
-    ("tpot_p50_s", "p50", 0, 1000.0),
-    ("tpot_p90_s", "p90", 0, 1000.0),
-    ("tpot_p99_s", "p99", 0, 1000.0),
-)
 
 
 def _stalls(
     results: Results, extent: Extent, workload: str, threshold_s: float, policy: str, *, reported: bool = False
 ) -> list[Figures]:
     cells = [
-        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported) for window in _windows(extent)
+        _stall_cell(extent, workload, window, threshold_s, policy, reported=reported) for window in extent.windows()
     ]
     return [figures for cell in cells if (figures := results.figures(cell)) is not None]
 
 
 def _threshold(threshold_s: float) -> str:
     return "off" if threshold_s == _NEVER_S else f"{threshold_s:g}"
+
+
+def memory_runs(results: Results, extent: Extent) -> dict[str, dict[str, Figures]]:
+    """Return the figures of the runs in which all engines report the same memory, by title and policy."""
+    return {
+        f"{TITLES[workload]} at {_MEMORY_RATES[workload]:g}/s, {memory // 1000}k tokens of memory": results.measured(
+            {
+                policy: _memory_cell(extent, workload, memory, policy, reported=True)
+                for policy, reported in _MEMORY_POLICIES
+                if reported
+            },
+        )
+        for workload in extent.workloads
+        for memory in _MEMORIES
+    }
+
+
+def stall_runs(results: Results, extent: Extent) -> dict[str, dict[str, Figures]]:
+    """Return the figures of the first window with one small instance that reports its memory, by title and policy."""
+    return {
+        f"{TITLES[workload]} at {_STALL_RATES[workload]:g}/s": results.measured(
+            {policy: _stall_cell(extent, workload, 0, _PAPER_S, policy, reported=True) for policy in _STALL_POLICIES},
+        )
+        for workload in extent.workloads
+    }
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
@@ -260,42 +247,24 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         parts.append(table(heads, rows) + "\n")
     for workload in extent.workloads:
         rows = []
-        for policy in OURS:
-            for threshold_s, reported in _stall_rows(extent):
+        for policy in _STALL_POLICIES:
+            for threshold_s, reported in _stall_rows(extent, policy):
                 kept = _stalls(results, extent, workload, threshold_s, policy, reported=reported)
                 if kept:
                     shown = (
                         Spread.of(each[name] for each in kept).show(digits, scale)
                         for name, _, digits, scale in _STALL_COLUMNS
                     )
-                    rows.append([policy, f"{_threshold(threshold_s)}{', memory reported' if reported else ''}", *shown])
+                    threshold = _threshold(threshold_s) if policy in OURS else "-"
+                    rows.append([policy, f"{threshold}{', memory reported' if reported else ''}", *shown])
         parts.append(
             f"## {TITLES[workload]} at {_STALL_RATES[workload]:g}/s: one of 8 instances with {_SMALL:,} KV tokens"
             f"{_UNREPORTED} unless stated\n\n"
         )
         parts.append(table(("policy", "T s", *(title for _, title, *_ in _STALL_COLUMNS)), rows) + "\n")
-    parts.append(_tpot_tables(results, extent))
+    parts.append(tpot_table(results, extent))
     _draw(results, extent, plots)
     return "".join(parts)
-
-
-def _tpot_tables(results: Results, extent: Extent) -> str:
-    rows = []
-    for workload in extent.workloads:
-        for chunk_tokens in (None, _CHUNK_TOKENS):
-            for policy in _TPOT_POLICIES:
-                figures = results.figures(_tpot_cell(extent, workload, chunk_tokens, policy))
-                if figures is not None:
-                    rows.append(
-                        [
-                            f"{TITLES[workload]} at {_TPOT_RATES[workload]:g}/s",
-                            "whole prompts" if chunk_tokens is None else f"steps of {chunk_tokens}",
-                            policy,
-                            *(number(figures[name], digits, scale) for name, _, digits, scale in _TPOT_COLUMNS),
-                        ]
-                    )
-    heads = ("workload", "prefill", "policy", *(title for _, title, *_ in _TPOT_COLUMNS))
-    return f"## Time per output token\n\n{table(heads, rows)}\n"
 
 
 def _draw(results: Results, extent: Extent, plots: Path) -> None:

@@ -22,7 +22,6 @@ from bench.paper.section import Section
 from bench.paper.settings import Extent
 from bench.paper.tables import Spread, number, table
 
-_WINDOWS: Final = 2
 _RATES: Final = (2.5, 3.5, BEYOND)
 _HIGH: Final = _RATES[1]
 _OVERLOAD: Final = 8.0
@@ -33,10 +32,6 @@ _COOLS_S: Final = (0.0, 3.0, 10.0, COOL_S, 100.0)
 _ZIPFS: Final = (0.0, 0.4, 0.8, 1.2)
 _MEMORIES: Final = (150_000, 250_000, 500_000, 1_000_000)
 _INTERFERENCE: Final[Mapping[str, int | None]] = MappingProxyType({"whole prompts": None, "steps of 2048": 2048})
-
-
-def _windows(extent: Extent) -> tuple[int, ...]:
-    return extent.windows[:_WINDOWS]
 
 
 def _cell(extent: Extent, run: Run, window: int) -> Cell:
@@ -106,12 +101,12 @@ def _runs() -> list[Run]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    cells = [_cell(extent, run, window) for run in _runs() for window in _windows(extent)]
+    cells = [_cell(extent, run, window) for run in _runs() for window in extent.windows()]
     return [*cells, *(_interference_cell(mode) for mode in _INTERFERENCE)]
 
 
 def _kept(results: Results, extent: Extent, run: Run) -> list[Figures]:
-    cells = [_cell(extent, run, window) for window in _windows(extent)]
+    cells = [_cell(extent, run, window) for window in extent.windows()]
     return [figures for cell in cells if (figures := results.figures(cell)) is not None]
 
 

@@ -187,7 +187,7 @@ def _settings(extent: Extent) -> list[tuple[str, str]]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    gaps = [_cell(extent, c, w, name) for w in extent.windows for name in VARIANTS for c in _columns(extent, name)]
+    gaps = [_cell(extent, c, w, name) for w in extent.windows() for name in VARIANTS for c in _columns(extent, name)]
     above = [ttft.cell(extent, *each, rate, _BOUND) for each in _settings(extent) for rate in _rates(extent, *each)]
     return [*above, *gaps]
 
@@ -223,7 +223,7 @@ def _shares(results: Results, extent: Extent, column: tuple[str, str], name: str
     """Return the share within the SLO by window, without the windows that have none."""
     if column not in _columns(extent, name):
         return {}
-    kept = {window: results.figures(_cell(extent, column, window, name)) for window in extent.windows}
+    kept = {window: results.figures(_cell(extent, column, window, name)) for window in extent.windows()}
     return {window: figures["slo_attainment"] for window, figures in kept.items() if figures is not None}
 
 
@@ -233,7 +233,7 @@ def _nearest(results: Results, extent: Extent) -> str:
     for workload, model in _settings(extent):
         rates = {
             (window, policy): figures["goodput_qps"]
-            for window in extent.windows
+            for window in extent.windows()
             for policy in (_BOUND, *_BELOW)
             if (figures := results.figures(goodput.TRACES.cell(extent, workload, model, window, policy))) is not None
         }

@@ -12,7 +12,7 @@ from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import CONVERSATION, MODELS, OURS, TITLES, TOOL_AGENT, Extent
 
-TRACES: Final = Comparison(section="goodput", workloads=lambda extent: extent.workloads, models=MODELS)
+TRACES: Final = Comparison(section="goodput", workloads=lambda extent: extent.workloads, models=MODELS, windows=3)
 
 
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:

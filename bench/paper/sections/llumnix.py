@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.paper.cells import Cell
+from bench.paper.cells import Cell, Figures
 from bench.paper.claims import Claim
 from bench.paper.measures import run_figures
 from bench.paper.results import Results
@@ -49,6 +49,17 @@ def _cells(extent: Extent) -> Sequence[Cell]:
         for workload in _workloads(extent)
         for rate in few_rates(_RATES[workload], extent)
     ]
+
+
+def runs(results: Results, extent: Extent) -> dict[str, dict[str, Figures]]:
+    """Return the figures of all measured runs, by the run's title and the policy."""
+    return {
+        f"{TITLES[workload]} at {rate:g}/s": results.measured(
+            {policy: _cell(extent, workload, rate, policy) for policy in _POLICIES}
+        )
+        for workload in _workloads(extent)
+        for rate in few_rates(_RATES[workload], extent)
+    }
 
 
 def _page(results: Results, extent: Extent, _plots: Path) -> str:

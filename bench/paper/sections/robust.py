@@ -46,7 +46,7 @@ _WITH_SESSIONS: Final = "with session ids"
 
 
 def _cell(extent: Extent, condition: str, workload: str, policy: str) -> Cell:
-    window = extent.windows[0]
+    (window,) = extent.windows()
     if condition == _AS_IT_IS:
         return goodput.TRACES.cell(extent, workload, _MODEL, window, policy)
     experiment = extent.experiment(workload, _MODEL, window, policy)

@@ -62,7 +62,7 @@ _SETTINGS: Final = (*((policy, False) for policy in _WITHOUT_MOVES), *((policy, 
 def _cells(extent: Extent) -> Sequence[Cell]:
     return [
         _cell(extent, rate, window, policy, moves=moves)
-        for window in extent.windows[:2]
+        for window in extent.windows()
         for policy, moves in _SETTINGS
         for rate in _RATES
     ]
@@ -86,7 +86,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     rows, drawn = [], {}
     for rate in _RATES:
         for policy, moves in _SETTINGS:
-            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows[:2]]
+            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows()]
             kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
             if not kept:
                 continue
@@ -111,7 +111,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     def shown(name: str, rate: float, policies: Sequence[str], digits: int = 2, scale: float = 1.0) -> str:
         parts = []
         for policy in policies:
-            cells = [_cell(extent, rate, window, policy, moves=False) for window in extent.windows[:2]]
+            cells = [_cell(extent, rate, window, policy, moves=False) for window in extent.windows()]
             kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
             if kept:
                 parts.append(f"`{policy}` {fmean(each[name] for each in kept) * scale:.{digits}f}")

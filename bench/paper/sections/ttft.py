@@ -91,6 +91,15 @@ def _found(results: Results, extent: Extent, workload: str, model: str) -> dict[
     return found
 
 
+def runs(results: Results, extent: Extent) -> dict[str, dict[str, Figures]]:
+    """Return the figures of all measured runs, by the run's title and the policy."""
+    runs: dict[str, dict[str, Figures]] = {}
+    for workload, model in _settings(extent):
+        for (policy, rate), figures in _found(results, extent, workload, model).items():
+            runs.setdefault(f"{TITLES[workload]} {model} at {rate:g}/s", {})[policy] = figures
+    return runs
+
+
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     settings = _settings(extent)
     found = {setting: _found(results, extent, *setting) for setting in settings}

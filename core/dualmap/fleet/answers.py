@@ -1,12 +1,15 @@
 """How long the answers of a pool's last requests took, to predict whether a member finishes one before it leaves."""
 
 from collections import deque
-from math import inf
+from math import ceil, inf
 from typing import Final
 
 _KEPT: Final = 128
 # Fewer answers do not show how long one may take.
 _ENOUGH: Final = 8
+# A cut answer costs more than a prompt that is computed again. The longest answer would be too careful: few requests
+# would stay at a member with a notice of two minutes (bench/results/notices.md).
+_SHARE: Final = 0.95
 
 
 class AnswerTimes:
@@ -19,7 +22,8 @@ class AnswerTimes:
         """Add the duration of an answer that ended without an error."""
         self._last_s.append(seconds)
 
-    @property
-    def longest_s(self) -> float:
-        """The longest of the last durations; infinity while too few are known."""
-        return max(self._last_s) if len(self._last_s) >= _ENOUGH else inf
+    def expected_s(self) -> float:
+        """Return the time in which nearly all of the last answers ended; infinity while too few are known."""
+        if len(self._last_s) < _ENOUGH:
+            return inf
+        return sorted(self._last_s)[ceil(_SHARE * len(self._last_s)) - 1]

@@ -163,7 +163,8 @@ class Candidates:
 
     def source(self, member: str) -> str:
         """Return the endpoint of a member from which others can fetch KV; empty if it has left, fails or sleeps."""
-        if member in self.membership.suspended or member in self.membership.asleep:
+        known = self.membership
+        if member in known.suspended or member in known.asleep or member in known.departed:
             return ""
         return self.endpoint(member) or ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dualmap.errors import PoolError
-from dualmap.objects.pods import PodFacts, mapping_in, mappings_in, pod_facts, text_in
+from dualmap.objects.pods import LEAVE_AT, PodFacts, mapping_in, mappings_in, pod_facts, text_in
 from dualmap.pools.pool import Member, MemberState, Objectives
 
 GROUP_VERSIONS: Final = {"inference.networking.k8s.io": "v1", "inference.networking.x-k8s.io": "v1alpha2"}
@@ -79,6 +79,9 @@ def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
     address = text_in(mapping_in(body, "status"), "podIP")
     if address and not facts.address:
         faults.append(PoolError("status.podIP", address, "an IP address that a pod may have"))
+    if facts.invalid_leave_at:
+        accepted = "a time with a time zone, such as 2026-11-27T21:00:00Z"
+        faults.append(PoolError(f"metadata.annotations[{LEAVE_AT}]", facts.invalid_leave_at, accepted))
     annotations = mapping_in(mapping_in(body, "metadata"), "annotations")
     name = next((each for each in ACTIVE_PORTS if text_in(annotations, each)), "")
     listed = text_in(annotations, name)
@@ -94,7 +97,8 @@ def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Membe
     """Return the members of a pool, sorted by id.
 
     A pod that is ready is a member at each port. A pod that was one ``before``, and is not ready or terminates, stays a
-    Draining member: it gets no new requests, and the router keeps the member's cache index and requests in flight.
+    Draining member: it gets no new requests, and the router keeps the member's cache index and requests in flight. A
+    pod with notice is a Draining member with the time at which it must stop.
     """
     was = {member.id: member for member in before}
     members: dict[str, Member] = {}
@@ -106,13 +110,22 @@ def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Membe
             id = facts.name if len(pool.ports) == 1 else f"{facts.name}:{port}"
             active = pod.active_ports is None or port in pod.active_ports
             known = was.get(id)
+            leave_at_s = None
             if pod.ready and active:
-                state, address = MemberState.ACTIVE, facts.address
+                leave_at_s, address = facts.leave_at_s, facts.address
+                state = MemberState.ACTIVE if leave_at_s is None else MemberState.DRAINING
             elif known is not None and not facts.ended:
                 state, address = MemberState.DRAINING, known.address
             else:
                 continue
-            member = Member(id=id, address=address, port=port, state=state, incarnation=facts.incarnation)
+            member = Member(
+                id=id,
+                address=address,
+                port=port,
+                state=state,
+                incarnation=facts.incarnation,
+                leave_at_s=leave_at_s,
+            )
             if member.endpoint not in endpoints:
                 endpoints.add(member.endpoint)
                 members[id] = member

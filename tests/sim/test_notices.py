@@ -1,0 +1,67 @@
+"""Members that must stop during a run: what routers know, and what the requests lose."""
+
+from dataclasses import replace
+
+import pytest
+
+from builders import chain
+from dualmap.pools.pool import MemberState
+from dualmap_sim.arrivals import Arrival
+from dualmap_sim.engine import EngineRequest
+from dualmap_sim.events import Fail, PoolChange
+from dualmap_sim.experiment import Experiment, pool_of, run_experiment
+from dualmap_sim.notices import Notice, Reaction, recomputed_tokens
+from dualmap_sim.records import Record
+from dualmap_sim.workloads.catalog import Workload
+
+BASE = Experiment(
+    workload=Workload(name="default", requests=240), requests_per_s=4.0, instances=4, warmup=0, sample_s=None
+)
+NOTICE = Notice(at_s=20.0, notice_s=20.0, members=frozenset({"qwen-1"}))
+
+
+@pytest.mark.parametrize("reaction", Reaction)
+def test_notice_ends_its_members_at_the_same_time(reaction: Reaction) -> None:
+    events = NOTICE.events(pool_of(BASE), reaction)
+    fail, end = events[-2:]
+    assert fail == Fail(at_s=40.0, member="qwen-1")
+    assert isinstance(end, PoolChange)
+    assert [each.id for each in end.pool.members] == ["qwen-0", "qwen-2", "qwen-3"]
+    told = [each for each in events[:-2] if isinstance(each, PoolChange)]
+    states = [(each.at_s, each.pool.members[1].state, each.pool.members[1].leave_at_s) for each in told]
+    assert (
+        states
+        == {
+            Reaction.NOTHING: [],
+            Reaction.DRAIN: [(20.0, MemberState.DRAINING, None)],
+            Reaction.NOTICE: [(20.0, MemberState.DRAINING, 40.0)],
+        }[reaction]
+    )
+
+
+def failed(reaction: Reaction) -> tuple[int, int]:
+    """Return the failed requests, and those that a member with notice got although it leaves."""
+    records = run_experiment(replace(BASE, events=NOTICE.events(pool_of(BASE), reaction))).records
+    return sum(each.failed for each in records), sum(each.rule == "leaving-warm" for each in records)
+
+
+def test_requests_fail_only_without_a_notice() -> None:
+    assert failed(Reaction.NOTHING)[0] > 0
+    assert failed(Reaction.NOTICE)[0] <= failed(Reaction.DRAIN)[0]
+
+
+def record(id: str, blocks: tuple[int, ...], *, at_s: float, cached_tokens: int = 0) -> Record:
+    work = EngineRequest(request_id=id, prompt_tokens=16 * len(blocks), output_tokens=1, blocks=blocks)
+    arrival = Arrival(at_s=at_s, session=None, work=work, chain=chain(id))
+    return Record(arrival=arrival, router=0, prefilled_s=at_s + 1, cached_tokens=cached_tokens)
+
+
+def test_recomputed_tokens_were_computed_before_and_are_not_cached() -> None:
+    records = (
+        record("a", (1, 2, 3), at_s=0.0),
+        record("b", (1, 2, 3, 4), at_s=10.0, cached_tokens=16),
+        record("c", (1, 2, 9), at_s=20.0, cached_tokens=32),
+        record("d", (5, 1), at_s=30.0),
+    )
+    assert recomputed_tokens(records, from_s=5.0, block_tokens=16) == 32
+    assert recomputed_tokens(records, from_s=15.0, block_tokens=16) == 0
