@@ -457,7 +457,10 @@ def test_workload_kind_is_immutable_but_content_can_change(
 
 def test_api_server_rejects_lower_ring_version_or_invalid_members(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "ring"))
-    members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
+    members = [
+        MEMBER,
+        {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0", "leaveAt": "2026-11-27T21:00:00Z"},
+    ]
     for version in (7, 7, 8):
         patch(cluster, namespace, "ring", {"status": {"ring": {"version": version, "members": members}}}, status=True)
     said = patch(cluster, namespace, "ring", {"status": {"ring": {"version": 7}}}, status=True, check=False)
@@ -468,7 +471,8 @@ def test_api_server_rejects_lower_ring_version_or_invalid_members(cluster: Clust
         said = patch(cluster, namespace, "ring", bad, status=True, check=False)
         expected = f'"{address}" is not accepted; give an IPv4 or IPv6 address'
         assert expected in part(said, "status.ring.members[0].address")
-    for name, value in (("state", "Gone"), ("weight", 1001), ("port", 0), ("id", "a b"), ("since", "now")):
+    invalid = {"state": "Gone", "weight": 1001, "port": 0, "id": "a b", "since": "now", "leaveAt": "soon"}
+    for name, value in invalid.items():
         bad = {"status": {"ring": {"members": [{**MEMBER, name: value}]}}}
         part(patch(cluster, namespace, "ring", bad, status=True, check=False), f"status.ring.members[0].{name}")
 
@@ -479,7 +483,8 @@ def test_crd_defaults_are_filled_in_and_equal_the_parsers(cluster: Cluster, name
         "create", "--dry-run=server", "-n", namespace, "-f", "-", "-o", "json", input=json.dumps(written)
     )
     kept = json.loads(text)
-    assert kept["spec"]["routing"]["session"]["migration"] == {"enabled": False, "hotRatio": 0.2, "cooldown": "30s"}
+    migration = {"enabled": False, "hotRatio": 0.2, "cooldown": "30s", "pull": False}
+    assert kept["spec"]["routing"]["session"]["migration"] == migration
     assert (kept["spec"]["replicas"], kept["spec"]["drain"]) == (1, {"timeout": "10m"})
     written["metadata"]["namespace"] = namespace
     assert read_pools(kept) == read_pools(written)
