@@ -79,6 +79,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
             solo_tokens_per_second=6600.0,
             suspended=state is MemberState.DRAINING,
             events=EventsStatus(state=SourceState.PARTIAL if n else SourceState.LIVE),
+            leave_at_s=1_800_000_000.0 if state is MemberState.DRAINING else None,
         )
         for n, state in enumerate(states)
     )

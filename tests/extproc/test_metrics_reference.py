@@ -27,7 +27,7 @@ class TestReference:
         KvStoreMetrics(made.metrics.registry).set_pools(["llm/qwen"])
         everything(made)
         found = {}
-        for family in families(made, status(MemberState.ACTIVE)):
+        for family in families(made, status(MemberState.ACTIVE, MemberState.DRAINING)):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             found[name] = (family.type, tuple(sorted(labels)))

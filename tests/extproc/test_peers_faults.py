@@ -15,6 +15,7 @@ from dualmap_extproc.peers.codec import ACCEPT, Frame, Hello, RouterState, encod
 from dualmap_extproc.peers.dialer import Address
 from dualmap_extproc.peers.handshake import Introduction
 from dualmap_extproc.peers.link import SILENT_BEATS, Link
+from extproc.logged_errors import logged_errors
 from extproc.peer_routers import KEY, POOL, Router, connected, routers
 from waiting import WAIT_S, until
 
@@ -195,7 +196,7 @@ async def test_stranger_without_a_hello_is_closed_with_one_line(data, caplog):
                 assert await stranger.closed()
         assert len(said(caplog, UNREADABLE)) == 1
         assert a.peers.names == ()
-        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert not logged_errors(caplog)
 
 
 async def test_router_of_another_protocol_version_is_no_peer(caplog):
@@ -322,7 +323,7 @@ async def test_frame_that_fails_to_decode_only_ends_the_connection(monkeypatch, 
         monkeypatch.undo()
         await until(lambda: connected(a, b))
         assert "it sent an unreadable frame: RecursionError" in said(caplog, "Lost the connection to another router")
-        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert not logged_errors(caplog)
 
 
 async def test_connection_lost_between_living_routers_is_opened_again():

@@ -15,6 +15,7 @@ from dualmap.errors import PoolError
 from dualmap.pools.pool import Pool
 from dualmap_extproc.pools import file as pool_file
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
+from extproc.logged_errors import logged_errors
 from extproc.pool_files import document, write, write_text
 from waiting import WAIT_S
 
@@ -99,7 +100,7 @@ class TestFileChanges:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3, "llm/other": 5}
             assert watched.refused.empty()
-        (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+        (record,) = logged_errors(caplog)
         assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
 
     async def test_watcher_reports_missing_file_once_and_reads_restored_file(self, tmp_path: Path) -> None:
