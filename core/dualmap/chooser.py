@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.in_flight import InFlightRequest
-from dualmap.fleet.view import NO_HINT, Hint
+from dualmap.fleet.view import NO_HINT, Hint, View
 from dualmap.keys.hotness import HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
@@ -84,14 +84,7 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request's situation: its candidates and their present load."""
         chain = request.chain
-        view = self._candidates.view(
-            now,
-            chain,
-            client=request.client,
-            priority=request.priority,
-            tokens=request.tokens,
-            stored=request.stored,
-        )
+        view = self._view(now, request)
         members = ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
@@ -145,14 +138,7 @@ class Chooser:
         ``answer_s`` is the expected time from the first token to the end.
         """
         request = placed.request
-        view = self._candidates.view(
-            now,
-            request.chain,
-            client=request.client,
-            priority=request.priority,
-            tokens=request.tokens,
-            stored=request.stored,
-        )
+        view = self._view(now, request)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         hints = {} if binding is None else {binding.host: Hint(binding.hint_tokens, binding.moved_s)}
         waited_s = max(0.0, now - request.arrived_s)
@@ -195,7 +181,14 @@ class Chooser:
         """Return the other member of a queued request's pair, or None if that member may not be picked."""
         request = queued.request
         ring, _ = self._candidates.rings(request)
-        view = self._candidates.view(
+        view = self._view(now, request)
+        others = [each for each in queued.pair if each != queued.member and each in ring.ids]
+        candidates = [view.candidate(each) for each in others]
+        return min(candidates, key=lambda each: each.ttft_s, default=None)
+
+    def _view(self, now: float, request: Request) -> View:
+        """Return a view of the members for a request's prompt."""
+        return self._candidates.view(
             now,
             request.chain,
             client=request.client,
@@ -203,9 +196,6 @@ class Chooser:
             tokens=request.tokens,
             stored=request.stored,
         )
-        others = [each for each in queued.pair if each != queued.member and each in ring.ids]
-        candidates = [view.candidate(each) for each in others]
-        return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _may_move(self, now: float, binding: Binding) -> bool:
         """Return whether the cooldown since the session's last move has passed."""
