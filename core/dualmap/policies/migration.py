@@ -2,8 +2,8 @@
 
 A session normally stays at the member with its KV, its host. The session moves if the host is hot and the session has
 not moved within the cooldown. Another member must have much less load and enough memory for the session's context. If
-several members are possible, the rule chooses the least loaded member. The KV is not transferred; the new host computes
-it again.
+several members are possible, the rule chooses the least loaded member. The new host computes the KV again, or fetches
+it (``session.migration.pull``, or a KV store).
 
 Deviations from EAR: the load threshold is relative, because with a fixed threshold sessions move constantly if all
 members are hot. If the predicted TTFT exceeds ``spill.slo_fraction`` of the SLO, the host is hot. A target must have

@@ -144,6 +144,8 @@ def _choice(receipt: Receipt) -> list[str]:
         lines.append(f"Session: moves from {receipt.moved_from} to {receipt.chosen}{source}.")
     if receipt.adapter:
         lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
+    if receipt.fetch_tokens is not None:
+        lines.append("Tokens to fetch: only a running router asks the KV store and knows the sessions' instances.")
     lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]
     for each in receipt.candidates:
         held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
