@@ -82,7 +82,8 @@ DRAIN_TIMEOUT_S: Final = 120.0
 @click.option(
     "--kv-transfer",
     is_flag=True,
-    help="Keep the KV of prompts for other engines, and pull KV from them, as vLLM does with a NIXL connector.",
+    help="Keep the KV of prompts for other engines, and pull KV from them, as vLLM does with a NIXL connector. "
+    "Pull what the engine in x-kv-cache-source-host-port caches.",
 )
 @click.option(
     "--kv-transfer-tokens-per-second",

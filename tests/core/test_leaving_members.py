@@ -6,6 +6,8 @@ import pytest
 
 from builders import NEVER_HOLD, chain, members, pool, request, text_of
 from core.routers import decide
+from dualmap.engines.profile import EngineProfile
+from dualmap.fleet.suspension import FAILURES_IN_A_ROW
 from dualmap.kv_store.view import StoreMatch
 from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import (
@@ -217,3 +219,29 @@ def test_member_taken_back_gets_its_keys_again() -> None:
     receipt = decide(router, "next", LONG, now=70.0).receipt
     assert receipt.chosen == home
     assert receipt.rule != "leaving-warm"
+
+
+@pytest.mark.parametrize("left_s", [100.0, -1.0])
+def test_leaving_members_serve_while_the_only_staying_member_fails(left_s: float) -> None:
+    router = PoolRouter(pool(3), epoch_s=EPOCH_S)
+    stays = router.pool.members[0].id
+    leaving = noticed(router.pool, leave_at_s=50.0 + left_s).members[1:]
+    router.on_pool(50.0, replace(router.pool, members=(router.pool.members[0], *leaving)))
+    for number in range(FAILURES_IN_A_ROW):
+        assert decide(router, f"failed {number}", text_of(512, f"{number}"), now=50.0).receipt.chosen == stays
+        router.on_failed(50.1, f"failed {number}")
+
+    chosen = {decide(router, f"r {n}", text_of(512, f"other {n}"), now=50.2).receipt.chosen for n in range(8)}
+    assert chosen == {each.id for each in leaving}
+    # The suspension of one second ends.
+    router.on_deadline(52.0)
+    assert decide(router, "trial", text_of(512, "trial"), now=52.0).receipt.chosen == stays
+
+
+def test_sleeping_member_is_left_for_one_that_leaves() -> None:
+    router = PoolRouter(pool(2), epoch_s=EPOCH_S)
+    sleeps, leaves = router.pool.members
+    router.on_pool(50.0, noticed(router.pool, leave_at_s=150.0, only=leaves.id))
+    router.on_profile(50.0, sleeps.id, EngineProfile(asleep=True))
+
+    assert decide(router, "a", LONG, now=51.0).receipt.chosen == leaves.id

@@ -3,7 +3,7 @@
 Rings are immutable; each ring is created at its first use. A suspended or asleep member leaves the rings like a
 draining member: only its own keys map to other members. When the member resumes, it gets the same keys. If no other
 member is left, suspended members stay in the rings, and then asleep members, so that requests still have a destination.
-If no member may get new keys, the members that leave at a known time get them until they have left.
+If no other member may get new keys, or all of these fail or sleep, the members that leave at a known time get them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,17 +71,21 @@ class Membership:
         allowed = [
             each for each in self._pool.members if subset is None or each.endpoint in subset or each.address in subset
         ]
-        if not any(each.takes_new_keys for each in allowed):
-            allowed = self._last(allowed)
-        allowed = [each for each in allowed if each.takes_new_keys and each.id not in without] or allowed
-        for left_out in (self.suspended | self.asleep, self.asleep, self.suspended):
-            ring = DualRing([each for each in allowed if each.id not in left_out], self._pool.routing.ring)
-            if ring.members or not left_out:
+        new = [each for each in allowed if each.takes_new_keys]
+        left_out = self.suspended | self.asleep
+        if all(each.id in left_out for each in new):
+            # A member that answers until it leaves is better than one that fails or sleeps.
+            last = self._last(allowed)
+            new = [each for each in last if each.id not in left_out] or new or last
+        new = [each for each in new if each.id not in without] or new
+        for unwanted in (left_out, self.asleep, self.suspended):
+            ring = DualRing([each for each in new if each.id not in unwanted], self._pool.routing.ring)
+            if ring.members or not unwanted:
                 return ring
-        return DualRing(allowed, self._pool.routing.ring)
+        return DualRing(new, self._pool.routing.ring)
 
     def _last(self, allowed: Sequence[Member]) -> list[Member]:
-        """Return the members that get new keys if no other member may: those that leave, first those with time left."""
+        """Return the members that get new keys if no other member can: those that leave, first those with time left."""
         leaving = [each for each in allowed if each.leave_at_s is not None]
         staying = [each for each in leaving if each.id not in self.departed and each.weight > 0] or leaving
         return [replace(each, state=MemberState.ACTIVE, weight=_FULL_WEIGHT) for each in staying]
