@@ -65,6 +65,7 @@ NOT_RUN = {
     "kubectl patch secret dualmap-authority --namespace dualmap-system --type merge --patch '{\"data\": null}'": (
         "test_helm_secrets.py replaces the authority"
     ),
+    "kubectl annotate pod qwen-3 serving.dualmap.dev/leave-at=2026-11-27T21:00:00Z": "test_notices.py annotates a pod",
 }
 
 
