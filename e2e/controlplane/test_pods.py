@@ -159,6 +159,8 @@ async def test_pods_on_lost_node_leave_the_ring(product: Product, cluster: Clust
         await product.operator()
         await product.apply(manifest)
         await product.until_active(2)
+        # The node lifecycle controller marks only pods that were ready.
+        await product.until(lambda status: status.get("readyReplicas") == 2)
         (gone,) = {pod.name for pod in lost.pods() if pod.namespace == product.namespace}
         lost.lose_node()
         await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == [_other(gone)])
