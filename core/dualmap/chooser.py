@@ -76,7 +76,7 @@ class Chooser:
         if binding is None or not self._candidates.source(binding.host):
             return request
         view = self._candidates.view(now, request.chain, tokens=request.tokens)
-        held = view.candidate(binding.host, Hint(binding.hint_tokens, binding.moved_s)).matched_tokens
+        held = view.candidate(binding.host, _hint(binding)).matched_tokens
         if held <= request.stored.tokens:
             return request
         return request._replace(stored=request.stored._replace(tokens=held))
@@ -91,7 +91,7 @@ class Chooser:
         if binding is None:
             pair = tuple([view.candidate(each) for each in members])
         else:
-            home, hint = binding.host, Hint(binding.hint_tokens, binding.moved_s)
+            home, hint = binding.host, _hint(binding)
             pair = tuple([view.candidate(each, hint if each == home else NO_HINT) for each in members])
             if home in ring.ids:
                 host = next((each for each in pair if each.id == home), None) or view.candidate(home, hint)
@@ -140,7 +140,7 @@ class Chooser:
         request = placed.request
         view = self._view(now, request)
         binding = None if request.session is None else self.sessions.get(now, request.session)
-        hints = {} if binding is None else {binding.host: Hint(binding.hint_tokens, binding.moved_s)}
+        hints = {} if binding is None else {binding.host: _hint(binding)}
         waited_s = max(0.0, now - request.arrived_s)
         # A store holds no last token, so a few tokens more say nothing.
         least_tokens = placed.matched_tokens + placed.fetch_tokens + request.chain.block_tokens
@@ -245,3 +245,8 @@ class Chooser:
             window_s=prefix.window_s,
             replicated=self._replicated,
         )
+
+
+def _hint(binding: Binding) -> Hint:
+    """Return what the store says that a session's host caches."""
+    return Hint(binding.hint_tokens, binding.moved_s)

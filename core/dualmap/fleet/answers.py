@@ -13,7 +13,7 @@ _SHARE: Final = 0.95
 
 
 class AnswerTimes:
-    """The durations of the last answers: from the first token, or from the dispatch if that is not observed."""
+    """The durations of the last answers: from the first token, or from the dispatch if no first token is observed."""
 
     def __init__(self) -> None:
         self._last_s: deque[float] = deque(maxlen=_KEPT)
