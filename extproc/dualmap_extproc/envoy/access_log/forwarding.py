@@ -149,7 +149,7 @@ class Forwarding:
         return True
 
     def _on_lost(self, router: str) -> None:
-        """Keep the last entries that were sent to a lost router; take this router's copies of those that it received."""
+        """Keep the last entries that were sent to a lost router, and take the copies of those that it received."""
         sent, self._sent = self._sent, deque(maxlen=KEPT_MAX)
         for each in sent:
             if router_of(each.entry.request_id) == router:
