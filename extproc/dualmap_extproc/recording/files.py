@@ -17,6 +17,8 @@ _NAME: Final = re.compile(r"requests-\d{8}T\d{6}Z-\d{4}\.jsonl\.gz", re.ASCII)
 # The fastest level: others take more time and save a twentieth, because hashes are random.
 _LEVEL: Final = 1
 _GZIP: Final = 31
+# The key is in the same folder, and its size belongs to the folder's.
+_KEY_BYTES: Final = 100
 
 
 class RecordingFiles:
@@ -24,7 +26,7 @@ class RecordingFiles:
 
     def __init__(self, folder: Path, max_bytes: int, head: Callable[[float], bytes]) -> None:
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes - _KEY_BYTES
         self.file_bytes = min(FILE_BYTES, max_bytes // FILES)
         self._head = head
         self._name = ""

@@ -95,13 +95,14 @@ class Writer:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while True:
-            batch = self._queue.get()
-            if batch is None:
-                return
-            self.write(batch)
-            self.taken_blocks += sum(len(each.request.chain.hashes) for each in batch.requests)
-            self.taken += len(batch.requests)
+        while (batch := self._queue.get()) is not None:
+            self.take(batch)
+
+    def take(self, batch: Batch) -> None:
+        """Write a batch, and count its requests as taken."""
+        self.write(batch)
+        self.taken_blocks += sum(len(each.request.chain.hashes) for each in batch.requests)
+        self.taken += len(batch.requests)
 
     def write(self, batch: Batch) -> None:
         """Write a batch. Never raises: while the disk fails, requests are counted instead."""
