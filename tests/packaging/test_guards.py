@@ -40,6 +40,16 @@ PLANTED = [
     ("edge/dualmap_edge/kube/client.py", "import dualmap.requests", "Kubernetes objects are read"),
     ("core/dualmap/scaling/scaling.py", "import dualmap.queue.request_queue", "Scaling is computed"),
     ("core/dualmap/recordings/values.py", "import dualmap.requests", "The format of recordings"),
+    (
+        "extproc/dualmap_extproc/recording/files.py",
+        "import dualmap_extproc.recording.writer",
+        "The modules of the recording",
+    ),
+    (
+        "extproc/dualmap_extproc/recording/recorder.py",
+        "import dualmap.prompts.prompt",
+        "The recording reaches no server",
+    ),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
