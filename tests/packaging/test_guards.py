@@ -39,6 +39,7 @@ PLANTED = [
     ("core/dualmap/objects/pods.py", "import dualmap.keys.rings", "Kubernetes objects are read"),
     ("edge/dualmap_edge/kube/client.py", "import dualmap.requests", "Kubernetes objects are read"),
     ("core/dualmap/scaling/scaling.py", "import dualmap.queue.request_queue", "Scaling is computed"),
+    ("core/dualmap/recordings/values.py", "import dualmap.requests", "The format of recordings"),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
