@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from dualmap_cli.running import plot_option
+from dualmap_cli.simulate.pool_option import read_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.oracles import ORACLES
@@ -56,16 +57,26 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
 )
 _POOL: Final[tuple[Decorator, ...]] = (
     click.option(
+        "--pool",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=read_pool,
+        help="Take spec.routing, spec.engine and spec.slo from this file with one InferencePool object. --set and "
+        "--model describe the real engines, and the pool what the router believes about them.",
+    ),
+    click.option(
         "--policy",
         "policies",
         metavar="POLICY[,POLICY]",
         callback=policies,
-        default="round_robin,dualmap",
-        show_default=True,
         help="Policies to compare, separated by commas. 'dualmap policies' lists all policies. The option also accepts "
-        f"these theoretical bounds: {', '.join(ORACLES)}.",
+        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool, or round_robin,dualmap]",
     ),
-    click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Number of engines."),
+    click.option(
+        "--instances",
+        type=click.IntRange(1, 4096),
+        help="Number of engines.  [default: the number of members of --pool, or 8]",
+    ),
     click.option(
         "--prefill-instances",
         "prefillers",
@@ -103,9 +114,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         "slo_ttft_s",
         metavar="DURATION",
         callback=duration(0.001, 3600.0),
-        default="5s",
-        show_default=True,
-        help="TTFT objective.",
+        help="TTFT objective.  [default: that of --pool, or 5s]",
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (
@@ -160,7 +169,8 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
     click.option(
         "--believed-speed",
         type=FiniteFloatRange(1.0, 1e9),
-        help="Prefill speed in the pool's spec, in tokens per second.  [default: the engine's real speed, parameter r]",
+        help="Prefill speed in the pool's spec, in tokens per second.  [default: that of --pool, or the engine's real "
+        "speed, parameter r]",
     ),
 )
 _OUTPUT: Final[tuple[Decorator, ...]] = (
