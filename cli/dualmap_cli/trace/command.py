@@ -3,14 +3,24 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 import click
 
 from dualmap_cli.running import command_errors, plot_option, require_matplotlib, writing, writing_results
 from dualmap_sim.recordings.errors import RecordingError
 
-_PATH = click.Path(path_type=Path)
+_PATH: Final = click.Path(path_type=Path)
+_output = click.option(
+    "-o",
+    "--output",
+    type=_PATH,
+    required=True,
+    metavar="FILE",
+    help="Write this file, completely or not at all. It is compressed if its name ends in .gz.",
+)
 
 
 @click.group()
@@ -79,3 +89,37 @@ def show(path: Path, as_json: bool, plot: Path | None) -> None:
             with writing(str(plot)):
                 draw_figures(plot, figures, title=str(path))
             click.echo(f"chart: {plot}", err=True)
+
+
+@trace.command()
+@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
+@_output
+@click.option(
+    "--separate-keys",
+    is_flag=True,
+    help="Accept recordings whose hashes have different keys. Their prompts and sessions then have nothing in common.",
+)
+def merge(paths: tuple[Path, ...], output: Path, separate_keys: bool) -> None:
+    """Merge the recordings at PATH... into one file, in order of time.
+
+    Hashes of two recordings can be compared if both routers had the same DIR/key. A request that several files have,
+    such as a file that is given twice, counts once. Damaged lines are left out with a warning.
+
+    \b
+    Example:
+      dualmap trace merge recording-a recording-b -o both.jsonl.gz
+      dualmap trace merge recording-a old.jsonl.gz -o all.jsonl.gz --separate-keys
+    """
+    with _errors("merge"):
+        from dualmap_cli.trace.output import check_output, write_lines
+        from dualmap_cli.trace.warnings import warn
+        from dualmap_sim.recordings.merging import merged_lines
+        from dualmap_sim.recordings.reader import Reading
+
+        check_output(output, paths)
+        reading = Reading(paths)
+        lines = merged_lines(reading, separate_keys=separate_keys, program=version("dualmap"))
+        with writing(str(output)):
+            count = write_lines(output, lines)
+        warn(reading)
+        click.echo(f"{output}: {count - 1:,} lines of {len(reading.sources)} files", err=True)

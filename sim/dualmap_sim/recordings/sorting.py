@@ -6,7 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO, Final, NamedTuple
 
-_MEMORY_BYTES: Final = 128 * 1024 * 1024
+from dualmap_sim.recordings.errors import RecordingError
+
+MEMORY_BYTES: Final = 128 * 1024 * 1024
 _HEAD: Final = struct.Struct("<dIQI")
 _LINE_OVERHEAD_BYTES: Final = 200
 """The memory of a line beside its text."""
@@ -24,14 +26,14 @@ class TimedLine(NamedTuple):
 class Sorter:
     """Collects lines in any order, and yields them once, sorted by time. It takes about ``memory_bytes`` of memory."""
 
-    def __init__(self, memory_bytes: int = _MEMORY_BYTES) -> None:
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._memory_bytes = memory_bytes
         self._lines: list[TimedLine] = []
         self._bytes = 0
         self._runs: list[BinaryIO] = []
 
     def add(self, line: TimedLine) -> None:
-        """Add a line. Raises OSError if a temporary file cannot be written."""
+        """Add a line. Raises RecordingError if a temporary file cannot be written."""
         self._lines.append(line)
         self._bytes += len(line.text) + _LINE_OVERHEAD_BYTES
         if self._bytes > self._memory_bytes:
@@ -47,11 +49,16 @@ class Sorter:
 
     def _spill(self) -> None:
         self._lines.sort()
-        run: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - The file is open until its lines are yielded.
-        for line in self._lines:
-            run.write(_HEAD.pack(line.at_s, line.source, line.line, len(line.text)))
-            run.write(line.text)
-        run.seek(0)
+        try:
+            run: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - The file is open until its lines are yielded.
+            for line in self._lines:
+                run.write(_HEAD.pack(line.at_s, line.source, line.line, len(line.text)))
+                run.write(line.text)
+            run.seek(0)
+        except OSError as error:
+            raise RecordingError(
+                f"temporary files cannot be written: {error.strerror}; name a folder with more space in TMPDIR"
+            ) from error
         self._runs.append(run)
         self._lines.clear()
         self._bytes = 0
