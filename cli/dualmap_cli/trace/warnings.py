@@ -4,6 +4,7 @@ from typing import Final
 
 import click
 
+from dualmap_sim.recordings.exports import Changes
 from dualmap_sim.recordings.reader import Reading
 
 _SHOWN: Final = 5
@@ -24,3 +25,14 @@ def warn(reading: Reading) -> None:
             "keys are not found",
             err=True,
         )
+
+
+def warn_of_changes(changes: Changes) -> None:
+    """Print warnings about what an exported trace lacks of its recording."""
+    for count, what in (
+        (changes.without_prompt, "requests have no prompt and are left out"),
+        (changes.without_output, "requests have no known output"),
+        (changes.adjusted, "prompts have another length than recorded, because of their number of blocks"),
+    ):
+        if count:
+            click.echo(f"warning: {count:,} {what}", err=True)
