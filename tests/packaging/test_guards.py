@@ -40,6 +40,8 @@ PLANTED = [
     ("edge/dualmap_edge/kube/client.py", "import dualmap.requests", "Kubernetes objects are read"),
     ("core/dualmap/scaling/scaling.py", "import dualmap.queue.request_queue", "Scaling is computed"),
     ("core/dualmap/recordings/values.py", "import dualmap.requests", "The format of recordings"),
+    ("sim/dualmap_sim/recordings/lines.py", "import dualmap_sim.recordings.reader", "The modules of recordings"),
+    ("sim/dualmap_sim/recordings/reader.py", "import time", "Simulations reach no server"),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
