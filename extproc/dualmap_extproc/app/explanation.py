@@ -14,8 +14,8 @@ from dualmap.objects.times import time_text
 from dualmap.pools.pool import Member, MemberState, Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.receipt import Receipt
+from dualmap_edge.logs import clipped
 from dualmap_extproc.errors import Refused, no_endpoint
-from dualmap_extproc.pools.changes import clipped
 from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import AnswerLater, Picked

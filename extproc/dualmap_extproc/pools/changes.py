@@ -1,17 +1,14 @@
 """Logs the changes of a reload of the pools. Every source of pools uses ``log_changes``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
 from dualmap.objects.times import time_text
 from dualmap.pools.claims import Claimant, prefill_problem
 from dualmap.pools.pool import Member, Pool
-from dualmap_edge.logs import get_logger
+from dualmap_edge.logs import clipped, get_logger
 
-# The most member ids in a log line. The log line counts the other members. A pool may have tens of thousands of
-# members.
-_IDS_SHOWN: Final = 20
 _ENVOY_HINT: Final = "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again"
 # The fields of a pool that the log line shows separately from the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
@@ -90,10 +87,3 @@ def _changed(was: Member, now: Member) -> str:
         "incarnation": "new" if was.incarnation != now.incarnation else None,
     }
     return f"{now.id} ({', '.join(f'{name} {value}' for name, value in new.items() if value is not None)})"
-
-
-def clipped(ids: Iterable[str]) -> list[str]:
-    """Return texts about members for a log line: the first texts, and the number of the others."""
-    listed = list(ids)
-    more = len(listed) - _IDS_SHOWN
-    return [*listed[:_IDS_SHOWN], f"and {more} more"] if more > 0 else listed

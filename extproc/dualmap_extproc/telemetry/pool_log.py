@@ -1,7 +1,6 @@
 """Logs what changes in a pool without a new version of it: its owner, and members whose time to leave passes."""
 
-from dualmap_edge.logs import get_logger
-from dualmap_extproc.pools.changes import clipped
+from dualmap_edge.logs import clipped, get_logger
 from dualmap_extproc.request.observations import FanOut, MembersDeparted, OwnerChanged
 
 _log = get_logger(__name__)
