@@ -64,6 +64,7 @@ from dualmap_extproc.request.observations import (
     Expired,
     FirstTokenSeen,
     Measured,
+    MembersDeparted,
     OwnerChanged,
     PickNotFollowed,
     Rejected,
@@ -210,6 +211,7 @@ class Picker:
         if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
         self._release(now, *effects)
+        self._report_departed()
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
         """Apply what the engine of a pool's member says; ignore an unknown pool or member."""
@@ -534,6 +536,7 @@ class Picker:
                 self._owners.pop(completion.request_id, None)
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
             self._release(now, *effects)
+        self._report_departed()
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
@@ -589,6 +592,10 @@ class Picker:
 
     def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
+
+    def _report_departed(self) -> None:
+        for pool, members in self._served.take_departed():
+            self._report(MembersDeparted(pool=pool, members=tuple(sorted(members))))
 
     def _owner_changed(self, pool: str, before: str, owner: str) -> None:
         self._report(OwnerChanged(pool=pool, before=before, owner=owner))
