@@ -155,8 +155,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "KV stores, session moves and remote prefills": (
         Panel(
             title="KV store lookups",
-            about="Prompts that routers looked up in the pool's KV store (spec.kvStore), by result. Only misses: the hash, "
-            "the seed or the chunk size is not the engines'.",
+            about="Prompts that routers looked up in the pool's KV store (spec.kvStore), by result. Only misses: the "
+            "hash, the seed or the chunk size is not the engines'.",
             unit="reqps",
             queries={"{{pool}} {{result}}": f"sum by (pool, result) ({_rate('dualmap_kv_store_lookups_total')})"},
         ),
@@ -207,8 +207,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Prefills of pd-proxy",
-            about="Requests of all pd-proxy sidecars by where their prompt was prefilled. With local, all prefillers failed. "
-            "With none, the router named no prefiller.",
+            about="Requests of all pd-proxy sidecars by where their prompt was prefilled. With local, all prefillers "
+            "failed. With none, the router named no prefiller.",
             unit="reqps",
             queries={"{{where}}": "sum by (where) (rate(dualmap_pd_prefills_total[$__rate_interval]))"},
         ),
