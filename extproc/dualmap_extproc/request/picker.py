@@ -210,7 +210,8 @@ class Picker:
             self._waiting.answer(request_id, refused)
         if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
-        self._release(now, *effects)
+        # The requests of removed pools have answers, also if no router has released a request.
+        self._deliver(now, self._settled(now, *effects))
         self._report_departed()
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
@@ -309,7 +310,8 @@ class Picker:
             waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
             return self._await(now, request.id, waiting, settled)
         answer = self._answer(now, pool, decision, arrival, quoted)
-        self._deliver(now, settled)
+        if settled:
+            self._deliver(now, settled)
         return answer
 
     def _decide(
@@ -327,7 +329,7 @@ class Picker:
         pool = router.pool
         if not pool.prefill_pool:
             answer, outcomes = router.on_request(now, request)
-            return answer, self._settled(now, (router, outcomes))
+            return answer, self._settled(now, (router, outcomes)) if outcomes else ()
         prefill, prefiller = self._served.prefill_router(pool.id), None
         if prefill is not None:
             ids = self._counts.trusted_ids(pool.id, tokens)
@@ -624,7 +626,11 @@ class Picker:
 
     def _release(self, now: float, *effects: Outcomes) -> None:
         """Resume the waiting requests that routers released or rejected."""
-        self._deliver(now, self._settled(now, *effects))
+        # Most events release nothing.
+        for _, outcomes in effects:
+            if outcomes:
+                self._deliver(now, self._settled(now, *effects))
+                return
 
     def _settled(self, now: float, *effects: Outcomes) -> Sequence[Settled]:
         """Return the outcomes of routers' events that are final for their requests."""
