@@ -50,6 +50,8 @@ PLANTED = [
         "import dualmap.prompts.prompt",
         "The recording reaches no server",
     ),
+    ("sim/dualmap_sim/recordings/lines.py", "import dualmap_sim.recordings.reader", "The modules of recordings"),
+    ("sim/dualmap_sim/recordings/reader.py", "import time", "Simulations reach no server"),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
