@@ -14,8 +14,12 @@ _PRIOR_TOKEN_S: Final = 0.02
 _FORGET: Final = 0.99
 # The prior has the weight of this many answers.
 _PRIOR_ANSWERS: Final = 0.1
+# Both parameters are at least this part of their priors, so that the expected time is not 0.
+_LEAST: Final = 0.01
 # Shorter answers count as ones of this part of the expected time, because the relative error would weigh them most.
 _SHORTEST: Final = 1 / 3
+# The mean part of prefills follows about this many answers.
+_RECENT: Final = 100
 # The model is too uncertain to judge members by before it knows this many answers.
 _ENOUGH: Final = 8
 
@@ -29,6 +33,8 @@ class AnswerCost:
         self._ww = self._wn = self._nn = self._w1 = self._n1 = 0.0
         self._answers = 0
         self._prefill, self._token_s = 1.0, _PRIOR_TOKEN_S
+        self.prefill_part = 1.0
+        """The mean part of prefills in the expected duration."""
 
     @property
     def is_known(self) -> bool:
@@ -40,22 +46,28 @@ class AnswerCost:
         return self._prefill * work_s + self._token_s * tokens
 
     def observe(self, work_s: float, tokens: int, seconds: float) -> None:
-        """Learn from an answer that took ``seconds``; the expected duration must not be 0."""
+        """Learn from an answer that took ``seconds``; ``work_s`` or ``tokens`` must not be 0."""
         self._answers += 1
         seconds = max(seconds, _SHORTEST * self.expected_s(work_s, tokens))
         w, n = work_s / seconds, tokens * _PRIOR_TOKEN_S / seconds
-        self._ww, self._wn, self._nn = _FORGET * self._ww + w * w, _FORGET * self._wn + w * n, _FORGET * self._nn + n * n
+        self._ww, self._wn, self._nn = (
+            _FORGET * self._ww + w * w,
+            _FORGET * self._wn + w * n,
+            _FORGET * self._nn + n * n,
+        )
         self._w1, self._n1 = _FORGET * self._w1 + w, _FORGET * self._n1 + n
         self._solve()
+        prefill_part = self._prefill * work_s / self.expected_s(work_s, tokens)
+        self.prefill_part += (prefill_part - self.prefill_part) / min(self._answers, _RECENT)
 
     def _solve(self) -> None:
-        """Solve the normal equations over ``a >= 0`` and ``b >= 0``. At a limit, only one parameter remains to fit."""
+        """Solve the normal equations. At a limit of ``a`` or ``b``, only the other parameter remains to fit."""
         ww, nn, wn = self._ww + _PRIOR_ANSWERS, self._nn + _PRIOR_ANSWERS, self._wn
         w1, n1 = self._w1 + _PRIOR_ANSWERS, self._n1 + _PRIOR_ANSWERS
         determinant = ww * nn - wn * wn
         prefill, decode = (w1 * nn - n1 * wn) / determinant, (n1 * ww - w1 * wn) / determinant
-        if prefill < 0.0:
-            prefill, decode = 0.0, n1 / nn
-        elif decode < 0.0:
-            prefill, decode = w1 / ww, 0.0
-        self._prefill, self._token_s = prefill, decode * _PRIOR_TOKEN_S
+        if prefill < _LEAST:
+            prefill, decode = _LEAST, (n1 - _LEAST * wn) / nn
+        elif decode < _LEAST:
+            prefill, decode = (w1 - _LEAST * wn) / ww, _LEAST
+        self._prefill, self._token_s = max(prefill, _LEAST), max(decode, _LEAST) * _PRIOR_TOKEN_S
