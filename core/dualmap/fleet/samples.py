@@ -209,7 +209,7 @@ class RecentPrefills:
             return None
         median = self._median()
         self._agreement.prefills.report(self, median)
-        bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
+        bounded = near(slowness, median)
         agreed = self._agreement.prefills.bound(bounded)
         self._dissenting = 0 if agreed == bounded else self._dissenting + 1
         return bounded if self._dissenting > DISSENTING_PREFILLS else agreed
@@ -236,3 +236,8 @@ def upper_median(ordered: Sequence[float], common: float) -> float:
     if missing:
         ordered = sorted((*ordered, *(common,) * missing))
     return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]
+
+
+def near(slowness: float, median: float) -> float:
+    """Return ``slowness``, or the nearest value that is not too far from the median."""
+    return min(max(slowness, median / _FASTEST), median * _SLOWEST)

@@ -17,6 +17,7 @@ from dualmap.fleet.samples import (
     WINDOW,
     Agreement,
     RecentSamples,
+    near,
     upper_median,
 )
 
@@ -52,17 +53,18 @@ class WholeAnswers:
     def add(self, now: float, client: int, *, work_s: float, tokens: int, seconds: float) -> bool:
         """Record a client's answer of ``tokens``; return whether it may teach anything."""
         agreement, cost = self._agreement, self._agreement.answer_cost
-        slowness, was_known = seconds / cost.expected_s(work_s, tokens), cost.is_known
-        if not was_known:
+        expected_s = cost.expected_s(work_s, tokens)
+        if not cost.is_known:
             cost.observe(work_s, tokens, seconds)
             return False
         if self._age > 0.0:
             self._samples.keep_newest(_KEPT)
         self._last_round = agreement.rounds
-        if not self._samples.add(now, client, slowness):
+        if not self._samples.add(now, client, seconds / expected_s):
             return False
-        cost.observe(work_s, tokens, seconds)
-        agreement.answers.report(self, self._median())
+        median = self._median()
+        agreement.answers.report(self, median)
+        cost.observe(work_s, tokens, expected_s * near(seconds / expected_s, median))
         return True
 
     def relative(self) -> float:
