@@ -34,6 +34,7 @@ POOLS = (
     "kubectl apply -f pool.yaml",
     "kubectl wait --namespace llm --for=condition=Available dmpool/qwen --timeout 15m",
     "kubectl get dmpool --namespace llm",
+    "kubectl get --namespace llm dmpool/qwen -o yaml > pool.yaml",
     "kubectl scale --namespace llm dmpool/qwen --replicas 4",
     "kubectl scale --namespace llm dmpool/qwen --replicas 2",
     "kubectl apply -f qwen.yaml",

@@ -74,6 +74,8 @@ class Experiment:
     """Share of first tokens and completions that are never reported."""
     routing: Routing = field(default_factory=Routing)
     """The pool's ``spec.routing`` except the policy and the block length, which the experiment sets."""
+    pool_engine: Engine | None = None
+    """The pool's ``spec.engine``, which may differ from ``engine``. None makes it of ``engine``."""
     block_tokens: int | None = None
     """Block length of the routers' keys and indexes. None uses the trace's length, which is exact and fastest."""
     sessions: bool = True
@@ -268,16 +270,11 @@ def pool_of(experiment: Experiment) -> Pool:
     """Return an experiment's pool, at the beginning of the run."""
     trace = load_trace(experiment)
     block_tokens = experiment.block_tokens or trace.block_tokens
-    believed = experiment.believed_tokens_per_s or experiment.engine.prefill.tokens_per_s
     return Pool(
         namespace="simulation",
         name="qwen",
         model=Model(name="qwen"),
-        engine=Engine(
-            prefill_tokens_per_second=believed,
-            cache_tokens=Engine().cache_tokens if experiment.discovery else experiment.engine.cache_tokens,
-            kv_tokens=experiment.engine.kv_memory_tokens if experiment.kv_tokens_known else None,
-        ),
+        engine=_pool_engine(experiment),
         slo=Slo(ttft_s=experiment.slo_ttft_s),
         kv_store=KvStore() if experiment.store is None else experiment.store.spec(),
         routing=replace(
@@ -289,6 +286,18 @@ def pool_of(experiment: Experiment) -> Pool:
             Member(id=name, address=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", port=8000)
             for number, name in enumerate(member_ids(experiment.instances - experiment.decoders))
         ),
+    )
+
+
+def _pool_engine(experiment: Experiment) -> Engine:
+    believed_tokens_per_s = experiment.believed_tokens_per_s
+    if experiment.pool_engine is not None:
+        known = experiment.pool_engine
+        return replace(known, prefill_tokens_per_second=believed_tokens_per_s or known.prefill_tokens_per_second)
+    return Engine(
+        prefill_tokens_per_second=believed_tokens_per_s or experiment.engine.prefill.tokens_per_s,
+        cache_tokens=Engine().cache_tokens if experiment.discovery else experiment.engine.cache_tokens,
+        kv_tokens=experiment.engine.kv_memory_tokens if experiment.kv_tokens_known else None,
     )
 
 

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "warmup": None,
     "starts": (0,),
     "seeds": (0,),
+    "pool": None,
     "policies": ("dualmap",),
     "instances": 4,
     "prefillers": 0,

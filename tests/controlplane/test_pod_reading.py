@@ -291,12 +291,31 @@ class TestTimes:
             ("2026-11-22T02:00:00.25Z", 1_795_312_800.25),
             ("2026-11-22T02:00:00.123456789Z", 1_795_312_800.123456),
             ("2026-11-22T04:00:00+02:00", 1_795_312_800.0),
+            ("2026-11-22t02:00:00z", 1_795_312_800.0),
         ],
     )
     def test_kubernetes_time_is_parsed(self, text: str, time_s: float) -> None:
         assert read_time(text) == time_s
 
-    @pytest.mark.parametrize("text", ["", "yesterday", "2026-11-22T02:00:00", "2026-13-01T00:00:00Z", "1795312800"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "yesterday",
+            "2026-11-22T02:00:00",
+            "2026-13-01T00:00:00Z",
+            "1795312800",
+            "2026-11-22T02:00:00+0100",
+            "2026-11-22T02:00:00+01",
+            "2026-11-22T02:00Z",
+            "2026-11-22 02:00:00Z",
+            "20261122T020000Z",
+            "2016-12-31T23:59:60Z",
+            "0000-01-01T00:00:00Z",
+            "2026-11-22T24:00:00Z",
+            "٢٠٢٦-11-22T02:00:00Z",
+        ],
+    )
     def test_invalid_kubernetes_time_is_none(self, text: str) -> None:
         assert read_time(text) is None
 

@@ -117,7 +117,7 @@ def test_member_that_leaves_is_draining(text: str) -> None:
 @pytest.mark.parametrize("value", ["soon", "2026-11-27T21:00:00", "", 1_800_000_000, [], yaml.safe_load("2026-01-01")])
 def test_member_with_an_unreadable_leaving_time_is_refused(value: object) -> None:
     member = {"id": "a", "address": "10.0.0.1", "leaveAt": value}
-    with pytest.raises(PoolError, match=r"status\.ring\.members\[0\]\.leaveAt: .*a time with a time zone"):
+    with pytest.raises(PoolError, match=r"status\.ring\.members\[0\]\.leaveAt: .*with the time zone Z"):
         read_pools({**OBJECT, "status": {"ring": {"members": [member]}}})
 
 
@@ -282,6 +282,14 @@ def test_pool_unknown_field_error_is_a_short_line(name: str, shown: str) -> None
         read_pools(changed("spec/slo", {name: 1}))
     assert refused.value.field == shown
     assert str(refused.value).isprintable()
+
+
+def test_pool_renderer_with_a_password_is_rejected_without_quoting_it() -> None:
+    for tokenizer in ({"source": "Renderer"}, {}):
+        url = {"url": "http://user:s3cret@renderer:8000/?key=s3cret"}
+        with pytest.raises(PoolError, match="@renderer:8000/") as refused:
+            read_pools(changed("spec/engine/tokenizer", {**tokenizer, **url}))
+        assert "s3cret" not in str(refused.value)
 
 
 def test_pool_member_order_in_the_file_is_ignored() -> None:

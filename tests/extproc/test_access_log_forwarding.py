@@ -122,6 +122,23 @@ async def test_entries_of_a_log_for_every_router_are_not_forwarded(log: str | No
     assert routers.counts["a-1"].undelivered == 0
 
 
+async def test_copy_of_an_entry_is_an_orphan_if_its_router_is_lost_within_the_limit() -> None:
+    routers = Routers("a-1", "b-2", "c-3")
+    late, last, other = (routers.ids[name].new("127.0.0.1") for name in ("b-2", "b-2", "c-3"))
+    async with serving(routers.sinks["a-1"]) as opened:
+        stream = opened()
+        await stream.write(batch([late], ACCESS_LOG))
+        await until(lambda: routers.counts["a-1"].known == 1)
+        routers.now_s += KEPT_S
+        await stream.write(batch([last, other]))
+        await until(lambda: routers.counts["a-1"].known == 3)
+        assert routers.orphans["a-1"] == []
+        routers.lose("b-2")
+        await stream.done_writing()
+        await stream
+    assert [each.request_id for each in routers.orphans["a-1"]] == [last]
+
+
 async def test_entry_of_an_ended_router_in_a_log_for_every_router_is_an_orphan() -> None:
     routers = Routers("a-1", "b-2")
     theirs = routers.ids["b-2"].new("127.0.0.1")
@@ -225,6 +242,15 @@ async def test_sent_entries_use_bounded_memory() -> None:
     assert counts.undelivered == 0
     sending.forward([AccessLogEntry(request_id="b-2-0-ff")])
     assert counts.undelivered == 1
+
+
+async def test_copies_of_entries_use_bounded_memory() -> None:
+    routers, taken = Routers("a-1", "b-2"), list[AccessLogEntry]()
+    watching = Forwarding(routers, taken.append, Counts(), clock=lambda: 0.0)
+    request_id = routers.ids["b-2"].new("127.0.0.1")
+    watching.watch([(entry(request_id), request_id)] * (KEPT_MAX + 3))
+    routers.lose("b-2")
+    assert len(taken) == KEPT_MAX
 
 
 async def test_entries_above_the_limits_go_to_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -77,6 +78,15 @@ class TestLoadPoolFiles:
         )
         assert load_pool_files([path])[1].members[0].port == 81
 
+    def test_load_accepts_a_key_that_overrides_a_merged_one(self, tmp_path: Path) -> None:
+        """PyYAML may merge a mapping into another one before it constructs the first one."""
+        path = tmp_path / "p.yaml"
+        path.write_text(
+            f"apiVersion: {API}\nkind: InferencePool\nspec: {{model: {{name: a}}}}\n"
+            "metadata: {name: a, x: {y: {z: &z {v: 1}, w: &w {<<: *z, v: 2}}}, u: {<<: *w}}\n"
+        )
+        assert len(load_pool_files([path])) == 1
+
     def test_load_reads_a_pipe_once(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, yaml.safe_dump(document()).encode())
@@ -108,13 +118,13 @@ class TestRejectedFiles:
             ("- 1\n- 2\n", "document"),
             ("kind: List\napiVersion: v1\nitems: []\n", "document"),
             ("kind: Deployment\napiVersion: apps/v1\n", None),
-            ("since: 2026-13-45\n", "document"),
-            ("n: " + "9" * 5000, "document"),
-            ("replicas: !!bool maybe\n", "document"),
-            ('n: !!int ""\n', "document"),
-            ('n: !!float ""\n', "document"),
-            ("since: !!timestamp x\n", "document"),
-            ("n: !!float 1" + ":1" * 200, "document"),
+            ("since: 2026-13-45\n", "line 1, column 8"),
+            ("n: " + "9" * 5000, "line 1, column 4"),
+            ("replicas: !!bool maybe\n", "line 1, column 11"),
+            ('n: !!int ""\n', "line 1, column 4"),
+            ('n: !!float ""\n', "line 1, column 4"),
+            ("since: !!timestamp x\n", "line 1, column 8"),
+            ("n: !!float 1" + ":1" * 200, "line 1, column 4"),
             ("? [a]\n: b\n", None),
             ("a: !!python/object:os.system b\n", None),
             ("a: *nowhere\n", None),
@@ -145,6 +155,8 @@ class TestRejectedFiles:
             ("kind: [", "line 2, column 1: "),
             ("a: &a [*a]", "*a inside &a; give aliases that are not circular"),
             ("x: " + "[" * 100, "more than 64 levels; give a flatter file"),
+            ("since: 2026-12-31T23:59:60Z", "line 1, column 8: '2026-12-31T23:59:60Z' is no valid timestamp"),
+            ("a: {b: 1}\nd:\n- b: 1\n  b: 2", "line 4, column 3: the mapping has the key 'b' already in line 3; "),
         ],
     )
     def test_load_invalid_file_error_describes_the_fault(self, tmp_path: Path, content: str | None, said: str) -> None:
@@ -168,6 +180,41 @@ class TestRejectedFiles:
             load_pool_files([path])
         assert refused.value.field == "document 2: spec.engine.port"
         assert refused.value.value == 99999
+
+    @pytest.mark.parametrize(
+        ("place", "field"),
+        [((), "leaveAt"), (("status",), "status.leaveAt"), (("status", "ring"), "status.ring.leaveAt")],
+    )
+    def test_load_rejects_a_field_that_has_no_meaning_there(
+        self, tmp_path: Path, place: tuple[str, ...], field: str
+    ) -> None:
+        wrong: dict[str, Any] = document()
+        inner = wrong
+        for name in place:
+            inner = inner[name]
+        inner["leaveAt"] = "2026-11-27T21:00:00Z"
+        with pytest.raises(PoolFileError, match="one of the fields") as refused:
+            load_pool_files([write(tmp_path / "p.yaml", wrong)])
+        assert refused.value.field == field
+
+    @pytest.mark.parametrize(
+        ("engine", "shown"),
+        [
+            ("{port: 2026-11-27}", "spec.engine.port: 2026-11-27 is not accepted"),
+            ("{port: true}", "spec.engine.port: true is not accepted"),
+            ("[on, 2026-11-27, ~]", "spec.engine: [true, 2026-11-27, null] is not accepted"),
+            ("{kvEvents: {topic: {a: off}}}", "spec.engine.kvEvents.topic: {'a': false} is not accepted"),
+        ],
+    )
+    def test_load_error_shows_a_value_in_the_words_of_yaml(self, tmp_path: Path, engine: str, shown: str) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_text(
+            f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: a}}\n"
+            f"spec: {{model: {{name: a}}, engine: {engine}}}\n"
+        )
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert shown in str(refused.value)
 
     @pytest.mark.parametrize("name", ["absent.yaml", ""])
     def test_load_rejects_an_unreadable_file(self, tmp_path: Path, name: str) -> None:

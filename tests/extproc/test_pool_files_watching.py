@@ -124,7 +124,7 @@ class TestFileChanges:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write_text(path, f"replicas: {scalar}\n")
-            assert (await watched.refusal()).field == "document"
+            assert (await watched.refusal()).field == "line 1, column 11"
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 

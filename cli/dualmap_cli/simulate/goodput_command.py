@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualmap.pools.pool import Slo
+from dualmap_cli.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, make_plan
-from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import numbers
 from dualmap_sim.option_checks import FiniteFloatRange
 
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
     click.option(
         "--attainment",
         type=FiniteFloatRange(0.01, 1.0),
-        default=0.9,
-        show_default=True,
-        help="Share of requests that must receive their first token within the SLO.",
+        help="Share of requests that must receive their first token within the SLO.  [default: that of --pool, or 0.9]",
     ),
     click.option(
         "--tolerance",
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     ),
 )
 def goodput(
-    starts: tuple[int, ...], seeds: tuple[int, ...], attainment: float, tolerance: float, **options: Any
+    starts: tuple[int, ...], seeds: tuple[int, ...], attainment: float | None, tolerance: float, **options: Any
 ) -> None:
     """Find the highest request rate at which each policy meets the SLO.
 
@@ -83,6 +82,7 @@ def goodput(
             require_matplotlib()
         if plan.base.workload.trace is not None and len(seeds) > 1:
             click.echo("--seeds has no effect: a recorded trace is the same for all seeds", err=True)
+        attainment = attainment or (plan.pool.slo if plan.pool is not None else Slo()).attainment
         found = _search(plan, attainment, tolerance)
         _publish(plan, attainment, found)
 

@@ -1,12 +1,13 @@
 """The options that ``dualmap simulate`` and ``dualmap goodput`` share, in the order in which ``--help`` lists them."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import click
 
+from dualmap_cli.running import plot_option
+from dualmap_cli.simulate.pool_option import read_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.oracles import ORACLES
@@ -25,20 +26,6 @@ BOUNDS: Final = (
     )
 )
 """The help text of the bounds."""
-PICTURES: Final = (".png", ".svg")
-
-
-def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Return the path of the chart; reject a path that is not writable before the simulation starts."""
-    if value is not None and value.suffix not in PICTURES:
-        raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"{str(value)!r}: the folder {str(value.absolute().parent)!r} does not exist")
-    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a writable folder")
-    return value
-
-
 _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--trace",
@@ -70,16 +57,26 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
 )
 _POOL: Final[tuple[Decorator, ...]] = (
     click.option(
+        "--pool",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=read_pool,
+        help="Take spec.routing, spec.engine and spec.slo from this file with one InferencePool object. --set and "
+        "--model describe the real engines, and the pool what the router believes about them.",
+    ),
+    click.option(
         "--policy",
         "policies",
         metavar="POLICY[,POLICY]",
         callback=policies,
-        default="round_robin,dualmap",
-        show_default=True,
         help="Policies to compare, separated by commas. 'dualmap policies' lists all policies. The option also accepts "
-        f"these theoretical bounds: {', '.join(ORACLES)}.",
+        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool, or round_robin,dualmap]",
     ),
-    click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Number of engines."),
+    click.option(
+        "--instances",
+        type=click.IntRange(1, 4096),
+        help="Number of engines.  [default: the number of members of --pool, or 8]",
+    ),
     click.option(
         "--prefill-instances",
         "prefillers",
@@ -117,9 +114,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         "slo_ttft_s",
         metavar="DURATION",
         callback=duration(0.001, 3600.0),
-        default="5s",
-        show_default=True,
-        help="TTFT objective.",
+        help="TTFT objective.  [default: that of --pool, or 5s]",
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (
@@ -174,16 +169,15 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
     click.option(
         "--believed-speed",
         type=FiniteFloatRange(1.0, 1e9),
-        help="Prefill speed in the pool's spec, in tokens per second.  [default: the engine's real speed, parameter r]",
+        help="Prefill speed in the pool's spec, in tokens per second.  [default: that of --pool, or the engine's real "
+        "speed, parameter r]",
     ),
 )
 _OUTPUT: Final[tuple[Decorator, ...]] = (
     click.option(
         "--processes", type=click.IntRange(1, 1024), help="Number of parallel runs.  [default: one for each core]"
     ),
-    click.option(
-        "--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help="Write a chart to this file."
-    ),
+    plot_option(help="Write a chart to this file."),
     click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table."),
 )
 

@@ -12,7 +12,9 @@ from typing import Final
 
 import click
 
+from dualmap.pools.pool import Pool, Slo
 from dualmap_cli.simulate.engine_options import changed
+from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.oracles import ORACLES
@@ -22,6 +24,8 @@ from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.mooncake import TraceError
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
 
+POLICIES_COMPARED: Final = ("round_robin", "dualmap")
+INSTANCES: Final = 8
 REQUESTS: Final = 4000
 WARMUP: Final = 500
 WARMUP_SHARE: Final = 0.25
@@ -39,6 +43,8 @@ class Plan:
     policies: tuple[str, ...]
     base: Experiment
     windows: tuple[Workload, ...]
+    pool: Pool | None
+    """The pool of ``--pool``, whose settings ``base`` has."""
     model: str
     """A key of ``PRESETS``. ``base`` has the preset's engine, with the changes of ``--set``."""
     processes: int
@@ -55,13 +61,14 @@ def make_plan(
     warmup: int | None,
     starts: Sequence[int],
     seeds: Sequence[int],
-    policies: tuple[str, ...],
-    instances: int,
+    pool: Pool | None,
+    policies: tuple[str, ...] | None,
+    instances: int | None,
     prefillers: int,
     model: str,
     parameters: Sequence[tuple[str, float]],
     slow: Sequence[tuple[str, float]],
-    slo_ttft_s: float,
+    slo_ttft_s: float | None,
     routers: int,
     decide: str,
     hop_delay_s: float,
@@ -75,6 +82,13 @@ def make_plan(
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
     engine = changed(PRESETS[model], parameters)
+    if pool is None:
+        policies = policies or POLICIES_COMPARED
+    else:
+        policies = policies or (pool.routing.policy,)
+        instances = instances or len(pool.members)
+        slo_ttft_s = slo_ttft_s or pool.slo.ttft_s
+    instances, slo_ttft_s = instances or INSTANCES, slo_ttft_s or Slo().ttft_s
     if prefillers:
         _check_split(prefillers, instances, engine, apart=routers == 1 and not slow, policies=policies)
         engine = replace(engine, pull_tokens_per_s=engine.pull_tokens_per_s or _TRANSFER_TOKENS_PER_S)
@@ -96,6 +110,8 @@ def make_plan(
         believed_tokens_per_s=believed_speed,
         store=None if store_tokens_per_s is None else StoreConfig(tokens_per_s=store_tokens_per_s),
     )
+    if pool is not None:
+        base = of_pool(base, pool)
     if base.store is not None and base.kv_moves:
         raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
     if base.store is not None and prefillers:
@@ -120,6 +136,7 @@ def make_plan(
         policies=policies,
         base=replace(base, workload=windows[0], warmup=warmup),
         windows=windows,
+        pool=pool,
         model=model,
         processes=processes or os.cpu_count() or 1,
         plot=plot,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualmap_cli.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
-from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import RATE_MOST, numbers
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     Example:
       dualmap simulate --workload tool_agent --policy round_robin,dualmap,limit --qps 3,4,5 --plot rates.png
       dualmap simulate --trace conversation.jsonl --start 2000 --requests 2000 --model 14b --set c=250000 --json
+      dualmap simulate --pool pool.yaml --policy dualmap,min_ttft --qps 4
     """
     with command_errors("simulate"):
         plan = make_plan(starts=(start,), seeds=(seed,), **options)

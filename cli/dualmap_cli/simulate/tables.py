@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualmap_cli.simulate.plan import Plan
+from dualmap_cli.simulate.pool_option import ignored_fields
 from dualmap_cli.simulate.runs import Found, Run, rates
 from dualmap_sim.experiment import Experiment, load_trace, load_workload
 from dualmap_sim.goodput import Goodput
@@ -58,10 +59,19 @@ def announcement(plan: Plan) -> str:
         f"{output_tokens / len(counted):,.0f} on average, with "
         f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at "
         f"best;\nsessions are {told}\n"
+        + _pool(plan)
         + _routers(base)
         + _cut(whole, base.engine.input_tokens_max)
         + "\n".join(fact_lines(base.workload.facts(whole)))
     )
+
+
+def _pool(plan: Plan) -> str:
+    """Return the pool of ``--pool``, and its fields without effect; empty without a pool."""
+    if plan.pool is None:
+        return ""
+    ignored = ", ".join(ignored_fields(plan.base, plan.pool))
+    return f"settings of pool {plan.pool.id}{f'; without effect here: {ignored}' if ignored else ''}\n"
 
 
 def _routers(experiment: Experiment) -> str:

@@ -24,9 +24,11 @@ Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
 def duration(low_s: float, high_s: float) -> Callback:
-    """Return a callback that reads ``500ms``, ``5s``, ``10m`` as seconds, as in pool files."""
+    """Return a callback that reads ``500ms``, ``5s``, ``10m`` as seconds, as in pool files; None without a value."""
 
-    def read(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
+        if value is None:
+            return None
         try:
             return parse_duration(value, "", low_s=low_s, high_s=high_s)
         except PoolError as error:
@@ -35,8 +37,10 @@ def duration(low_s: float, high_s: float) -> Callback:
     return read
 
 
-def policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Read names of policies and oracles, separated by commas; repeated names count once."""
+def policies(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Read names of policies and oracles, separated by commas; repeated names count once. None without a value."""
+    if value is None:
+        return None
     names = _split(value)
     for name in names:
         if name not in POLICIES and name not in ORACLES:

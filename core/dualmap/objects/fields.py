@@ -6,10 +6,11 @@ from math import inf
 from typing import Final
 
 from dualmap.errors import PoolError
-from dualmap.objects.times import read_yaml_time
+from dualmap.objects.times import TIME_ACCEPTED, read_yaml_time
 
 UNLIMITED: Final = "Unlimited"
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
+_QUERY: Final = re.compile(r"[?#]")
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -102,6 +103,13 @@ class Fields:
             raise PoolError(self.at(name), value, accepted)
         return value
 
+    def address(self, name: str, pattern: re.Pattern[str], accepted: str) -> str:
+        """Return a text that matches a pattern completely; errors quote no user, password, query and fragment."""
+        value = self.get(name)
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise PoolError(self.at(name), without_secrets(value), accepted)
+        return value
+
     def choice(self, name: str, default: str, options: Iterable[str]) -> str:
         """Return one of some texts."""
         value = self.get(name)
@@ -158,8 +166,22 @@ class Fields:
             return None
         time_s = read_yaml_time(value)
         if time_s is None:
-            raise PoolError(self.at(name), value, "a time with a time zone, such as 2026-11-27T21:00:00Z")
+            raise PoolError(self.at(name), value, TIME_ACCEPTED)
         return time_s
+
+
+def without_secrets(address: object) -> object:
+    """Return an address with ``***`` for its user, password, query and fragment; other values than texts as they are.
+
+    Errors go to logs and conditions. The address is invalid, so it may have any form: everything before the last ``@``
+    counts as user and password.
+    """
+    if not isinstance(address, str):
+        return address
+    _, at, rest = address.rpartition("@")
+    shown = f"***@{rest}" if at else address
+    query = _QUERY.search(shown)
+    return shown if query is None else f"{shown[: query.end()]}***"
 
 
 def _shown_name(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dualmap.errors import PoolError
 from dualmap.objects.pods import LEAVE_AT, PodFacts, mapping_in, mappings_in, pod_facts, text_in
+from dualmap.objects.times import TIME_ACCEPTED
 from dualmap.pools.pool import Member, MemberState, Objectives
 
 GROUP_VERSIONS: Final = {"inference.networking.k8s.io": "v1", "inference.networking.x-k8s.io": "v1alpha2"}
@@ -80,8 +81,7 @@ def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
     if address and not facts.address:
         faults.append(PoolError("status.podIP", address, "an IP address that a pod may have"))
     if facts.invalid_leave_at:
-        accepted = "a time with a time zone, such as 2026-11-27T21:00:00Z"
-        faults.append(PoolError(f"metadata.annotations[{LEAVE_AT}]", facts.invalid_leave_at, accepted))
+        faults.append(PoolError(f"metadata.annotations[{LEAVE_AT}]", facts.invalid_leave_at, TIME_ACCEPTED))
     annotations = mapping_in(mapping_in(body, "metadata"), "annotations")
     name = next((each for each in ACTIVE_PORTS if text_in(annotations, each)), "")
     listed = text_in(annotations, name)

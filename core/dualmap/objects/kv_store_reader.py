@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 from dualmap.errors import PoolError
-from dualmap.objects.fields import Fields
+from dualmap.objects.fields import Fields, without_secrets
 from dualmap.pools.kv_store import ChunkHash, KvStore, StoreType
 from dualmap.pools.pool import Tokenizer, TokenSource
 
@@ -15,6 +15,7 @@ _HOST_PORT: Final = (
 )
 _HTTP: Final = re.compile(rf"http://{_HOST_PORT}/?", re.ASCII)
 _REDIS: Final = re.compile(rf"redis://{_HOST_PORT}(/[0-9]{{1,5}})?", re.ASCII)
+_ACCEPTED: Final = "with a port from 1 to 65535, without user, password and query"
 _SEED: Final = re.compile(r"[ -~]{0,253}", re.ASCII)
 # A comma would end the key in a question to Mooncake.
 _KEY: Final = re.compile(r"([!-+\--z|~]|\{model\})*\{hash\}([!-+\--z|~]|\{model\})*", re.ASCII)
@@ -50,20 +51,17 @@ def read_kv_store(fields: Fields, tokenizer: Tokenizer) -> KvStore:
 
 
 def _endpoint(fields: Fields, kind: StoreType) -> str:
-    given = fields.get("endpoint")
-    if isinstance(given, str) and "@" in given:
-        # The message goes to logs and conditions, so it must not quote a password.
-        shown = f"***@{given.rpartition('@')[2]}"
-        raise PoolError(fields.at("endpoint"), shown, "an address without user and password")
     match kind:
         case StoreType.NONE:
-            if fields.get("endpoint") not in (None, ""):
-                raise PoolError(fields.at("endpoint"), fields.get("endpoint"), "no value, because type is None")
+            given = fields.get("endpoint")
+            if given not in (None, ""):
+                raise PoolError(fields.at("endpoint"), without_secrets(given), "no value, because type is None")
             return ""
         case StoreType.REDIS:
-            return fields.matching("endpoint", _REDIS, "redis://HOST:PORT or redis://HOST:PORT/DB")
+            accepted = f"redis://HOST:PORT or redis://HOST:PORT/DB {_ACCEPTED}"
+            return fields.address("endpoint", _REDIS, accepted)
         case _:
-            return fields.matching("endpoint", _HTTP, "http://HOST:PORT").rstrip("/")
+            return fields.address("endpoint", _HTTP, f"http://HOST:PORT {_ACCEPTED}").rstrip("/")
 
 
 def _key(fields: Fields) -> str:

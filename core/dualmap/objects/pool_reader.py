@@ -1,8 +1,10 @@
 """Converts InferencePool objects, parsed from YAML or from the Kubernetes API, into Pool values.
 
 Every error is a PoolError with the field's path, its value and the accepted values. Unknown fields in ``spec`` and in a
-ring's members are also errors, so that a misspelled setting is not ignored. ``metadata``, ``spec.workload`` and the
-other fields of ``status`` may have any content, so that the output of ``kubectl get dmpool -o yaml`` is valid input.
+ring's members are also errors, so that a misspelled setting is not ignored. The API server removes other unknown fields
+from its objects. In a file they are errors too (``refuse_unknown``). ``metadata``, ``spec.workload`` and the fields of
+``status`` that only the operator reads may have any content, so that the output of ``kubectl get dmpool -o yaml`` is
+valid input.
 """
 
 import re
@@ -11,7 +13,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_netw
 from typing import Final, NamedTuple
 
 from dualmap.errors import PoolError
-from dualmap.objects.fields import Fields
+from dualmap.objects.fields import Fields, without_secrets
 from dualmap.objects.kv_store_reader import read_kv_store
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.claims import addressed_pools
@@ -47,6 +49,8 @@ ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
 # The fields of ``spec`` that only the operator reads.
 _OPERATORS_OWN: Final = ("replicas", "workload", "drain")
+# The fields of ``status`` that routers do not read.
+_STATUS: Final = ("observedGeneration", "replicas", "readyReplicas", "inRing", "selector", "traffic", "conditions")
 _LISTS: Final = ("List", "InferencePoolList")
 _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
@@ -72,22 +76,26 @@ _PORT: Final = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|6
 _HTTP_URL: Final = re.compile(
     rf"https?://([A-Za-z0-9._-]{{1,253}}|\[[0-9A-Fa-f:.]{{2,45}}\]):{_PORT}(/[A-Za-z0-9._~/-]{{0,200}})?", re.ASCII
 )
-_HTTP_URL_ACCEPTED: Final = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
+_HTTP_URL_ACCEPTED: Final = (
+    "http://HOST:PORT or https://HOST:PORT with a port from 1 to 65535, optionally with a path, "
+    "without user, password, query and fragment"
+)
 _TOPIC: Final = re.compile(r".{0,253}", re.DOTALL)
 _HEADER_NAME_OR_NONE: Final = re.compile(rf"({_HEADER_NAME.pattern})?", re.ASCII)
 
 
-def read_pools(document: object) -> tuple[Pool, ...]:
+def read_pools(document: object, *, refuse_unknown: bool = False) -> tuple[Pool, ...]:
     """Read one InferencePool, a ``List`` or an ``InferencePoolList``.
 
-    Raises PoolError for any other document, for an invalid field, and for two pools with the same name or model.
+    Raises PoolError for any other document, for an invalid field, and for two pools with the same name or model. With
+    ``refuse_unknown``, a field that an InferencePool does not have is an error everywhere except in ``metadata``.
     """
     root = Fields(document, "")
     if root.raw.get("kind") in _LISTS:
         items = root.items("items")
-        pools = tuple(_read_pool(item) for item in items)
+        pools = tuple(_read_pool(item, refuse_unknown=refuse_unknown) for item in items)
     else:
-        pools = (_read_pool(root),)
+        pools = (_read_pool(root, refuse_unknown=refuse_unknown),)
     check_distinct(pools)
     return pools
 
@@ -180,10 +188,10 @@ def check_distinct(pools: Iterable[Pool]) -> None:
                 raise PoolError(f"{pool.id}: spec.model", model, accepted)
 
 
-def _read_pool(root: Fields) -> Pool:
+def _read_pool(root: Fields, *, refuse_unknown: bool) -> Pool:
     for name, expected in (("apiVersion", API_VERSION), ("kind", "InferencePool")):
-        if root.raw.get(name) != expected:
-            raise PoolError(root.at(name), root.raw.get(name), expected)
+        if root.get(name) != expected:
+            raise PoolError(root.at(name), root.get(name), expected)
     metadata = root.sub("metadata")
     name = metadata.matching("name", _DNS_LABEL, "a DNS label (lower-case letters, digits, -) of at most 50 characters")
     if len(name) > 50:
@@ -200,7 +208,14 @@ def _read_pool(root: Fields) -> Pool:
     for operators_own in _OPERATORS_OWN:
         spec.get(operators_own)
     spec.refuse_others()
-    ring = root.sub("status").sub("ring")
+    status = root.sub("status")
+    ring = status.sub("ring")
+    members, ring_version = _read_members(ring, default_port=engine.port), ring.integer("version", 0, 0, 2**53)
+    if refuse_unknown:
+        for operators_own in _STATUS:
+            status.get(operators_own)
+        for fields in (ring, status, root):
+            fields.refuse_others()
     return Pool(
         namespace=namespace,
         name=name,
@@ -209,8 +224,8 @@ def _read_pool(root: Fields) -> Pool:
         slo=slo,
         routing=routing,
         kv_store=kv_store,
-        members=_read_members(ring, default_port=engine.port),
-        ring_version=ring.integer("version", 0, 0, 2**53),
+        members=members,
+        ring_version=ring_version,
         prefill_pool=prefill_pool,
         prefill_min_tokens=prefill_min_tokens,
     )
@@ -286,11 +301,12 @@ def _read_tokenizer(fields: Fields) -> Tokenizer:
     tokenizer = Tokenizer(
         source=source,
         path=fields.text("path", longest=_LONGEST_PATH) if source is TokenSource.FILES else "",
-        url=fields.matching("url", _HTTP_URL, _HTTP_URL_ACCEPTED) if source is TokenSource.RENDERER else "",
+        url=fields.address("url", _HTTP_URL, _HTTP_URL_ACCEPTED) if source is TokenSource.RENDERER else "",
     )
     for name, owner in (("path", TokenSource.FILES), ("url", TokenSource.RENDERER)):
         if source is not owner and fields.get(name) not in (None, ""):
-            raise PoolError(fields.at(name), fields.get(name), f"no value, because source is {source} and not {owner}")
+            shown = without_secrets(fields.get(name))
+            raise PoolError(fields.at(name), shown, f"no value, because source is {source} and not {owner}")
     fields.refuse_others()
     return tokenizer
 

@@ -7,14 +7,14 @@ content of files. Polling detects renames, writes in place, swapped ConfigMap li
 
 import asyncio
 import hashlib
-import reprlib
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import check_distinct, read_pools
@@ -38,8 +38,57 @@ POLL_S: Final = 0.5
 SETTLE_S: Final = 0.2
 
 # libyaml's loader is about eight times faster, but PyYAML may be built without libyaml.
-_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG_PREFIX: Final = "tag:yaml.org,2002:"
+_TEXT_SHOWN: Final = 40
 _log = get_logger(__name__)
+
+
+class _Loader(_YamlLoader):  # type: ignore[misc]  # The stubs cannot know which loader it is.
+    """PyYAML's safe loader, which also refuses a key that a mapping has twice, and names the line of every error."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Return a document. Raises yaml.MarkedYAMLError."""
+        # PyYAML moves the pairs of `<<` into the mappings while it constructs them, so the check comes first.
+        nodes, seen = [node], set[int]()
+        while nodes:
+            each = nodes.pop()
+            if id(each) in seen or isinstance(each, yaml.ScalarNode):
+                continue
+            seen.add(id(each))
+            if isinstance(each, yaml.MappingNode):
+                _refuse_repeated_keys(each)
+                nodes += [value for _, value in each.value]
+            else:
+                nodes += each.value
+        return super().construct_document(node)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return a node's value. Raises yaml.MarkedYAMLError."""
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # PyYAML converts scalars without checks. Examples are 2026-13-45, a 5000-digit number, `!!bool maybe`
+            # (KeyError) and `!!int ""` (IndexError).
+            kind = node.tag.removeprefix(_TAG_PREFIX)
+            raise ConstructorError(None, None, f"{_quoted(node)} is no valid {kind}", node.start_mark) from error
+
+
+def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name = (key.tag, key.value)
+        if name in lines:
+            problem = f"the mapping has the key {_quoted(key)} already in line {lines[name]}"
+            raise ConstructorError(None, None, problem, key.start_mark)
+        lines[name] = key.start_mark.line + 1
+
+
+def _quoted(node: yaml.Node) -> str:
+    text = str(node.value)
+    return repr(text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}...")
 
 
 class PoolFileError(PoolError):
@@ -166,7 +215,7 @@ class PoolFileWatcher:
                 "Rejected pool file, keeping the last valid version",
                 file=str(error.file),
                 field=error.field,
-                value=str(error.value) if isinstance(error, UnreadablePoolFileError) else _clipped(error.value),
+                value=str(error.value) if isinstance(error, UnreadablePoolFileError) else error.shown,
                 accepted=error.accepted,
             )
             on_refused(error)
@@ -263,7 +312,7 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
     pools: list[Pool] = []
     for number, document in enumerate(documents, start=1):
         try:
-            pools.extend(read_pools(document))
+            pools.extend(read_pools(document, refuse_unknown=True))
         except PoolError as error:
             field = error.field if len(documents) == 1 else f"document {number}: {error.field}"
             raise PoolFileError(path, field, error.value, error.accepted) from error
@@ -301,14 +350,10 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         field = "document" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
-        raise UnreadablePoolFileError(path, field, error.problem or error.context, "YAML") from error
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # ReaderError (the bytes are not text) has no mark. The other errors come from PyYAML, which converts scalars
-        # without checks. Examples are 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError) and `!!int ""`
-        # (IndexError).
-        raise UnreadablePoolFileError(
-            path, "document", f"{type(error).__name__}: {error}", "values that YAML can read"
-        ) from error
+        raise UnreadablePoolFileError(path, field, error.problem or error.context, "valid YAML") from error
+    except yaml.YAMLError as error:
+        # ReaderError (the bytes are not text) has no mark.
+        raise UnreadablePoolFileError(path, "document", f"{type(error).__name__}: {error}", "a YAML file") from error
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
@@ -346,10 +391,3 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
             raise UnreadablePoolFileError(
                 path, "document", f"more than {MAX_NODES} values, aliases expanded", "a shorter file"
             )
-
-
-def _clipped(value: object) -> str:
-    """Return a shortened invalid value for the log."""
-    shortened = reprlib.Repr()
-    shortened.maxstring = shortened.maxother = 80
-    return shortened.repr(value)

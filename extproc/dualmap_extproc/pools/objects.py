@@ -59,7 +59,7 @@ class PoolObjects:
             check_addresses(pool)
             good = pool
         except PoolError as error:
-            invalid = InvalidPool(pool=key, field=error.field, value=_shown(error.value), accepted=error.accepted)
+            invalid = InvalidPool(pool=key, field=error.field, value=error.shown, accepted=error.accepted)
         self._known[key] = _Known(
             uid=uid,
             created=text_in(metadata, "creationTimestamp"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from dualmap.objects.pods import LEAVE_AT
-from dualmap.objects.times import time_text
+from dualmap.objects.times import TIME_ACCEPTED, time_text
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide import drain, ring, rollout
 from dualmap_operator.decide.conditions import conditions, named, no_member_due_s, refused
@@ -114,7 +114,7 @@ def _invalid_notices(pods: Iterable[ObservedPod]) -> Iterable[str]:
     for pod in pods:
         if pod.invalid_leave_at:
             value = repr(pod.invalid_leave_at[:_VALUE_SHOWN])
-            yield f"Pod {pod.name}: annotation {LEAVE_AT} is {value}; give a time such as 2026-11-27T21:00:00Z"
+            yield f"Pod {pod.name}: annotation {LEAVE_AT} is {value}; give {TIME_ACCEPTED}"
 
 
 def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, ...]:

@@ -8,12 +8,29 @@ from dualmap.objects.kv_store_reader import read_kv_store
 from dualmap.pools.pool import Tokenizer
 
 
-@pytest.mark.parametrize("kind", ["Redis", "Mooncake"])
-def test_endpoint_with_a_password_is_rejected_without_quoting_it(kind: str) -> None:
-    fields = Fields({"type": kind, "endpoint": "redis://user:s3cret@10.0.0.1:6379"}, "spec.kvStore")
+@pytest.mark.parametrize("kind", ["Redis", "Mooncake", "None"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "redis://user:s3cret@10.0.0.1:6379",
+        "redis://10.0.0.1:6379/0?password=s3cret",
+        "http://u:s3cr@s3cret@10.0.0.1:6379/?token=s3cret#s3cret",
+        "http://10.0.0.1:6379/#s3cret",
+    ],
+)
+def test_endpoint_with_a_password_is_rejected_without_quoting_it(kind: str, endpoint: str) -> None:
+    fields = Fields({"type": kind, "endpoint": endpoint}, "spec.kvStore")
 
     with pytest.raises(PoolError, match=r"spec\.kvStore\.endpoint") as caught:
         read_kv_store(fields, Tokenizer())
 
-    assert "s3cret" not in str(caught.value)
+    assert "s3cr" not in str(caught.value)
     assert "10.0.0.1:6379" in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["", ":0", ":65536"])
+def test_endpoint_without_a_valid_port_is_rejected_with_the_accepted_ports(port: str) -> None:
+    fields = Fields({"type": "Mooncake", "endpoint": f"http://master{port}"}, "spec.kvStore")
+
+    with pytest.raises(PoolError, match="a port from 1 to 65535"):
+        read_kv_store(fields, Tokenizer())

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dualmap_edge.logs import OncePerMinute, get_logger
+from dualmap_extproc.envoy.access_log.entry import read_entry
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import router_of
+from dualmap_extproc.wire import access_log_pb2 as wire
 
 # A new router may pick members some seconds before its connections to the other routers exist. After this time, a
 # router without a connection has ended, and the other routers know it.
 KEPT_S: Final = 5.0
 RETRY_S: Final = 0.5
-# The most entries that wait for a connection, and the most sent ones. An entry has less than 1 KiB.
+# The most entries that wait for a connection, the most sent ones, and the most copies. An entry has less than 1 KiB.
 KEPT_MAX: Final = 10_000
 # The most entries within a second that go to all routers. Any program that reaches the port can cause such entries.
 ORPHANS_PER_S: Final = 500
@@ -54,6 +56,13 @@ class _Kept:
     until_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    request_id: str
+    entry: wire.HTTPAccessLogEntry
+    until_s: float
+
+
 class Forwarding:
     """Sends entries to their routers; keeps the entries of a router without a connection for up to KEPT_S.
 
@@ -79,13 +88,15 @@ class Forwarding:
         self._kept: list[_Kept] = []
         # The last entries that were sent, the oldest first.
         self._sent: deque[_Kept] = deque(maxlen=KEPT_MAX)
+        # The last entries that their routers received, too, the oldest first.
+        self._copies: deque[_Copy] = deque(maxlen=KEPT_MAX)
         self._retry: asyncio.TimerHandle | None = None
         # The beginning of the current second, and the number of entries that went to all routers since then.
         self._second_s = clock()
         self._orphans = 0
         self._undelivered = OncePerMinute(_log, "No connection to the router of an access log entry", clock)
         if connections is not None:
-            connections.on_lost(self._send_again)
+            connections.on_lost(self._on_lost)
 
     def forward(self, entries: Iterable[AccessLogEntry]) -> None:
         """Send entries, each with its sender, to the routers of their requests."""
@@ -97,13 +108,23 @@ class Forwarding:
             elif not self._forward(self._connections, entry):
                 self._keep(_Kept(entry=entry, until_s=until_s))
 
-    def watch(self, entries: Iterable[AccessLogEntry]) -> None:
-        """Take entries of which every router gets its own copy: those of routers that have ended or are about to end.
+    def watch(self, entries: Iterable[tuple[wire.HTTPAccessLogEntry, str]]) -> None:
+        """Take entries, with their requests' ids, of which every router gets its own copy.
 
-        The pool's owner still accounts for the requests of such a router.
+        The entries of a router that has ended or is about to end go to ``on_orphan``, because the pool's owner still
+        accounts for the requests. The others are kept unread for KEPT_S, because this router notices the end of their
+        router later than Envoy. Without other routers, the entries are dropped.
         """
-        for entry in entries:
-            self._on_orphan(entry)
+        if self._connections is None:
+            return
+        now_s, reaches = self._clock(), self._connections.reaches
+        while self._copies and self._copies[0].until_s <= now_s:
+            self._copies.popleft()
+        for entry, request_id in entries:
+            if reaches(request_id):
+                self._copies.append(_Copy(request_id=request_id, entry=entry, until_s=now_s + KEPT_S))
+            else:
+                self._on_orphan(read_entry(entry, request_id))
 
     def end(self) -> None:
         """Send all entries to all routers whose own router may not use them, because this router ends."""
@@ -127,14 +148,21 @@ class Forwarding:
         self._sent.append(_Kept(entry=entry, until_s=now_s + KEPT_S))
         return True
 
-    def _send_again(self, router: str) -> None:
-        """Keep the last entries that were sent to a router to which the connection is lost."""
+    def _on_lost(self, router: str) -> None:
+        """Keep the last entries that were sent to a lost router, and take the copies of those that it received."""
         sent, self._sent = self._sent, deque(maxlen=KEPT_MAX)
         for each in sent:
             if router_of(each.entry.request_id) == router:
                 self._keep(each)
             else:
                 self._sent.append(each)
+        copies, self._copies = self._copies, deque(maxlen=KEPT_MAX)
+        now_s = self._clock()
+        for copy in copies:
+            if router_of(copy.request_id) != router:
+                self._copies.append(copy)
+            elif copy.until_s > now_s:
+                self._on_orphan(read_entry(copy.entry, copy.request_id))
 
     def _keep(self, kept: _Kept) -> None:
         if len(self._kept) >= KEPT_MAX:

@@ -72,7 +72,6 @@ class AccessLogSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_entries = on_entries
-        self._connections = connections
         self._forwarding = Forwarding(connections, on_orphan, observer, clock=clock)
         self._loop = asyncio.get_running_loop()
         # The time at which all streams end, when the router ends.
@@ -168,9 +167,8 @@ class AccessLogSink:
         theirs = (each for each in known if not each[1].startswith(prefix))
         if shared:
             self._forwarding.forward(replace(read_entry(*each), sender=client) for each in theirs)
-        elif self._connections is not None:
-            reaches = self._connections.reaches
-            self._forwarding.watch(read_entry(*each) for each in theirs if not reaches(each[1]))
+        else:
+            self._forwarding.watch(theirs)
 
 
 async def _read(reads: AsyncIterator[bytes]) -> bytes | None:
