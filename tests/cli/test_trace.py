@@ -211,8 +211,28 @@ def test_merge_that_fails_leaves_the_old_file_and_no_other(
     assert list(output.parent.iterdir()) == [output]
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["merge"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["merge"], ["export"]])
 def test_help_has_an_example(command: list[str]) -> None:
     shown = done(*command, "--help").stdout
     assert "Example:" in shown
     assert "dualmap trace" in shown
+
+
+def test_export_says_first_how_long_a_block_is(folder: Path, tmp_path: Path) -> None:
+    for format in ("mooncake", "aiperf"):
+        output = tmp_path / f"{format}.jsonl"
+        result = done("export", folder, "--format", format, "-o", output)
+        assert result.stderr.splitlines()[0] == "a block has 128 tokens"
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [line["timestamp"] for line in lines] == [0, 1000, 2000, 4000]
+        assert lines[2]["hash_ids"][:2] == lines[0]["hash_ids"][:2] == [0, 1]
+
+
+def test_export_of_nothing_or_over_its_input_exits_with_2(folder: Path, tmp_path: Path) -> None:
+    (file,) = folder.iterdir()
+    before = file.read_bytes()
+    assert run("export", file, "--format", "mooncake", "-o", file).exit_code == 2
+    assert run("export", write(tmp_path / "a.jsonl"), "--format", "mooncake", "-o", tmp_path / "b").exit_code == 2
+    assert run("export", folder, "--format", "csv", "-o", tmp_path / "b").exit_code == 2
+    assert file.read_bytes() == before
+    assert not (tmp_path / "b").exists()

@@ -45,6 +45,7 @@ def test_more_lines_than_memory_are_sorted_in_temporary_files() -> None:
     for line in lines:
         sorter.add(line)
     assert list(sorter.sorted()) == sorted(lines)
+    assert list(sorter.sorted()) == sorted(lines)
 
 
 def test_file_given_in_several_ways_counts_once(tmp_path: Path) -> None:
@@ -74,6 +75,15 @@ def test_damaged_lines_are_left_out_and_listed_with_their_numbers(tmp_path: Path
     reasons = [each.reason for each in damaged]
     expected = ("no JSON", "UTF-8", "kind", "outcome: 'fine' is not accepted", "cut off")
     assert all(words in reason for words, reason in zip(expected, reasons, strict=True)), reasons
+
+
+def test_second_iteration_yields_the_same_and_lists_damage_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", REQUESTS[0])
+    with path.open("ab") as file:
+        file.write(text(REQUESTS[1])[:-9] + b"\n")
+    reading = Reading([path])
+    assert list(reading.events()) == list(reading.events()) == [REQUESTS[0]]
+    assert reading.damaged_lines == len(reading.damaged) == 1
 
 
 def test_file_with_many_damaged_lines_lists_some_and_counts_all(tmp_path: Path) -> None:

@@ -123,3 +123,46 @@ def merge(paths: tuple[Path, ...], output: Path, separate_keys: bool) -> None:
             count = write_lines(output, lines)
         warn(reading)
         click.echo(f"{output}: {count - 1:,} lines of {len(reading.sources)} files", err=True)
+
+
+@trace.command()
+@click.argument("path", type=_PATH)
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["mooncake", "aiperf"]),
+    required=True,
+    help="The format: Mooncake's JSONL traces, or a trace for NVIDIA AIPerf (--custom-dataset-type mooncake_trace).",
+)
+@_output
+def export(path: Path, format_name: str, output: Path) -> None:
+    """Convert the recording at PATH to a trace for other programs.
+
+    Each line of the trace is a request with its arrival in milliseconds after the first one, the lengths of prompt and
+    output, and one id for each recorded block. Equal ids mean equal prefixes. The first line on stderr says how many
+    tokens a block has; give AIPerf this number as --isl-block-size. Lengths are the engines' counts, changed as far as
+    the number of blocks requires. A request without a known output has no output_length in AIPerf's format, and the
+    output_length 1 in Mooncake's.
+
+    \b
+    Example:
+      dualmap trace export recording --format mooncake -o trace.jsonl
+      dualmap trace export recording --format aiperf -o aiperf.jsonl
+    """
+    with _errors("export"):
+        from dualmap_cli.trace.output import check_output, write_lines
+        from dualmap_cli.trace.warnings import warn, warn_of_changes
+        from dualmap_sim.recordings.exports import Export, ExportFormat
+        from dualmap_sim.recordings.reader import Reading
+
+        check_output(output, [path])
+        reading = Reading([path])
+        exported = Export(reading, ExportFormat(format_name))
+        with writing(str(output)):
+            count = write_lines(output, exported.lines())
+        estimate = exported.router_block_tokens
+        shown = "" if estimate == exported.block_tokens else f" ({estimate} by the router's estimate)"
+        click.echo(f"a block has {exported.block_tokens} tokens{shown}", err=True)
+        warn(reading)
+        warn_of_changes(exported.changes)
+        click.echo(f"{output}: {count:,} requests", err=True)

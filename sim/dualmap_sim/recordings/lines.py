@@ -32,7 +32,7 @@ class _Gap:
     reason: str
 
 
-def read_lines(file: BinaryIO) -> Iterator[Line]:
+def read_lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[Line]:
     """Yield the lines of a file from its current position, with numbers from 1. Blank lines count, and are left out.
 
     A last line without a line break has a fault and its text, which may be complete. Raises OSError if the file cannot
@@ -49,18 +49,18 @@ def read_lines(file: BinaryIO) -> Iterator[Line]:
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             kept += piece[start:end]
-            if overlong or len(kept) > LINE_BYTES_MAX:
-                yield Line(number, b"", f"the line is longer than {LINE_BYTES_MAX} bytes")
+            if overlong or len(kept) > bytes_max:
+                yield Line(number, b"", f"the line is longer than {bytes_max} bytes")
             elif kept.strip():
                 yield Line(number, bytes(kept))
             number, start, overlong = number + 1, end + 1, False
             kept.clear()
         kept += piece[start:]
-        if len(kept) > LINE_BYTES_MAX:
+        if len(kept) > bytes_max:
             overlong = True
             kept.clear()
     if overlong:
-        yield Line(number, b"", f"the line is longer than {LINE_BYTES_MAX} bytes")
+        yield Line(number, b"", f"the line is longer than {bytes_max} bytes")
     elif kept.strip():
         yield Line(number, bytes(kept), "the file ends within this line")
 

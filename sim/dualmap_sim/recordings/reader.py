@@ -72,6 +72,7 @@ class Reading:
         self._damaged: list[Damage] = []
         self._seen: set[tuple[int, int]] = set()
         self._sorter = Sorter()
+        self._complete = False
         for path in paths:
             self._read_path(path)
 
@@ -81,7 +82,10 @@ class Reading:
         return tuple(sorted(self._damaged))
 
     def events(self) -> Iterator[Event]:
-        """Yield the sound lines once, in order of time: arrivals of requests, and changes of pools."""
+        """Yield the sound lines in order of time: arrivals of requests, and changes of pools.
+
+        A second iteration may begin when the first one has ended, and yields the same lines.
+        """
         return (event for _, event in self.lines())
 
     def lines(self) -> Iterator[tuple[bytes, Event]]:
@@ -90,13 +94,15 @@ class Reading:
             try:
                 event = decode_line(timed.text.decode())
             except (DamagedLine, UnicodeDecodeError) as error:
-                self._leave_out(self.sources[timed.source].file, timed.line, _reason(error))
+                if not self._complete:
+                    self._leave_out(self.sources[timed.source].file, timed.line, _reason(error))
                 continue
             if not isinstance(event, Header):
                 yield timed.text, event
+        self._complete = True
 
     def requests(self) -> Iterator[RecordedRequest]:
-        """Yield the requests once, in order of arrival."""
+        """Yield the requests in order of arrival."""
         return (event for event in self.events() if isinstance(event, RecordedRequest))
 
     @property

@@ -3,6 +3,7 @@
 import heapq
 import struct
 import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import BinaryIO, Final, NamedTuple
 
@@ -24,7 +25,7 @@ class TimedLine(NamedTuple):
 
 
 class Sorter:
-    """Collects lines in any order, and yields them once, sorted by time. It takes about ``memory_bytes`` of memory."""
+    """Collects lines in any order, and yields them sorted by time. It takes about ``memory_bytes`` of memory."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._memory_bytes = memory_bytes
@@ -40,21 +41,20 @@ class Sorter:
             self._spill()
 
     def sorted(self) -> Iterator[TimedLine]:
-        """Yield all lines in order of time, and forget them."""
+        """Yield all lines in order of time. A second iteration may begin when the first one has ended."""
         self._lines.sort()
-        yield from heapq.merge(self._lines, *map(_read, self._runs))
-        self._lines.clear()
         for run in self._runs:
-            run.close()
+            run.seek(0)
+        return heapq.merge(self._lines, *map(_read, self._runs))
 
     def _spill(self) -> None:
         self._lines.sort()
         try:
-            run: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - The file is open until its lines are yielded.
+            run: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - It is open as long as the sorter exists.
+            weakref.finalize(self, run.close)
             for line in self._lines:
                 run.write(_HEAD.pack(line.at_s, line.source, line.line, len(line.text)))
                 run.write(line.text)
-            run.seek(0)
         except OSError as error:
             raise RecordingError(
                 f"temporary files cannot be written: {error.strerror}; name a folder with more space in TMPDIR"
