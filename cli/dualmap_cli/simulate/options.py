@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from dualmap_cli.running import plot_option
+from dualmap_cli.simulate.engine_options import read_engine_file
 from dualmap_cli.simulate.pool_option import read_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
@@ -95,12 +96,22 @@ _POOL: Final[tuple[Decorator, ...]] = (
         help="Engine preset with speeds, memory and cache of each engine. The preset pd is prefill-only.",
     ),
     click.option(
+        "--engine",
+        "engine_file",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=read_engine_file,
+        help="Take the engine's parameters from this file, which `dualmap fit` writes. --model gives those that are "
+        "absent in it. If the file has members that differ, qwen-0, qwen-1, ... are these members.",
+    ),
+    click.option(
         "--set",
         "parameters",
         metavar="NAME=NUMBER",
         multiple=True,
         callback=named_numbers,
-        help="Set a parameter of the engine model, such as c=500000. Repeat the option for several parameters.",
+        help="Set a parameter of the engine model, such as c=500000, in place of the value of --engine and --model. "
+        "Repeat the option for several parameters.",
     ),
     click.option(
         "--slow",
