@@ -24,6 +24,7 @@ from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
 from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.recordings.replays import read_traffic
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, summarise
@@ -148,12 +149,15 @@ def run_experiment(
 
 
 def load_trace(experiment: Experiment) -> Trace:
-    """Return an experiment's trace with its prompts cut, at its recorded rate. Raises TraceError."""
+    """Return an experiment's trace with its prompts cut, at its recorded rate. Raises TraceError or RecordingError."""
     return _trace(experiment.workload, experiment.engine.input_tokens_max)
 
 
 def load_workload(workload: Workload) -> Trace:
-    """Return a workload's unchanged trace, loaded once per process. Raises UnknownWorkload or TraceError."""
+    """Return a workload's unchanged trace, loaded once per process.
+
+    Raises UnknownWorkload, TraceError or RecordingError.
+    """
     return _loaded(workload)
 
 
@@ -325,7 +329,10 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
 
 @lru_cache(maxsize=_KEPT)
 def _loaded(workload: Workload) -> Trace:
-    return workload.load()
+    if workload.recording is None:
+        return workload.load()
+    trace = read_traffic(workload.recording, workload.recorded_pool).trace
+    return replace(trace, requests=trace.requests[workload.start :][: workload.requests])
 
 
 @lru_cache(maxsize=_KEPT)

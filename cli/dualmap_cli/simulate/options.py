@@ -35,6 +35,18 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         help="Replay this Mooncake JSONL file.",
     ),
     click.option(
+        "--recording",
+        metavar="PATH",
+        type=click.Path(path_type=Path),
+        help="Replay this recording of a router (`dualmap router --record`) at its own times. Its pool gives the "
+        "settings of --pool, the policy, the number of instances and the SLO.",
+    ),
+    click.option(
+        "--pool-name",
+        metavar="NAMESPACE/NAME",
+        help="Pool whose requests are replayed, if the recording has several.",
+    ),
+    click.option(
         "--workload",
         type=click.Choice(list(WORKLOADS)),
         help="Replay a generated workload.  [default: default, a mix of conversations and tool-calling agents]",
@@ -43,12 +55,12 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         "--sessions/--no-sessions",
         default=None,
         help="Send session ids to the router. A trace has no session ids, so a prompt of a trace that begins with an "
-        "earlier prompt gets the earlier prompt's session id.  [default: on for a generated workload, off for a trace]",
+        "earlier prompt gets the earlier prompt's session id.  [default: off for a trace]",
     ),
     click.option(
         "--requests",
         type=click.IntRange(1, REQUESTS_MOST),
-        help="Number of requests to replay.  [default: 4000, or all requests of a shorter trace]",
+        help="Number of requests to replay.  [default: 4000, or all requests of a shorter trace, or of a recording]",
     ),
     click.option(
         "--warmup",
@@ -71,12 +83,13 @@ _POOL: Final[tuple[Decorator, ...]] = (
         metavar="POLICY[,POLICY]",
         callback=policies,
         help="Policies to compare, separated by commas. 'dualmap policies' lists all policies. The option also accepts "
-        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool, or round_robin,dualmap]",
+        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool or --recording, or "
+        "round_robin,dualmap]",
     ),
     click.option(
         "--instances",
         type=click.IntRange(1, 4096),
-        help="Number of engines.  [default: the number of members of --pool, or 8]",
+        help="Number of engines.  [default: the number of members of --pool or --recording, or 8]",
     ),
     click.option(
         "--prefill-instances",
@@ -125,7 +138,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         "slo_ttft_s",
         metavar="DURATION",
         callback=duration(0.001, 3600.0),
-        help="TTFT objective.  [default: that of --pool, or 5s]",
+        help="TTFT objective.  [default: that of --pool or --recording, or 5s]",
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (
