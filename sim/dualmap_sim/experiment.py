@@ -29,6 +29,7 @@ from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.workloads.scaling import scaled_sessions
 from dualmap_sim.workloads.trace import Trace
 
 _KEPT: Final = 4
@@ -332,7 +333,8 @@ def _loaded(workload: Workload) -> Trace:
     if workload.recording is None:
         return workload.load()
     trace = read_traffic(workload.recording, workload.recorded_pool).trace
-    return replace(trace, requests=trace.requests[workload.start :][: workload.requests])
+    window = replace(trace, requests=trace.requests[workload.start :][: workload.requests])
+    return window if workload.scale == 1 else scaled_sessions(window, workload.scale)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -20,6 +20,7 @@ OPTIONS: dict[str, Any] = {
     "trace_file": None,
     "recording": None,
     "pool_name": None,
+    "scale": 1.0,
     "workload": None,
     "sessions": None,
     "requests": 200,

@@ -68,6 +68,20 @@ def test_what_if_leaves_the_recording_as_it_was(requests: list[RecordedRequest],
     assert (run["policy"], run["instances"], run["qps"]) == ("round_robin", 6, 3.0)
 
 
+@pytest.mark.parametrize(("scale", "share"), [("2x", 2.0), ("0.5x", 0.5), ("1.5", 1.5)])
+def test_scale_changes_the_number_of_sessions(
+    requests: list[RecordedRequest], tmp_path: Path, scale: str, share: float
+) -> None:
+    path = recording(tmp_path, requests)
+    once, scaled = simulated(path), simulated(path, "--scale", scale, "--instances", "8")
+    (run,), (before,) = scaled["runs"], once["runs"]
+    assert run["requests"] == pytest.approx(share * 400, rel=0.3)
+    assert run["qps"] == pytest.approx(share * before["qps"], rel=0.3)
+    # Its sessions are as before, so nearly as much of their prompts is cached.
+    assert run["hit_rate"] == pytest.approx(before["hit_rate"], abs=0.05)
+    assert scaled["as_it_was"]["ttft_p90_s"]["measured"] == once["as_it_was"]["ttft_p90_s"]["measured"]
+
+
 def test_window_is_compared_with_the_same_requests(requests: list[RecordedRequest], tmp_path: Path) -> None:
     path = recording(tmp_path, requests)
     whole = simulated(path, "--warmup", "0")["as_it_was"]["ttft_p90_s"]["measured"]
@@ -127,6 +141,8 @@ def test_recording_that_cannot_be_replayed_is_rejected(requests: list[RecordedRe
         (("--recording", tmp_path / "absent"), "give the folder of"),
         (("--recording", several, "--workload", "default"), "exclude each other"),
         (("--pool-name", "llm/qwen"), "--pool-name needs --recording"),
+        (("--scale", "2x"), "--scale needs --recording"),
+        (("--scale", "twice"), "'twice' is not accepted; give numbers from 0.001 to 1,000"),
     ):
         result = invoke("simulate", *arguments)
         assert result.exit_code == 2, result.stderr

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
-from dualmap_cli.simulate.plan import Plan
-from dualmap_sim.experiment import Experiment
+from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate
+from dualmap_sim.experiment import Experiment, load_trace
 from dualmap_sim.recordings.replays import Traffic, was_measured
 from dualmap_sim.summary import Summary, percentile
 
@@ -45,15 +45,20 @@ class AsItWas:
     reason: str
 
 
-def as_it_was_experiment(plan: Plan, requests_per_s: float) -> Experiment:
-    """Return the experiment that repeats the recording of a plan: the recorded pool, at its own rate."""
+def as_it_was_experiment(plan: Plan) -> Experiment | None:
+    """Return the experiment that repeats the recording of a plan: its pool at its own times; None without times."""
     assert plan.traffic is not None
-    pool = plan.traffic.pool
+    pool, base = plan.traffic.pool, replace(plan.base, workload=replace(plan.base.workload, scale=1.0))
+    requests_per_s = recorded_rate(base)
+    if requests_per_s is None:
+        return None
+    base = replace(base, requests_per_s=requests_per_s)
+    if plan.base.workload.scale != 1:
+        base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
-        return replace(plan.base, requests_per_s=requests_per_s)
+        return base
     return replace(
-        plan.base,
-        requests_per_s=requests_per_s,
+        base,
         policy=pool.routing.policy,
         instances=plan.traffic.instances or plan.base.instances,
         slo_ttft_s=pool.slo.ttft_s,

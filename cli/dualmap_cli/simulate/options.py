@@ -9,7 +9,7 @@ import click
 from dualmap_cli.running import plot_option
 from dualmap_cli.simulate.engine_options import read_engine_file
 from dualmap_cli.simulate.pool_option import read_pool
-from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
+from dualmap_cli.simulate.values import REQUESTS_MOST, duration, factor, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS
@@ -45,6 +45,14 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         "--pool-name",
         metavar="NAMESPACE/NAME",
         help="Pool whose requests are replayed, if the recording has several.",
+    ),
+    click.option(
+        "--scale",
+        metavar="FACTOR",
+        callback=factor,
+        default="1x",
+        show_default=True,
+        help="Replay a recording with more or fewer sessions, such as 2x or 0.5x. Each session keeps its own times.",
     ),
     click.option(
         "--workload",

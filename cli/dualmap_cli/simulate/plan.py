@@ -64,6 +64,7 @@ def make_plan(
     trace_file: Path | None,
     recording: Path | None,
     pool_name: str | None,
+    scale: float,
     workload: str | None,
     sessions: bool | None,
     requests: int | None,
@@ -92,7 +93,7 @@ def make_plan(
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
     engine, differing = _engines(model, engine_file, parameters)
-    source = _source(trace_file, recording, pool_name, workload, requests, starts)
+    source = _source(trace_file, recording, pool_name, scale, workload, requests, starts)
     traffic = _traffic(source)
     if traffic is not None:
         pool = pool or traffic.pool
@@ -144,7 +145,7 @@ def make_plan(
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
     if warmup is None:
-        warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
+        warmup = default_warmup(shortest)
     elif warmup >= shortest:
         raise click.BadParameter(
             f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
@@ -163,12 +164,17 @@ def make_plan(
     )
 
 
-def recorded_rate(plan: Plan) -> float | None:
+def default_warmup(requests: int) -> int:
+    """Return the number of warm-up requests of so many."""
+    return min(WARMUP, int(requests * WARMUP_SHARE))
+
+
+def recorded_rate(experiment: Experiment) -> float | None:
     """Return the mean rate of a recording's window, at which its requests keep their times; None for other traces."""
-    trace = load_trace(plan.base)
-    if plan.traffic is None or not trace.duration_s:
+    if experiment.workload.recording is None:
         return None
-    return len(trace.requests) / trace.duration_s
+    trace = load_trace(experiment)
+    return len(trace.requests) / trace.duration_s if trace.duration_s else None
 
 
 def half_reuse_rate(experiment: Experiment) -> float:
@@ -200,6 +206,7 @@ def _source(
     trace_file: Path | None,
     recording: Path | None,
     pool_name: str | None,
+    scale: float,
     workload: str | None,
     requests: int | None,
     starts: Sequence[int],
@@ -209,8 +216,12 @@ def _source(
         raise click.UsageError("--trace, --recording and --workload exclude each other; give one of them")
     if pool_name is not None and recording is None:
         raise click.UsageError("--pool-name needs --recording")
+    if scale != 1 and recording is None:
+        raise click.UsageError("--scale needs --recording")
     if recording is not None:
-        return Workload(recording=recording, recorded_pool=pool_name or "", requests=requests or REQUESTS_MOST)
+        return Workload(
+            recording=recording, recorded_pool=pool_name or "", scale=scale, requests=requests or REQUESTS_MOST
+        )
     requests = requests or REQUESTS
     if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:
         raise click.BadParameter(
@@ -297,7 +308,11 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         trace = load_trace(replace(base, workload=window))
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
-    if exactly is not None and len(trace.requests) < exactly:
+    if not trace.requests:
+        raise click.BadParameter(
+            f"{window.scale:g} is not accepted; no session of the recording is left, give more", param_hint="--scale"
+        )
+    if exactly is not None and window.scale == 1 and len(trace.requests) < exactly:
         raise click.BadParameter(
             f"{exactly} is not accepted; {window.trace or window.recording} has {len(trace.requests)} requests from "
             f"request {window.start} on, give {len(trace.requests)} or less",

@@ -73,9 +73,9 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
         plan = make_plan(starts=(start,), seeds=(seed,), **options)
         if plan.plot is not None:
             require_matplotlib()
-        recorded_qps = recorded_rate(plan)
-        runs = _run(plan, qps or (recorded_qps or half_reuse_rate(plan.base),))
-        _publish(plan, runs, None if recorded_qps is None else _repeat(plan, recorded_qps))
+        was = None if plan.traffic is None else _repeat(plan)
+        runs = _run(plan, qps or (recorded_rate(plan.base) or half_reuse_rate(plan.base),))
+        _publish(plan, runs, was)
 
 
 def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
@@ -101,13 +101,15 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     return runs
 
 
-def _repeat(plan: Plan, requests_per_s: float) -> "AsItWas":
-    """Simulate a recording as it was, and compare the simulation with what was measured."""
+def _repeat(plan: Plan) -> "AsItWas | None":
+    """Simulate a recording as it was, and compare the simulation with what was measured; None for a single time."""
     from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with
     from dualmap_sim.experiment import run_experiment
 
     assert plan.traffic is not None
-    experiment = as_it_was_experiment(plan, requests_per_s)
+    experiment = as_it_was_experiment(plan)
+    if experiment is None:
+        return None
     was = compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
     if was.believable is not True:
         believed = "cannot be checked" if was.believable is None else "does not repeat the recording"

@@ -63,7 +63,8 @@ class Workload:
     """The requests to replay: ``requests`` requests, starting with number ``start``.
 
     The requests are read from a recorded ``trace`` in Mooncake's format, or from a router's ``recording``, of which
-    ``recorded_pool`` is the pool to replay (``dualmap_sim.recordings.replays``). Without both, the workload ``name`` is
+    ``recorded_pool`` is the pool to replay (``dualmap_sim.recordings.replays``). The recording has ``scale`` times as
+    many sessions as it was recorded with. Without both, the workload ``name`` is
     generated with ``seed``.
     """
 
@@ -71,6 +72,7 @@ class Workload:
     trace: Path | None = None
     recording: Path | None = None
     recorded_pool: str = ""
+    scale: float = 1.0
     requests: int = 4000
     start: int = 0
     seed: int = 0
