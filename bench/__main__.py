@@ -42,6 +42,7 @@ COMMANDS: Final = {
     "transport": Benchmark(
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
     ),
+    "recording": Benchmark("bench.recording", "the cost of recording requests (a minute)", "recording"),
     "replay": Benchmark("bench.replay", "the router's whole work for a request without sockets (a minute)", "replay"),
     "commits": Benchmark("bench.commits", "what changes between two commits cost a request (a minute)", "command"),
     "chunks": Benchmark(

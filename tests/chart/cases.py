@@ -41,6 +41,13 @@ HEADERS = {
     "valueFrom": {"secretKeyRef": {"name": "otlp", "key": "headers"}},
 }
 
+RECORD = {
+    "enabled": True,
+    "volume": {"persistentVolumeClaim": {"claimName": "recordings"}},
+    "sample": 0.1,
+    "max": "2GB",
+    "keySecretName": "recordings-key",
+}
 TOKENIZERS = [
     {
         "name": "qwen",
@@ -97,6 +104,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "tokenizers": {"router": {"tokenizers": TOKENIZERS}},
+    "recording": {"router": {"record": {"enabled": True}}},
+    "recording with a common key": {"router": {"record": RECORD}},
     "renderers": {
         "router": {
             "tokenizers": TOKENIZERS,
@@ -198,6 +207,7 @@ PICKER_CASES: Mapping[str, Mapping[str, Any]] = {
             "extraEnv": [HEADERS],
             "tokenizers": TOKENIZERS,
             "renderers": [RENDERER],
+            "record": RECORD,
         },
         "networkPolicy": {"gatewayFrom": GATEWAYS},
         "monitoring": {

@@ -131,7 +131,9 @@ def test_picker_has_the_settings_of_routers() -> None:
         "--otlp-endpoint=http://collector.monitoring:4317",
         "--log-level=debug",
     } <= set(container["args"])
-    assert container["env"] == [HEADERS]
+    assert [each["name"] for each in container["env"]] == ["POD_NAME", HEADERS["name"]]
+    assert "--record=/var/lib/dualmap/recordings/$(POD_NAME)" in container["args"]
+    assert [each["name"] for each in spec["initContainers"]] == ["recordings-key"]
     assert spec["terminationGracePeriodSeconds"] == 135
     assert (spec["nodeSelector"], spec["tolerations"]) == (PLACED["nodeSelector"], PLACED["tolerations"])
     assert [each["name"] for each in spec["containers"]] == ["epp", "renderer-qwen"]
@@ -141,6 +143,8 @@ def test_picker_has_the_settings_of_routers() -> None:
         "hash-key",
         "tokenizer-qwen",
         "tokenizer-llama",
+        "recordings",
+        "recordings-key",
     }
 
 

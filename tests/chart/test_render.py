@@ -38,7 +38,15 @@ ELSEWHERE = {
 ADMISSION = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", *ADMISSION}
 # The chart does not create these Secrets: the values contain the names, or cert-manager creates the Secrets.
-SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "hashes", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
+SECRETS_OF_OTHERS = {
+    "routers",
+    "envoys",
+    "redis",
+    "hashes",
+    "redis-ca",
+    "dualmap-router-tls",
+    "dualmap-gateway-tls",
+} | {"recordings-key"}
 
 
 ALL_CASES = {**CASES, **PICKER_CASES}
@@ -204,7 +212,7 @@ def arguments(objects: Sequence[Object]) -> Iterator[tuple[str, list[str]]]:
             command = container["command"]
             if command[0] == "dualmap":
                 yield command[1], container["args"]
-            elif command[0] == "sh":
+            elif command[0] == "sh" and container["name"] != "recordings-key":
                 (name,) = re.findall(r'^exec dualmap ([a-z-]+) "\$@" > /etc/envoy/envoy\.yaml$', command[2])
                 assert command[3:] == [name]
                 yield name, container["args"]

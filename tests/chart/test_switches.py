@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS, RENDERER, TOKENIZERS
+from chart.cases import APIS, CASES, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS, RECORD, RENDERER, TOKENIZERS
 from chart.objects import pods, ports
 from chart.rendering import CHART, NAMESPACE, ROOT, Object, named, notes, only, render
 from dualmap.objects.reservations import CONFIG_MAP, read_reservations
+from dualmap_extproc.recording.folder import RecordingFolder
 
 POD_NAMESPACE = {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}
 GOLDENS = Path(__file__).parent / "goldens"
@@ -367,6 +369,49 @@ def test_tokenizers_are_mounted_at_the_path_of_pools() -> None:
     assert [each for each in volumes if each["name"].startswith("tokenizer-")] == [
         {"name": f"tokenizer-{each['name']}", **each["volume"]} for each in TOKENIZERS
     ]
+
+
+def test_recording_is_off_by_default() -> None:
+    made = container(render(CASES["defaults"]), "router", "router")
+    assert not [each for each in made["args"] if each.startswith("--record")]
+
+
+@pytest.mark.parametrize(
+    ("case", "volume", "options"),
+    [
+        ("recording", {"emptyDir": {}}, ["--record-sample=1", "--record-max=10GB"]),
+        ("recording with a common key", RECORD["volume"], ["--record-sample=0.1", "--record-max=2GB"]),
+    ],
+)
+def test_recording_has_a_folder_for_each_pod(case: str, volume: Mapping[str, Any], options: list[str]) -> None:
+    objects = render(CASES[case])
+    made, spec = container(objects, "router", "router"), workload(objects, "router")["spec"]["template"]["spec"]
+    folder = "/var/lib/dualmap/recordings"
+    assert [each for each in made["args"] if each.startswith("--record")] == [
+        f"--record={folder}/$(POD_NAME)",
+        *options,
+    ]
+    assert {"name": "recordings", "mountPath": folder} in made["volumeMounts"]
+    assert {"name": "recordings", **volume} in spec["volumes"]
+    (name,) = (each for each in made["env"] if each["name"] == "POD_NAME")
+    assert name["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
+def test_recording_with_a_common_key_puts_it_into_the_folder_of_the_pod(tmp_path: Path) -> None:
+    spec = workload(render(CASES["recording with a common key"]), "router")["spec"]["template"]["spec"]
+    (init,) = spec["initContainers"]
+    secret = tmp_path / "secret"
+    secret.write_text("0" * 64)
+    script = init["command"][2].replace("/etc/dualmap/recordings-key/key", str(secret))
+    folder = tmp_path / "router-0"
+    for _ in range(2):
+        subprocess.run(["sh", "-c", script, "recordings-key", str(folder)], check=True)
+        opened = RecordingFolder(folder)
+        assert opened.open() == bytes(32)
+        opened.close()
+    assert (folder / "key").stat().st_mode & 0o777 == 0o600
+    mounts = {each["name"]: each["mountPath"] for each in init["volumeMounts"]}
+    assert mounts == {"recordings": "/var/lib/dualmap/recordings", "recordings-key": "/etc/dualmap/recordings-key"}
 
 
 def test_renderer_runs_its_command_beside_the_router() -> None:

@@ -95,6 +95,75 @@ securityContext:
 {{- end }}
 {{- end -}}
 
+{{/* Arguments of a router that records. */}}
+{{- define "dualmap.recordArguments" -}}
+{{- with .Values.router.record }}
+{{- if .enabled }}
+- --record=/var/lib/dualmap/recordings/$(POD_NAME)
+- --record-sample={{ .sample }}
+- --record-max={{ .max }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The environment variable in these arguments. */}}
+{{- define "dualmap.recordEnvironment" -}}
+{{- if .Values.router.record.enabled }}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+{{- end }}
+{{- end -}}
+
+{{/* Mount of the recordings' volume. */}}
+{{- define "dualmap.recordMounts" -}}
+{{- if .Values.router.record.enabled }}
+- name: recordings
+  mountPath: /var/lib/dualmap/recordings
+{{- end }}
+{{- end -}}
+
+{{/* Volumes of a router that records: the recordings, and their key. */}}
+{{- define "dualmap.recordVolumes" -}}
+{{- with .Values.router.record }}
+{{- if .enabled }}
+- name: recordings
+  {{- toYaml (.volume | default (dict "emptyDir" dict)) | nindent 2 }}
+{{- if .keySecretName }}
+- name: recordings-key
+  secret:
+    secretName: {{ .keySecretName | toYaml }}
+    items:
+    - key: key
+      path: key
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Init container that puts the recordings' key into the pod's folder. */}}
+{{- define "dualmap.recordKey" -}}
+{{- if and .Values.router.record.enabled .Values.router.record.keySecretName }}
+- name: recordings-key
+  image: {{ include "dualmap.reference" (list . .Values.image) }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -c, 'mkdir -p "$1" && umask 077 && cp /etc/dualmap/recordings-key/key "$1/key"', recordings-key]
+  args: [/var/lib/dualmap/recordings/$(POD_NAME)]
+  env:
+  {{- include "dualmap.recordEnvironment" . | trim | nindent 2 }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  {{- include "dualmap.containerSecurity" . | nindent 2 }}
+  volumeMounts:
+  {{- include "dualmap.recordMounts" . | trim | nindent 2 }}
+  - name: recordings-key
+    mountPath: /etc/dualmap/recordings-key
+    readOnly: true
+{{- end }}
+{{- end -}}
+
 {{/* Containers beside a router that render prompts. */}}
 {{- define "dualmap.renderers" -}}
 {{- range .Values.router.renderers }}
