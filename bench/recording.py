@@ -1,8 +1,9 @@
 """Measures what a recording costs: CPU time per request with and without it, in turns within one run.
 
-The bytes of Envoy's calls are replayed as in ``replay``, and an access log entry with usage ends each request. The event
-loop's share is what the recording adds to a request there. Encoding, compressing and writing to a folder run in a thread
-of the router; here they run after each round and are timed apart. Rounds alternate, and the tenth percentile counts.
+The bytes of Envoy's calls are replayed as in ``replay``, and an access log entry with usage ends each request. The
+event loop's share is what the recording adds to a request there. Encoding, compressing and writing to a folder run in a
+thread of the router; here they run after each round and are timed apart. Rounds alternate, and the tenth percentile
+counts.
 """
 
 import asyncio

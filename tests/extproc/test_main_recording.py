@@ -54,6 +54,22 @@ async def test_recorded_requests_are_on_disk_while_the_router_runs_and_after_kil
     assert before.blocks == after.blocks != ()
 
 
+async def test_routers_with_a_copied_key_record_equal_hashes(tmp_path: Path, empty: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second", "other")]
+    for folder in folders:
+        folder.mkdir()
+        if folder.name == "second":
+            (folder / "key").write_bytes((folders[0] / "key").read_bytes())
+        async with running(empty, options=("--record", str(folder))) as router:
+            await refused(router)
+            router.stop()
+            assert await router.exited() == 0
+
+    (first,), (second,), (other,) = map(requests_of, folders)
+    assert first.blocks == second.blocks
+    assert not set(first.blocks) & set(other.blocks)
+
+
 async def test_second_router_with_the_same_folder_ends_with_status_2(tmp_path: Path, empty: Path) -> None:
     folder = tmp_path / "recording"
     async with running(empty, options=("--record", str(folder))):

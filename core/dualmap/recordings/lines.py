@@ -22,9 +22,11 @@ from dualmap.recordings.values import (
     RecordedRequest,
 )
 
-# Lines leave out fields with these values of RecordedRequest, RecordedReceipt and CandidateReceipt.
-_DEFAULTS: Final[Mapping[type, Mapping[str, object]]] = {
-    kind: kind._field_defaults for kind in (RecordedRequest, RecordedReceipt, CandidateReceipt)
+# The names of the fields, and the values with which lines leave them out. No value equals _REQUIRED.
+_REQUIRED: Final = object()
+_DEFAULTS: Final[Mapping[type, tuple[tuple[str, object], ...]]] = {
+    kind: tuple((name, kind._field_defaults.get(name, _REQUIRED)) for name in kind._fields)
+    for kind in (RecordedRequest, RecordedReceipt, CandidateReceipt)
 }
 _HASHES: Final = ("session", "client", "request")
 _PRIORITY_MAX: Final = 2**31
@@ -84,12 +86,8 @@ def _refuse_constant(_: str) -> Never:
 
 def _changed(value: Any) -> dict[str, Any]:
     """Return the fields of a named tuple that differ from their defaults."""
-    defaults = _DEFAULTS[type(value)]
-    return {
-        name: each
-        for name, each in zip(value._fields, value, strict=True)
-        if name not in defaults or each != defaults[name]
-    }
+    named = zip(_DEFAULTS[type(value)], value, strict=True)
+    return {name: each for (name, default), each in named if each != default}
 
 
 def _request_fields(request: RecordedRequest) -> dict[str, object]:
