@@ -37,11 +37,13 @@ COMMANDS: Final = {
         "the router behind a real Envoy while clients send hostile bodies (3 minutes)",
         "hostile",
     ),
+    "shares": Benchmark("bench.shares", "members' shares of answers that are not streamed (5 minutes)", "shares"),
     "tracing": Benchmark("bench.tracing", "the cost of OpenTelemetry's spans in a router (seconds)"),
     "transport": Benchmark(
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
     ),
     "replay": Benchmark("bench.replay", "the router's whole work for a request without sockets (a minute)", "replay"),
+    "commits": Benchmark("bench.commits", "what changes between two commits cost a request (a minute)", "command"),
     "chunks": Benchmark(
         "bench.chunks", "output chunks a second through one router process, without Envoy (a minute)", "command"
     ),

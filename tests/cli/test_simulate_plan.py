@@ -18,6 +18,9 @@ from dualmap_sim.workloads.catalog import Workload
 SEVEN_B = PRESETS["7b"]
 OPTIONS: dict[str, Any] = {
     "trace_file": None,
+    "recording": None,
+    "pool_name": None,
+    "scale": 1.0,
     "workload": None,
     "sessions": None,
     "requests": 200,
@@ -29,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "instances": 4,
     "prefillers": 0,
     "model": "7b",
+    "engine_file": None,
     "parameters": (),
     "slow": (),
     "slo_ttft_s": 5.0,

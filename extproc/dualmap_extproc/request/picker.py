@@ -311,7 +311,15 @@ class Picker:
         self._owners[request.id] = router
         if tokens is not None:
             self._counts.add(request.id, pool.id, tokens)
-        decision, settled = self._decide(now, router, request, prompt, headers=headers, peer=peer, tokens=tokens)
+        settled: Sequence[Settled] = ()
+        if pool.prefill_pool:
+            decision, settled = self._decide_both(
+                now, router, request, prompt, headers=headers, peer=peer, tokens=tokens
+            )
+        else:
+            decision, outcomes = router.on_request(now, request)
+            if outcomes:
+                settled = self._settled(now, (router, outcomes))
         if isinstance(decision, Queued | Asked):
             since_s = now if isinstance(decision, Queued) else None
             waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
@@ -321,7 +329,7 @@ class Picker:
             self._deliver(now, settled)
         return answer
 
-    def _decide(
+    def _decide_both(
         self,
         now: float,
         router: Router,
@@ -332,14 +340,10 @@ class Picker:
         peer: str,
         tokens: Tokens | None,
     ) -> tuple[Outcome | Asked, Sequence[Settled]]:
-        """Ask a pool's router about a new request, and the router of its prefill pool if the pool names one."""
-        pool = router.pool
-        if not pool.prefill_pool:
-            answer, outcomes = router.on_request(now, request)
-            return answer, self._settled(now, (router, outcomes)) if outcomes else ()
-        prefill, prefiller = self._served.prefill_router(pool.id), None
+        """Ask the router of a pool with a prefill pool about a new request, and the prefill pool's router."""
+        prefill, prefiller = self._served.prefill_router(router.pool.id), None
         if prefill is not None:
-            ids = self._counts.trusted_ids(pool.id, tokens)
+            ids = self._counts.trusted_ids(router.pool.id, tokens)
             # The gateway allows destinations, and a prefill member is none.
             twin = self._builder.build(
                 prefill.pool, prompt, None, request.arrived_s, headers=headers, peer=peer, ids=ids, twin=request
