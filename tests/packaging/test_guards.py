@@ -40,6 +40,16 @@ PLANTED = [
     ("edge/dualmap_edge/kube/client.py", "import dualmap.requests", "Kubernetes objects are read"),
     ("core/dualmap/scaling/scaling.py", "import dualmap.queue.request_queue", "Scaling is computed"),
     ("core/dualmap/recordings/values.py", "import dualmap.requests", "The format of recordings"),
+    (
+        "extproc/dualmap_extproc/recording/files.py",
+        "import dualmap_extproc.recording.writer",
+        "The modules of the recording",
+    ),
+    (
+        "extproc/dualmap_extproc/recording/recorder.py",
+        "import dualmap.prompts.prompt",
+        "The recording reaches no server",
+    ),
     ("sim/dualmap_sim/recordings/lines.py", "import dualmap_sim.recordings.reader", "The modules of recordings"),
     ("sim/dualmap_sim/recordings/reader.py", "import time", "Simulations reach no server"),
     ("sim/dualmap_sim/fitting/service.py", "import dualmap_sim.fitting.fit", "The modules of fitting"),
