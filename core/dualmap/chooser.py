@@ -11,12 +11,12 @@ from xxhash import xxh3_64_intdigest
 from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.view import NO_HINT, Hint, View
-from dualmap.keys.hotness import HotnessTree
+from dualmap.keys.hotness import HotnessRule, HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
 from dualmap.policies.migration import session_choice
 from dualmap.policies.registry import POLICIES
-from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Situation
+from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Policy, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
 from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost, source_of
@@ -34,21 +34,26 @@ class Chooser:
         self._pool = pool
         self._pool_id = pool.id
         self._policy = POLICIES[pool.routing.policy]
-        self.tree = self._new_tree(pool)
+        self.tree = self.new_tree(pool, replicated=replicated)
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool."""
         if pool.routing.prefix != self._pool.routing.prefix:
-            self.tree = self._new_tree(pool)
+            self.tree = self.new_tree(pool, replicated=self._replicated)
         self._pool = pool
         self._policy = POLICIES[pool.routing.policy]
         self.sessions.ttl_s = pool.routing.session.ttl_s
 
     def key(self, now: float, request: Request) -> Key:
         """Return the key of a request and count the request for hotness; call this method once per request."""
+        rule = self._policy.hotness
+        return self.key_by(now, request, None if rule is None else (rule, self.tree))
+
+    def key_by(self, now: float, request: Request, hot: tuple[HotnessRule, HotnessTree] | None) -> Key:
+        """Return the key of a request by a rule and a tree, which counts the request; None for the initial length."""
         # The thresholds use the size of the full ring, even if a request may use only some members. Otherwise, equal
         # prompts could have different keys.
-        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._candidates.size
+        hashes, members = request.chain.hashes, self._candidates.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
             # A prompt without text shares no prefix; its key is the hash of the request id, which spreads such requests
@@ -60,10 +65,11 @@ class Chooser:
             # key can grow if one session becomes hot.
             rooted = (each ^ session for each in hashes[prefix.initial_blocks : prefix.max_blocks])
             hashes = (*(session for _ in hashes[: prefix.initial_blocks]), *rooted)
-        if rule is None:
+        if hot is None:
             blocks = min(len(hashes), prefix.initial_blocks)
         else:
-            blocks = self.tree.key_blocks(
+            rule, tree = hot
+            blocks = tree.key_blocks(
                 now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
             )
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
@@ -81,8 +87,15 @@ class Chooser:
             return request
         return request._replace(stored=request.stored._replace(tokens=held))
 
-    def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
-        """Return a request's situation: its candidates and their present load."""
+    @property
+    def sequence(self) -> int:
+        """The number of the next choice."""
+        return self._sequence
+
+    def situation(
+        self, now: float, request: Request, key: Key, ring: DualRing, *, sequence: int | None = None
+    ) -> Situation:
+        """Return a request's situation: its candidates and their present load; at the next choice by default."""
         chain = request.chain
         view = self._view(now, request)
         members = ring.pair(key.hash)
@@ -99,7 +112,7 @@ class Chooser:
             request_id=request.id,
             prompt_tokens=chain.tokens,
             waited_s=max(0.0, now - request.arrived_s),
-            sequence=self._sequence,
+            sequence=self._sequence if sequence is None else sequence,
             slo_ttft_s=self._pool.slo.ttft_s,
             spill=self._pool.routing.spill,
             pair=pair,
@@ -113,9 +126,13 @@ class Chooser:
 
     def choose(self, request: Request, key: Key, situation: Situation) -> QueuedRequest:
         """Let the session rule or the policy choose a member; return the request with the chosen member."""
-        choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
-        chosen, receipt = choice.candidate, self._receipt(request, key, situation, choice)
+        return self.choose_by(self._policy, request, key, situation)
+
+    def choose_by(self, policy: Policy, request: Request, key: Key, situation: Situation) -> QueuedRequest:
+        """Do the same as ``choose`` with any policy, without counting the choice."""
+        choice = self._session_choice(situation) or policy.choose(situation)
+        chosen, receipt = choice.candidate, self._receipt(policy, request, key, situation, choice)
         return QueuedRequest(
             request=request,
             key=key,
@@ -208,14 +225,16 @@ class Chooser:
             return None
         return session_choice(situation, situation.host, hot_ratio=rule.hot_ratio)
 
-    def _receipt(self, request: Request, key: Key, situation: Situation, choice: Choice) -> Receipt:
+    def _receipt(
+        self, policy: Policy, request: Request, key: Key, situation: Situation, choice: Choice
+    ) -> Receipt:
         chosen, considered, waited_s = choice.candidate, situation.pair, situation.waited_s
         pair = tuple([each.id for each in considered])
         if chosen.id not in pair:
             considered = (*considered, chosen)
         return Receipt(
             pool=self._pool_id,
-            policy=self._policy.name,
+            policy=policy.name,
             rule=choice.rule.name,
             reason=choice.rule.meaning,
             key=key,
@@ -237,13 +256,15 @@ class Chooser:
             return None
         return SessionHost(member, self._candidates.source(member) if self._pool.fetches_kv else "")
 
-    def _new_tree(self, pool: Pool) -> HotnessTree:
+    @staticmethod
+    def new_tree(pool: Pool, *, replicated: bool) -> HotnessTree:
+        """Return an empty tree for the prefixes of a pool's prompts."""
         prefix = pool.routing.prefix
         return HotnessTree(
             initial_blocks=prefix.initial_blocks,
             max_blocks=prefix.max_blocks,
             window_s=prefix.window_s,
-            replicated=self._replicated,
+            replicated=replicated,
         )
 
 

@@ -6,7 +6,7 @@ rejections of expired requests.
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from dualmap.chooser import Chooser
 from dualmap.fleet.fleet import Fleet
@@ -17,7 +17,8 @@ from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
 from dualmap.replicas.update import Placement
-from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
+from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request, ShadowStatus
+from dualmap.shadows import Choose, Shadows
 
 
 class Dispatcher:
@@ -33,6 +34,7 @@ class Dispatcher:
         self._candidates = fleet.candidates
         self._capacity = fleet.capacity
         self._chooser = chooser
+        self._shadows = Shadows(pool, chooser, fleet.candidates)
         self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.capacity.queue, fleet.shares)
@@ -50,6 +52,11 @@ class Dispatcher:
         """The prompt tokens of the requests that wait because the pool has no member."""
         return self._queue.unplaced_tokens
 
+    @property
+    def shadows(self) -> tuple[ShadowStatus, ...]:
+        """The comparison of policies; empty without shadow policies."""
+        return self._shadows.status()
+
     def is_queued(self, request_id: str) -> bool:
         """Return whether a request is queued."""
         return request_id in self._queue
@@ -57,6 +64,7 @@ class Dispatcher:
     def adopt(self, pool: Pool) -> None:
         """Store a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool
+        self._shadows.adopt(pool)
 
     def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Send a new request to its member, queue the request, or reject the request."""
@@ -158,24 +166,30 @@ class Dispatcher:
     def _place(self, now: float, request: Request, key: Key | None, outcomes: list[Outcome]) -> None:
         """Choose a member for a request.
 
-        ``key`` is the key of an earlier placement, so that hotness counts the request only once.
+        ``key`` is the key of an earlier placement, so that hotness and shadow policies count the request only once.
         """
-        ring, preferred = self._candidates.rings(request)
-        if not ring.members:
+        rings = self._candidates.rings(request)
+        if not rings[0].members:
             self._place_nowhere(now, request, outcomes)
             return
-        key = key or self._chooser.key(now, request)
-        placed = self._choose(now, request, key, ring if preferred is None else preferred, outcomes)
-        if preferred is not None and placed.predicted_ttft_s > self._pool.slo.ttft_s:
-            placed = min(
-                (placed, self._choose(now, request, key, ring, outcomes)), key=lambda each: each.predicted_ttft_s
-            )
-        leaving = self._candidates.leaving(now, request)
-        if leaving:
-            placed = self._last_turn(now, placed, leaving)
+        is_new, key, sequence = key is None, key or self._chooser.key(now, request), self._chooser.sequence
+        placed = self._best(now, request, rings, partial(self._choose, now, request, key, outcomes))
+        if is_new and self._shadows.samples(request.id):
+            self._shadows.compare(now, placed, partial(self._best, now, request, rings), sequence=sequence)
         self._admit(now, placed, outcomes)
 
-    def _choose(self, now: float, request: Request, key: Key, ring: DualRing, outcomes: list[Outcome]) -> QueuedRequest:
+    def _best(
+        self, now: float, request: Request, rings: tuple[DualRing, DualRing | None], choose: Choose
+    ) -> QueuedRequest:
+        """Return a request at the best of its choices: of all members, of preferred members, of members that leave."""
+        ring, preferred = rings
+        placed = choose(ring if preferred is None else preferred)
+        if preferred is not None and placed.predicted_ttft_s > self._pool.slo.ttft_s:
+            placed = min((placed, choose(ring)), key=lambda each: each.predicted_ttft_s)
+        leaving = self._candidates.leaving(now, request)
+        return self._last_turn(now, placed, leaving) if leaving else placed
+
+    def _choose(self, now: float, request: Request, key: Key, outcomes: list[Outcome], ring: DualRing) -> QueuedRequest:
         """Choose a member of a ring for a request; first relieve the queues of an overloaded pair."""
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation, outcomes):

@@ -1,6 +1,7 @@
 """The members that a request may use, and their state for the request's prompt."""
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -202,6 +203,10 @@ class Candidates:
         if tokens <= 0 or not self._pool.fetches_kv:
             return None
         return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
+
+    def kept(self, now: float) -> AbstractContextManager[None]:
+        """Return a context in which views read the members' loads without any effect on them."""
+        return self._ledger.kept(now)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""

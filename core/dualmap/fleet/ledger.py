@@ -5,7 +5,8 @@ IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefil
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
@@ -84,6 +85,16 @@ class Ledger:
                 self._update_s = min(self._update_s, until_s)
             else:
                 self._outdated[load] = None
+
+    @contextmanager
+    def kept(self, now: float) -> Iterator[None]:
+        """Take back at the end what the reading of loads within the context ends (``MemberLoad.end_overdue``)."""
+        restores = [load.keep() for load in self.loads.values() if load.is_overdue(now)]
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""
