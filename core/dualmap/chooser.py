@@ -3,8 +3,9 @@
 ``dispatcher`` sends the request to the chosen member, or queues the request while the member is saturated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -21,6 +22,33 @@ from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
 from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost, source_of
 from dualmap.requests import Request
+
+
+class Predicted(Protocol):
+    """A choice of member with its predicted TTFT."""
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """The predicted time from the request's arrival to the first token."""
+
+
+PredictedT = TypeVar("PredictedT", bound=Predicted)
+
+
+def best_of(
+    rings: tuple[DualRing, DualRing | None], choose: Callable[[DualRing], PredictedT], *, slo_ttft_s: float
+) -> PredictedT:
+    """Return the choice from the preferred members; if it misses the SLO, the better one of it and that from all.
+
+    ``rings`` are those of all members and of the preferred members (None: all).
+    """
+    ring, preferred = rings
+    if preferred is None:
+        return choose(ring)
+    chosen = choose(preferred)
+    if chosen.predicted_ttft_s <= slo_ttft_s:
+        return chosen
+    return min((chosen, choose(ring)), key=lambda each: each.predicted_ttft_s)
 
 
 class Chooser:
@@ -69,9 +97,7 @@ class Chooser:
             blocks = min(len(hashes), prefix.initial_blocks)
         else:
             rule, tree = hot
-            blocks = tree.key_blocks(
-                now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
-            )
+            blocks = tree.key_blocks(now, hashes, split_share=rule.split / members, merge_share=rule.merge / members)
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
     def with_pull(self, now: float, request: Request) -> Request:
@@ -126,13 +152,9 @@ class Chooser:
 
     def choose(self, request: Request, key: Key, situation: Situation) -> QueuedRequest:
         """Let the session rule or the policy choose a member; return the request with the chosen member."""
+        choice = self.choice(self._policy, situation)
         self._sequence += 1
-        return self.choose_by(self._policy, request, key, situation)
-
-    def choose_by(self, policy: Policy, request: Request, key: Key, situation: Situation) -> QueuedRequest:
-        """Do the same as ``choose`` with any policy, without counting the choice."""
-        choice = self._session_choice(situation) or policy.choose(situation)
-        chosen, receipt = choice.candidate, self._receipt(policy, request, key, situation, choice)
+        chosen, receipt = choice.candidate, self._receipt(request, key, situation, choice)
         return QueuedRequest(
             request=request,
             key=key,
@@ -145,32 +167,22 @@ class Chooser:
             receipt=receipt,
         )
 
+    def choice(self, policy: Policy, situation: Situation) -> Choice:
+        """Return the choice of the session rule, or else of a policy."""
+        return self._session_choice(situation) or policy.choose(situation)
+
     def last_turn(
         self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]], *, answer_s: float
     ) -> QueuedRequest | None:
-        """Return a placed request at a member that leaves soon but will finish it before; None if there is none.
-
-        ``leaving`` contains members with the seconds until they leave. Such a member gets the request only if it holds
-        a block more of the prompt than the placed request's member holds and fetches, and has the first token earlier.
-        ``answer_s`` is the expected time from the first token to the end.
-        """
+        """Return a placed request at the member of ``last_host``; None if there is none."""
         request = placed.request
-        view = self._view(now, request)
-        binding = None if request.session is None else self.sessions.get(now, request.session)
-        hints = {} if binding is None else {binding.host: _hint(binding)}
-        waited_s = max(0.0, now - request.arrived_s)
-        # A store holds no last token, so a few tokens more say nothing.
-        least_tokens = placed.matched_tokens + placed.fetch_tokens + request.chain.block_tokens
-        candidates = [
-            candidate
-            for member, left_s in leaving
-            if (candidate := view.candidate(member, hints.get(member, NO_HINT))).matched_tokens >= least_tokens
-            and waited_s + candidate.ttft_s < placed.predicted_ttft_s
-            and candidate.ttft_s + answer_s <= left_s
-        ]
-        if not candidates:
+        held_tokens = placed.matched_tokens + placed.fetch_tokens
+        host = self.last_host(
+            now, request, leaving, held_tokens=held_tokens, before_s=placed.predicted_ttft_s, answer_s=answer_s
+        )
+        if host is None:
             return None
-        host = min(candidates, key=lambda each: (each.ttft_s, each.id))
+        waited_s = max(0.0, now - request.arrived_s)
         receipt = placed.receipt.moved(
             host,
             LEAVING_WARM,
@@ -178,6 +190,37 @@ class Chooser:
             adapter=self._candidates.adapter_state(request.adapter, host.id),
         )
         return placed.at(host, receipt._replace(candidates=(*receipt.candidates, CandidateReceipt.of(host, waited_s))))
+
+    def last_host(
+        self,
+        now: float,
+        request: Request,
+        leaving: Iterable[tuple[str, float]],
+        *,
+        held_tokens: int,
+        before_s: float,
+        answer_s: float,
+    ) -> Candidate | None:
+        """Return a member that leaves soon but will finish a request before; None if there is none.
+
+        ``leaving`` contains members with the seconds until they leave. Such a member gets the request only if it holds
+        a block more of the prompt than ``held_tokens``, which the chosen member holds and fetches, and has the first
+        token earlier than ``before_s``. ``answer_s`` is the expected time from the first token to the end.
+        """
+        view = self._view(now, request)
+        binding = None if request.session is None else self.sessions.get(now, request.session)
+        hints = {} if binding is None else {binding.host: _hint(binding)}
+        waited_s = max(0.0, now - request.arrived_s)
+        # A store holds no last token, so a few tokens more say nothing.
+        least_tokens = held_tokens + request.chain.block_tokens
+        candidates = [
+            candidate
+            for member, left_s in leaving
+            if (candidate := view.candidate(member, hints.get(member, NO_HINT))).matched_tokens >= least_tokens
+            and waited_s + candidate.ttft_s < before_s
+            and candidate.ttft_s + answer_s <= left_s
+        ]
+        return min(candidates, key=lambda each: (each.ttft_s, each.id), default=None)
 
     @property
     def rebalances(self) -> bool:
@@ -225,16 +268,14 @@ class Chooser:
             return None
         return session_choice(situation, situation.host, hot_ratio=rule.hot_ratio)
 
-    def _receipt(
-        self, policy: Policy, request: Request, key: Key, situation: Situation, choice: Choice
-    ) -> Receipt:
+    def _receipt(self, request: Request, key: Key, situation: Situation, choice: Choice) -> Receipt:
         chosen, considered, waited_s = choice.candidate, situation.pair, situation.waited_s
         pair = tuple([each.id for each in considered])
         if chosen.id not in pair:
             considered = (*considered, chosen)
         return Receipt(
             pool=self._pool_id,
-            policy=policy.name,
+            policy=self._policy.name,
             rule=choice.rule.name,
             reason=choice.rule.meaning,
             key=key,

@@ -4,11 +4,11 @@ The router calls one method per event. Each of these methods returns the decisio
 rejections of expired requests.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 
-from dualmap.chooser import Chooser
+from dualmap.chooser import Chooser, best_of
 from dualmap.fleet.fleet import Fleet
 from dualmap.keys.rings import DualRing
 from dualmap.policies.situation import Candidate, Situation
@@ -18,7 +18,7 @@ from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
 from dualmap.replicas.update import Placement
 from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request, ShadowStatus
-from dualmap.shadows import Choose, Shadows
+from dualmap.shadows import Comparison, Shadows
 
 
 class Dispatcher:
@@ -34,7 +34,7 @@ class Dispatcher:
         self._candidates = fleet.candidates
         self._capacity = fleet.capacity
         self._chooser = chooser
-        self._shadows = Shadows(pool, chooser, fleet.candidates)
+        self._shadows = Shadows(pool, chooser, fleet)
         self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.capacity.queue, fleet.shares)
@@ -172,42 +172,44 @@ class Dispatcher:
         if not rings[0].members:
             self._place_nowhere(now, request, outcomes)
             return
-        is_new, key, sequence = key is None, key or self._chooser.key(now, request), self._chooser.sequence
-        placed = self._best(now, request, rings, partial(self._choose, now, request, key, outcomes))
-        if is_new and self._shadows.samples(request.id):
-            self._shadows.compare(now, placed, partial(self._best, now, request, rings), sequence=sequence)
+        comparison = self._shadows.new_comparison(request, self._chooser.sequence) if key is None else None
+        key = key or self._chooser.key(now, request)
+        choose = partial(self._choose, now, request, key, comparison, outcomes)
+        placed = best_of(rings, choose, slo_ttft_s=self._pool.slo.ttft_s)
+        leaving = self._leaving(now, request)
+        if leaving:
+            answer_s = self._fleet.answers.expected_s()
+            placed = self._chooser.last_turn(now, placed, leaving, answer_s=answer_s) or placed
+        if comparison is not None:
+            self._shadows.compare(now, comparison, placed, rings, leaving)
         self._admit(now, placed, outcomes)
 
-    def _best(
-        self, now: float, request: Request, rings: tuple[DualRing, DualRing | None], choose: Choose
+    def _choose(
+        self,
+        now: float,
+        request: Request,
+        key: Key,
+        comparison: Comparison | None,
+        outcomes: list[Outcome],
+        ring: DualRing,
     ) -> QueuedRequest:
-        """Return a request at the best of its choices: of all members, of preferred members, of members that leave."""
-        ring, preferred = rings
-        placed = choose(ring if preferred is None else preferred)
-        if preferred is not None and placed.predicted_ttft_s > self._pool.slo.ttft_s:
-            placed = min((placed, choose(ring)), key=lambda each: each.predicted_ttft_s)
-        leaving = self._candidates.leaving(now, request)
-        return self._last_turn(now, placed, leaving) if leaving else placed
-
-    def _choose(self, now: float, request: Request, key: Key, outcomes: list[Outcome], ring: DualRing) -> QueuedRequest:
         """Choose a member of a ring for a request; first relieve the queues of an overloaded pair."""
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation, outcomes):
             situation = self._chooser.situation(now, request, key, ring)
+            if comparison is not None:
+                comparison.situations.clear()
+        if comparison is not None:
+            comparison.situations[ring, key] = situation
         return self._chooser.choose(request, key, situation)
 
-    def _last_turn(self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]]) -> QueuedRequest:
-        """Return a request at the member that leaves but still answers it (``Chooser.last_turn``), or as it was placed.
-
-        No request queues for a member that leaves.
-        """
-        open_now = [
+    def _leaving(self, now: float, request: Request) -> list[tuple[str, float]]:
+        """Return the members that leave and can take a request now: no request queues for such a member."""
+        return [
             (member, left_s)
-            for member, left_s in leaving
-            if not self._queue.queues.get(member) and self._may_take(now, member, placed.request)
+            for member, left_s in self._candidates.leaving(now, request)
+            if not self._queue.queues.get(member) and self._may_take(now, member, request)
         ]
-        answer_s = self._fleet.answers.expected_s()
-        return (self._chooser.last_turn(now, placed, open_now, answer_s=answer_s) if open_now else None) or placed
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue

@@ -9,19 +9,19 @@ are different: a shadow policy with another ``HotnessRule`` than the pool's own 
 which counts the sample only.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.chooser import Chooser
-from dualmap.fleet.candidates import Candidates
+from dualmap.chooser import Chooser, best_of
+from dualmap.fleet.fleet import Fleet
 from dualmap.keys.hotness import HotnessRule, HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.policies.registry import POLICIES
-from dualmap.policies.situation import Policy, Situation
+from dualmap.policies.situation import Candidate, Policy, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
 from dualmap.receipt import Key
@@ -31,8 +31,20 @@ from dualmap.requests import Request, ShadowStatus
 _SAMPLE_SEED: Final = 0x5AD0_5A3F_1E00_0001
 _HASHES: Final = 2**64
 
-Choose = Callable[[DualRing], QueuedRequest]
-"""Chooses a member of a ring for a request."""
+
+class Comparison(NamedTuple):
+    """A request of the sample, the number of the pool's own choice, and the present situations by ring and key."""
+
+    request: Request
+    sequence: int
+    situations: dict[tuple[DualRing, Key], Situation]
+
+
+class _Prediction(NamedTuple):
+    """A policy's choice of member for a request, with the predicted TTFT from the request's arrival."""
+
+    candidate: Candidate
+    predicted_ttft_s: float
 
 
 @dataclass(slots=True)
@@ -42,22 +54,22 @@ class _Totals:
     predicted_ttft_s: float = 0.0
     predicted_cached_tokens: int = 0
 
-    def add(self, placed: QueuedRequest, member: str) -> None:
-        """Add a request as a policy placed it; ``member`` is the pool's own choice."""
-        if placed.member == member:
+    def add(self, *, agreed: bool, predicted_ttft_s: float, predicted_cached_tokens: int) -> None:
+        """Add a request."""
+        if agreed:
             self.agreed += 1
         else:
             self.differed += 1
-        self.predicted_ttft_s += placed.predicted_ttft_s
-        self.predicted_cached_tokens += placed.matched_tokens
+        self.predicted_ttft_s += predicted_ttft_s
+        self.predicted_cached_tokens += predicted_cached_tokens
 
 
 class Shadows:
     """The shadow policies of one pool, and their totals. The other arguments are of the same pool."""
 
-    def __init__(self, pool: Pool, chooser: Chooser, candidates: Candidates) -> None:
+    def __init__(self, pool: Pool, chooser: Chooser, fleet: Fleet) -> None:
         self._chooser = chooser
-        self._candidates = candidates
+        self._fleet = fleet
         self._totals: dict[str, _Totals] = {}
         self._trees: dict[HotnessRule, HotnessTree] = {}
         self._prefix = pool.routing.prefix
@@ -65,7 +77,7 @@ class Shadows:
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool; the totals of policies that stay continue."""
-        routing = pool.routing
+        routing, self._slo_ttft_s = pool.routing, pool.slo.ttft_s
         if routing.prefix != self._prefix:
             self._trees, self._prefix = {}, routing.prefix
         self._own = POLICIES[routing.policy]
@@ -80,29 +92,50 @@ class Shadows:
             if rule is not None
         }
 
-    def samples(self, request_id: str) -> bool:
-        """Return whether a request is in the sample."""
+    def new_comparison(self, request: Request, sequence: int) -> Comparison | None:
+        """Return a comparison of a new request; None if the request is not in the sample.
+
+        ``sequence`` is the number of the pool's own choice. Add the situations of this choice to the comparison.
+        """
         below = self._sampled_below
-        return below > 0 and xxh3_64_intdigest(request_id.encode(), _SAMPLE_SEED) < below
+        if not below or xxh3_64_intdigest(request.id.encode(), _SAMPLE_SEED) >= below:
+            return None
+        return Comparison(request, sequence, {})
 
     def compare(
-        self, now: float, own: QueuedRequest, place: Callable[[Choose], QueuedRequest], *, sequence: int
+        self,
+        now: float,
+        comparison: Comparison,
+        own: QueuedRequest,
+        rings: tuple[DualRing, DualRing | None],
+        leaving: Sequence[tuple[str, float]],
     ) -> None:
-        """Let every shadow policy choose for a request of the sample, which the pool's own policy has placed.
+        """Let every shadow policy choose for a request, which the pool's own policy has placed.
 
-        ``place`` places the request by a function that chooses. ``sequence`` is the number of the own choice.
+        ``rings`` and ``leaving`` are those of the own choice, as in ``best_of`` and ``Chooser.last_host``.
         """
-        self._totals[self._own.name].add(own, own.member)
+        self._totals[self._own.name].add(
+            agreed=True, predicted_ttft_s=own.predicted_ttft_s, predicted_cached_tokens=own.matched_tokens
+        )
+        restores = self._fleet.candidates.keep(now)
         keys: dict[HotnessRule | None, Key] = {self._own.hotness: own.key}
-        situations: dict[tuple[DualRing, Key], Situation] = {}
-        with self._candidates.kept(now):
-            for policy in self._policies:
-                rule = policy.hotness
-                if rule not in keys:
-                    hot = None if rule is None else (rule, self._trees[rule])
-                    keys[rule] = self._chooser.key_by(now, own.request, hot)
-                choose = partial(self._choose, now, own.request, policy, keys[rule], sequence, situations)
-                self._totals[policy.name].add(place(choose), own.member)
+        for policy in self._policies:
+            rule = policy.hotness
+            if rule not in keys:
+                hot = None if rule is None else (rule, self._trees[rule])
+                keys[rule] = self._chooser.key_by(now, own.request, hot)
+            chosen = best_of(
+                rings, partial(self._choose, now, comparison, policy, keys[rule]), slo_ttft_s=self._slo_ttft_s
+            )
+            if leaving:
+                chosen = self._last_turn(now, own.request, chosen, leaving)
+            self._totals[policy.name].add(
+                agreed=chosen.candidate.id == own.member,
+                predicted_ttft_s=chosen.predicted_ttft_s,
+                predicted_cached_tokens=chosen.candidate.matched_tokens,
+            )
+        for restore in restores:
+            restore()
 
     def status(self) -> tuple[ShadowStatus, ...]:
         """Return the totals, those of the pool's own policy first; empty without shadow policies."""
@@ -117,19 +150,25 @@ class Shadows:
             for policy, totals in self._totals.items()
         )
 
-    def _choose(
-        self,
-        now: float,
-        request: Request,
-        policy: Policy,
-        key: Key,
-        sequence: int,
-        situations: dict[tuple[DualRing, Key], Situation],
-        ring: DualRing,
-    ) -> QueuedRequest:
-        """Choose a member of a ring by a policy; ``situations`` has the situations of earlier choices."""
-        situation = situations.get((ring, key))
+    def _choose(self, now: float, comparison: Comparison, policy: Policy, key: Key, ring: DualRing) -> _Prediction:
+        """Choose a member of a ring by a policy."""
+        situation = comparison.situations.get((ring, key))
         if situation is None:
-            situation = self._chooser.situation(now, request, key, ring, sequence=sequence)
-            situations[ring, key] = situation
-        return self._chooser.choose_by(policy, request, key, situation)
+            situation = self._chooser.situation(now, comparison.request, key, ring, sequence=comparison.sequence)
+            comparison.situations[ring, key] = situation
+        candidate = self._chooser.choice(policy, situation).candidate
+        return _Prediction(candidate, situation.waited_s + candidate.ttft_s)
+
+    def _last_turn(
+        self, now: float, request: Request, chosen: _Prediction, leaving: Sequence[tuple[str, float]]
+    ) -> _Prediction:
+        """Return the member that leaves but still answers the request, or the chosen one if there is none."""
+        host = self._chooser.last_host(
+            now,
+            request,
+            leaving,
+            held_tokens=chosen.candidate.matched_tokens + chosen.candidate.fetch_tokens,
+            before_s=chosen.predicted_ttft_s,
+            answer_s=self._fleet.answers.expected_s(),
+        )
+        return chosen if host is None else _Prediction(host, max(0.0, now - request.arrived_s) + host.ttft_s)

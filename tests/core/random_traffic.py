@@ -44,7 +44,8 @@ class Traffic:
         self._in_flight: set[str] = set()
         self._queued: set[str] = set()
         for member in routers[0].pool.members:
-            self._all("on_profile", member.id, EngineProfile(models=(builders.MODEL, *(each for each in (_ADAPTER,) if chance.random() < 0.5))))
+            models = (builders.MODEL, _ADAPTER) if chance.random() < 0.5 else (builders.MODEL,)
+            self._all("on_profile", member.id, EngineProfile(models=models))
 
     def run(self, events: int) -> None:
         """Send so many events."""

@@ -1,7 +1,6 @@
 """The members that a request may use, and their state for the request's prompt."""
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -204,9 +203,9 @@ class Candidates:
             return None
         return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
 
-    def kept(self, now: float) -> AbstractContextManager[None]:
-        """Return a context in which views read the members' loads without any effect on them."""
-        return self._ledger.kept(now)
+    def keep(self, now: float) -> Sequence[Callable[[], None]]:
+        """Return functions that take back the effects that views have on the members' loads from now on."""
+        return self._ledger.keep(now)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""

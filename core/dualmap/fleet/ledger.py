@@ -5,8 +5,7 @@ IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefil
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -86,15 +85,11 @@ class Ledger:
             else:
                 self._outdated[load] = None
 
-    @contextmanager
-    def kept(self, now: float) -> Iterator[None]:
-        """Take back at the end what the reading of loads within the context ends (``MemberLoad.end_overdue``)."""
-        restores = [load.keep() for load in self.loads.values() if load.is_overdue(now)]
-        try:
-            yield
-        finally:
-            for restore in restores:
-                restore()
+    def keep(self, now: float) -> Sequence[Callable[[], None]]:
+        """Return functions that take back what reading the loads ends from now on (``MemberLoad.end_overdue``)."""
+        # The summaries of all other loads are valid, so they have nothing overdue.
+        perhaps_overdue = self._outdated if now < self._update_s else self.loads.values()
+        return [load.keep() for load in perhaps_overdue if load.is_overdue(now)]
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""
