@@ -46,7 +46,7 @@ from dualmap.pools.pool import (
 GROUP: Final = "serving.dualmap.dev"
 API_VERSION: Final = f"{GROUP}/v1alpha1"
 ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
-_MOST_SHADOWS: Final = 4
+SHADOWS_MAX: Final = 4
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
 # The fields of ``spec`` that only the operator reads.
 _OPERATORS_OWN: Final = ("replicas", "workload", "drain")
@@ -363,8 +363,8 @@ def _read_routing(fields: Fields) -> Routing:
 def _read_shadow(fields: Fields) -> tuple[str, ...]:
     """Return the names of the shadow policies."""
     shadow = fields.texts("shadow")
-    if len(shadow) > _MOST_SHADOWS:
-        raise PoolError(fields.at("shadow"), list(shadow), f"at most {_MOST_SHADOWS} policies")
+    if len(shadow) > SHADOWS_MAX:
+        raise PoolError(fields.at("shadow"), list(shadow), f"at most {SHADOWS_MAX} policies")
     for position, policy in enumerate(shadow):
         if policy not in POLICIES:
             raise PoolError(f"{fields.at('shadow')}[{position}]", policy, f"one of {', '.join(POLICIES)}")
