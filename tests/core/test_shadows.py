@@ -14,6 +14,7 @@ import builders
 from core.queue_pools import ask, slow_pool
 from core.random_traffic import Traffic, pool_of
 from core.routers import decide
+from core.shared_routers import Routers, at
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.registry import POLICIES
 from dualmap.policies.single_signal.round_robin import RoundRobin
@@ -42,7 +43,7 @@ def more_policies(*policies: type) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("policy", EVERY)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_router_with_shadows_decides_as_one_without(policy: str, seed: int) -> None:
     pool = pool_of(random.Random(f"{policy} {seed}"), policy)
     chance = random.Random(seed)
@@ -186,3 +187,12 @@ def test_shadow_ends_no_silent_prefill_by_reading_its_member() -> None:
     after = builders.request("after", builders.text_of(300, "after"), now=8.0, subset=only_m0)
     answers = [each.on_request(8.0, after).answer for each in routers]
     assert answers[0] == answers[1]
+
+
+def test_shadows_of_several_routers_are_counted_once_by_the_owner() -> None:
+    both = Routers(shadowed(builders.pool(), "random"))
+    for n in range(20):
+        both.ask(both.names[n % 2], at(f"r{n}", builders.text_of(500, str(n))))
+        both.deliver()
+    totals = {name: [each.agreed + each.differed for each in both[name].status().shadows] for name in both.names}
+    assert totals == {both.owner: [20, 20], both.others[0]: [0, 0]}
