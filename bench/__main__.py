@@ -42,6 +42,7 @@ COMMANDS: Final = {
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"
     ),
     "replay": Benchmark("bench.replay", "the router's whole work for a request without sockets (a minute)", "replay"),
+    "commits": Benchmark("bench.commits", "what changes between two commits cost a request (a minute)", "command"),
     "chunks": Benchmark(
         "bench.chunks", "output chunks a second through one router process, without Envoy (a minute)", "command"
     ),

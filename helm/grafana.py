@@ -186,6 +186,73 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
     ),
+    "KV stores, session moves and remote prefills": (
+        Panel(
+            title="KV store lookups",
+            about="Prompts that routers looked up in the pool's KV store (spec.kvStore), by result. Only misses: the "
+            "hash, the seed or the chunk size is not the engines'.",
+            unit="reqps",
+            queries={"{{pool}} {{result}}": f"sum by (pool, result) ({_rate('dualmap_kv_store_lookups_total')})"},
+        ),
+        Panel(
+            title="KV store wait",
+            about="Time that requests waited for the KV store's answer before their pick.",
+            unit="s",
+            queries={
+                "{{pool}} p50": _quantile(0.5, "dualmap_kv_store_lookup_seconds_bucket"),
+                "{{pool}} p99": _quantile(0.99, "dualmap_kv_store_lookup_seconds_bucket"),
+            },
+        ),
+        Panel(
+            title="KV store in use",
+            about="1 while a router asks the KV store, 0 while it leaves the store alone after failures.",
+            unit="short",
+            queries={"{{pool}} {{pod}}": f"min by (pool, pod) ({_of('dualmap_kv_store_up')})"},
+        ),
+        Panel(
+            title="Session moves",
+            about="Requests of sessions that went to another endpoint than the session's last one. The routers predict "
+            "whether the KV is fetched or computed again.",
+            unit="reqps",
+            queries={"{{pool}} {{kv}}": f"sum by (pool, kv) ({_rate('dualmap_session_moves_total')})"},
+        ),
+        Panel(
+            title="Tokens of moved sessions",
+            about="Prompt tokens of moved sessions that the new endpoint did not cache, by whether the routers predict "
+            "that they are fetched or computed again.",
+            unit="short",
+            queries={"{{pool}} {{kv}}": f"sum by (pool, kv) ({_rate('dualmap_session_move_tokens_total')})"},
+        ),
+        Panel(
+            title="Time until members leave",
+            about="Seconds until an endpoint with notice must stop (leaveAt). Endpoints without notice are absent.",
+            unit="s",
+            queries={
+                "{{pool}} {{endpoint}}": "clamp_min(min by (pool, endpoint) "
+                f"({_of('dualmap_endpoint_leave_timestamp_seconds')}) - time(), 0)"
+            },
+        ),
+        Panel(
+            title="Remote prefills",
+            about="Requests of pools with a prefill pool, by where the prompt is computed: remote, or at the decode "
+            "member, because the prompt is short, or the prefill pool has no member, is full or is unusable.",
+            unit="reqps",
+            queries={"{{pool}} {{where}}": f"sum by (pool, where) ({_rate('dualmap_prefills_total')})"},
+        ),
+        Panel(
+            title="Prefills of pd-proxy",
+            about="Requests of all pd-proxy sidecars by where their prompt was prefilled. With local, all prefillers "
+            "failed. With none, the router named no prefiller.",
+            unit="reqps",
+            queries={"{{where}}": "sum by (where) (rate(dualmap_pd_prefills_total[$__rate_interval]))"},
+        ),
+        Panel(
+            title="Failed prefillers of pd-proxy",
+            about="Prefillers that did not prefill a prompt, by reason (docs/metrics.md).",
+            unit="reqps",
+            queries={"{{reason}}": "sum by (reason) (rate(dualmap_pd_prefill_failures_total[$__rate_interval]))"},
+        ),
+    ),
     "Load": (
         Panel(
             title="Pending prefill tokens",

@@ -58,6 +58,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "goodput",
         "Find the highest rate at which each policy meets the SLO.",
     ),
+    "fit": ("dualmap_cli.fit.command", "fit", "Fit the engine model to a recording of requests."),
+    "trace": ("dualmap_cli.trace.command", "trace", "Show, merge, export and import recordings of requests."),
     "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
 }
 
@@ -119,4 +121,5 @@ def main() -> None:
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
     Explain a decision:  dualmap explain --pool pool.yaml --request request.json
     Plan capacity:       dualmap goodput --policy round_robin,dualmap
+    Show a recording:    dualmap trace show recording
     """

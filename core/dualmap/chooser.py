@@ -61,6 +61,7 @@ class Chooser:
         self._sequence = 0
         self._pool = pool
         self._pool_id = pool.id
+        self._fetches_kv = pool.fetches_kv
         self._policy = POLICIES[pool.routing.policy]
         self.tree = self.new_tree(pool, replicated=replicated)
 
@@ -69,6 +70,7 @@ class Chooser:
         if pool.routing.prefix != self._pool.routing.prefix:
             self.tree = self.new_tree(pool, replicated=self._replicated)
         self._pool = pool
+        self._fetches_kv = pool.fetches_kv
         self._policy = POLICIES[pool.routing.policy]
         self.sessions.ttl_s = pool.routing.session.ttl_s
 
@@ -284,18 +286,16 @@ class Chooser:
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
-            fetch_tokens=chosen.fetch_tokens if self._pool.fetches_kv else None,
-            host=self._session_host(situation.last_member),
+            fetch_tokens=chosen.fetch_tokens if self._fetches_kv else None,
+            host=self._session_host(situation.last_member) if situation.last_member else None,
             source=source_of(chosen),
             adapter=self._candidates.adapter_state(request.adapter, chosen.id),
             predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple([CandidateReceipt.of(each, waited_s) for each in considered]),
         )
 
-    def _session_host(self, member: str) -> SessionHost | None:
-        if not member:
-            return None
-        return SessionHost(member, self._candidates.source(member) if self._pool.fetches_kv else "")
+    def _session_host(self, member: str) -> SessionHost:
+        return SessionHost(member, self._candidates.source(member) if self._fetches_kv else "")
 
     @staticmethod
     def new_tree(pool: Pool, *, replicated: bool) -> HotnessTree:

@@ -247,6 +247,11 @@ class PoolRouter:
         """Apply session bindings from the store if their version is higher or this replica requested them."""
         self._adopt(now, bindings, hinted=True)
 
+    @property
+    def departed(self) -> frozenset[str]:
+        """The members whose time to leave has passed."""
+        return self._fleet.departed
+
     def solo_tokens_per_second(self) -> float:
         """Return the members' mean prefill speed without other routers' prefills; 0 without members."""
         return self._fleet.solo_tokens_per_second()

@@ -102,6 +102,11 @@ class SharedRouter:
         return self._router.pool
 
     @property
+    def departed(self) -> frozenset[str]:
+        """Do the same as ``PoolRouter.departed``."""
+        return self._router.departed
+
+    @property
     def owner(self) -> str:
         """The router that owns the pool, as far as this router knows."""
         return self._election.owner

@@ -76,6 +76,27 @@ async def test_applied_pool_gets_ready_pods_and_a_status(product: Product) -> No
     assert {"Accepted", "MemberActive"} <= set(events.split())
 
 
+@pytest.mark.timeout(240, func_only=True)
+async def test_pool_serves_until_its_prefill_pool_is_usable(product: Product) -> None:
+    def accepted(status: dict[str, Any]) -> tuple[str, str]:
+        found = {each["type"]: (each["status"], each["reason"]) for each in status.get("conditions", [])}
+        return found.get("Accepted", ("absent", ""))
+
+    async def told() -> bool:
+        events = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+        return "PrefillPoolUnusable" in events.split()
+
+    await product.operator()
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=1, prefillPool="qwen-prefill"))
+    await product.until(
+        lambda status: accepted(status) == ("False", "PrefillPoolUnusable") and condition(status, "Available") == "True"
+    )
+    await until(told, "an Event names the reason", timeout_s=60.0)
+
+    await product.apply(pool_manifest("qwen-prefill", product.namespace, replicas=1))
+    await product.until(lambda status: accepted(status)[0] == "True" and condition(status, "Available") == "True")
+
+
 async def test_idle_operator_writes_nothing_and_reads_little(product: Product) -> None:
     # After a restart by other tests, the API server rejects all requests for a short time.
     began = len(operators_requests(product))

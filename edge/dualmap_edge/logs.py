@@ -12,7 +12,7 @@ a third of a second, so only ``configure`` imports it.
 import logging
 import sys
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _OURS: Final = ("dualmap_edge", "dualmap_extproc", "dualmap_operator", "dualmap_sidecar")
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 _MINUTE_S: Final = 60.0
+_NAMES_SHOWN: Final = 20
 
 
 class Logger:
@@ -84,6 +85,13 @@ def place_of(error: BaseException) -> str:
 def get_logger(name: str) -> Logger:
     """Return the logger of a module; ``configure`` may be called before or after this function."""
     return Logger(name)
+
+
+def clipped(names: Iterable[str]) -> list[str]:
+    """Return a list for a log line: the first names, and the number of the others, which may be tens of thousands."""
+    listed = list(names)
+    more = len(listed) - _NAMES_SHOWN
+    return [*listed[:_NAMES_SHOWN], f"and {more} more"] if more > 0 else listed
 
 
 def configure(*, level: str, log_format: LogFormat) -> None:

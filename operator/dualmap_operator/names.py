@@ -26,6 +26,7 @@ class ConditionType(StrEnum):
     DRAINING = "Draining"
     SCALING_LIMITED = "ScalingLimited"
     TOKENS_AGREE = "TokensAgree"
+    KV_STORE_AVAILABLE = "KvStoreAvailable"
     DEGRADED = "Degraded"
 
 

@@ -97,7 +97,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=FiniteFloatRange(0.1, 3600),
     default=480.0,
     show_default=True,
-    help="Seconds for which the engine keeps KV that no engine pulls.",
+    help="Seconds for which the engine keeps KV that no engine pulls, and waits for KV that it pulls.",
 )
 @click.option(
     "--kv-load-failure-policy",

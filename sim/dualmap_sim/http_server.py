@@ -13,6 +13,7 @@ digest of the received request body, which shows whether a proxy changed the bod
 import asyncio
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from itertools import count
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dualmap.prompts.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
 from dualmap_sim import kv_handover, openai_answers, openai_api, tokenizer
@@ -84,6 +86,7 @@ class EngineHttpServer:
         self._runner = web.AppRunner(
             self._app(),
             access_log=None,
+            logger=_logger(),
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_S,
             shutdown_timeout=1.0,
@@ -430,3 +433,14 @@ def _json(body: bytes, *, status: int = 200) -> web.Response:
 
 def _refuse(error: ApiError) -> web.Response:
     return _json(openai_answers.error_body(error), status=error.status)
+
+
+def _logger() -> logging.Logger:
+    """Return a logger that drops errors about invalid HTTP: these are the client's fault and are answered with 400."""
+    logger = logging.getLogger(f"{__name__}.aiohttp")
+    logger.addFilter(_is_ours)
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

@@ -47,7 +47,9 @@ class KvHandover:
         self._block_tokens = block_tokens
         self._match = match
         self._kept = KeptPrompts(uuid4().hex, block_tokens=block_tokens, release=release)
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S))
+        # No engine keeps KV for longer, so a later answer would be of no use.
+        timeout = aiohttp.ClientTimeout(total=settings.hold_s, sock_connect=_CONNECT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout)
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -123,6 +125,8 @@ class KvHandover:
                     raise KvNotPulled(f"status {response.status}")
                 answer: object = await response.json()
                 return answer
+        except TimeoutError as error:
+            raise KvNotPulled(f"no answer within {self._settings.hold_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise KvNotPulled(str(error)) from error
 

@@ -29,8 +29,8 @@ class KvTransferSettings:
     """How an engine hands over KV, and pulls it, as vLLM with a NIXL connector does.
 
     A transfer takes the number of tokens divided by ``tokens_per_s``, in model time. The engine keeps KV that no engine
-    pulls for ``hold_s`` seconds of real time. If KV cannot be pulled, the engine computes the prompt with
-    ``recompute``; otherwise the request fails.
+    pulls for ``hold_s`` seconds of real time, and waits as long for the KV of another engine. If KV cannot be pulled,
+    the engine computes the prompt with ``recompute``; otherwise the request fails.
     """
 
     tokens_per_s: float = 200_000.0

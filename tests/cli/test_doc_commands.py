@@ -12,13 +12,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from certificates import Authority, write_pair
 from doc_commands import ROOT, Command, commands
+from dualmap.recordings.values import RecordedRequest
+from dualmap_sim.experiment import Experiment
+from dualmap_sim.workloads.catalog import Workload
+from recorded import write
 from redis_server import redis_server
+from simulated_recording import recorded
 
 COMMANDS = list(commands("dualmap"))
 POOL = """
@@ -50,6 +56,12 @@ SHORTER = {
 }
 
 
+@cache
+def some_requests() -> tuple[RecordedRequest, ...]:
+    experiment = Experiment(requests_per_s=0.5, workload=Workload(requests=120), instances=1, warmup=0)
+    return tuple(recorded(experiment))
+
+
 @pytest.fixture(name="folder")
 def _folder(tmp_path: Path) -> Path:
     (tmp_path / "pool.yaml").write_text(POOL)
@@ -61,6 +73,8 @@ def _folder(tmp_path: Path) -> Path:
         {"timestamp": 500 * n, "input_length": 1024, "output_length": 10, "hash_ids": [n % 5, n]} for n in range(60)
     ]
     (tmp_path / "mooncake.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in trace))
+    write(tmp_path / "recording" / "requests.jsonl.gz", *some_requests())
+    (tmp_path / "engine.yaml").write_text("parameters: {r: {value: 5200, low: 5050, high: 5400, verdict: known}}")
     authority = Authority()
     certs = tmp_path / "certs"
     certs.mkdir()

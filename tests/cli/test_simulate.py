@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
+from dualmap_cli import running
 from dualmap_cli.main import main
-from dualmap_cli.simulate import running
 from dualmap_cli.simulate import runs as runs_module
 from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
 from dualmap_cli.simulate.plan import Plan

@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "instances": 4,
     "prefillers": 0,
     "model": "7b",
+    "engine_file": None,
     "parameters": (),
     "slow": (),
     "slo_ttft_s": 5.0,

@@ -8,6 +8,7 @@ import pytest
 
 from dualmap.objects.times import read_time
 from dualmap.pools.claims import LostClaim
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import Engine, MemberState, Tokenizer, TokenSource
 from dualmap_operator.decide.observed import Condition, Observed, RouterReport, TokenizerReport
 from dualmap_operator.decide.plan import plan, plan_refused
@@ -312,3 +313,24 @@ def test_unusable_tokenizer_makes_tokens_agree_false() -> None:
 def test_router_that_takes_no_requests_is_not_heard_about_tokens() -> None:
     unusable = TokenizerReport(problem="x")
     assert tokens_agree(router(), router("b", ready=False, tokenizer=unusable)).status is True
+
+
+STORED = replace(FILES, kv_store=KvStore(type=StoreType.MOONCAKE, endpoint="http://master:9003"))
+
+
+def kv_store_available(*reports: RouterReport) -> Condition:
+    return condition(plan(STORED, seen(PODS, ACTIVE, routers=reports), NOW_S), "KvStoreAvailable")
+
+
+def test_pool_with_a_kv_store_has_kv_store_available() -> None:
+    assert (kv_store_available(router()).status, kv_store_available(router()).reason) == (True, "Asked")
+    assert (kv_store_available().status, kv_store_available().reason) == (None, "NoRouters")
+    without = plan(FILES, seen(PODS, ACTIVE, routers=[router(kv_store_problem="x")]), NOW_S)
+    assert "KvStoreAvailable" not in {each.type for each in without.status.conditions}
+
+
+def test_kv_store_that_routers_leave_alone_makes_kv_store_available_false() -> None:
+    late = router("b", kv_store_problem="no answer within 5 ms")
+    found = kv_store_available(router("a"), late, router("c", ready=False, kv_store_problem="x"))
+    assert (found.status, found.reason) == (False, "LeftAlone")
+    assert found.message == "Routers do not ask the KV store at http://master:9003: no answer within 5 ms (b)."

@@ -280,6 +280,23 @@ class TestRouters:
         async with listening(saying(json.dumps({**POOL, "tokenizer": tokenizer}).encode())) as peer:
             assert (await report(routers, peer.port)).tokenizer == expected
 
+    @pytest.mark.parametrize(
+        ("kv_store", "problem"),
+        [
+            ({"state": "LeftAlone", "reason": "late"}, "late"),
+            ({"state": "LeftAlone", "reason": "x" * 1000}, "x" * 300),
+            ({"state": "LeftAlone"}, "no reason"),
+            ({"state": "Up", "reason": "the last prompt was for an adapter"}, ""),
+            (None, ""),
+            (7, ""),
+        ],
+    )
+    async def test_router_reports_why_it_leaves_the_kv_store_alone(
+        self, routers: RouterClient, kv_store: object, problem: str
+    ) -> None:
+        async with listening(saying(json.dumps({**POOL, "kv_store": kv_store}).encode())) as peer:
+            assert (await report(routers, peer.port)).kv_store_problem == problem
+
     async def test_router_report_with_thousand_endpoints_is_parsed(self, routers: RouterClient) -> None:
         many = [{**POOL["endpoints"][0], "id": f"qwen-{n}"} for n in range(1000)]
         async with listening(saying(json.dumps({**POOL, "endpoints": many}).encode())) as peer:

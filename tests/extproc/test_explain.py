@@ -77,6 +77,23 @@ def test_explain_text_contains_choice_reason_and_pair(pool_file: str, tmp_path: 
     assert f"Tokens that {receipt['chosen']} holds: known from the router's own records." in result.stdout
 
 
+def test_explain_names_members_that_get_no_new_keys(pool_file: str) -> None:
+    def explained(*members: str) -> str:
+        ring = ", ".join(f"{{id: qwen-{n}, address: 10.0.0.{n + 1}{each}}}" for n, each in enumerate(members))
+        Path(pool_file).write_text(POOL.split("members:")[0] + f"members: [{ring}]\n")
+        result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=BODY)
+        assert result.exit_code == 0
+        return result.stdout
+
+    leaves, drains, weightless = ", leaveAt: 2100-01-01T00:00:00Z", ", state: Draining", ", weight: 0"
+    assert (
+        "\nWithout new keys: qwen-0 (leaves at 2100-01-01T00:00:00Z), qwen-2 (draining), qwen-3 (weight 0).\n"
+        in explained(leaves, "", drains, weightless)
+    )
+    assert "Without new keys" not in explained("", "")
+    assert "Without new keys" not in explained(leaves, leaves)
+
+
 def test_explain_says_that_an_adapter_is_not_known_to_be_loaded(pool_file: str) -> None:
     Path(pool_file).write_text(POOL.replace("aliases: [qwen]", "adapters: [sql]"))
     body = json.dumps({"model": "sql", "prompt": "Once upon a time"})

@@ -13,7 +13,7 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
 from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
 from dualmap_extproc.errors import no_endpoint, refused_by_router
-from dualmap_extproc.request.observations import Enqueued, FanOut, Observation, OwnerChanged
+from dualmap_extproc.request.observations import Enqueued, FanOut, MembersDeparted, Observation, OwnerChanged
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -40,14 +40,14 @@ class TestCounting:
                 assert callable(getattr(made, name))
         assert ports[0] is made
 
-    def test_metrics_subscribe_to_every_observation_but_queued_and_owner(self) -> None:
+    def test_metrics_subscribe_to_every_observation_of_requests(self) -> None:
         class Kinds(FanOut):
             def subscribe(self, kind: type[Any], handler: Callable[[Any], None]) -> None:
                 kinds.add(kind)
 
         kinds: set[type] = set()
         metrics().metrics.subscribe(Kinds())
-        assert kinds == set(get_args(Observation)) - {Enqueued, OwnerChanged}
+        assert kinds == set(get_args(Observation)) - {Enqueued, MembersDeparted, OwnerChanged}
 
     @pytest.mark.parametrize("queued_s", [None, 3.0])
     def test_metrics_measure_queue_time_only_of_queued_requests(self, queued_s: float | None) -> None:

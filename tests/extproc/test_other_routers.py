@@ -10,7 +10,7 @@ from dualmap_extproc.app.other_routers import OtherRouters
 from dualmap_extproc.peers.peers import Peers
 from dualmap_extproc.request.observations import FanOut, OwnerChanged
 from dualmap_extproc.settings import Settings
-from dualmap_extproc.telemetry.owner_log import log_owner_changes
+from dualmap_extproc.telemetry.pool_log import log_pool_events
 from extproc.peer_routers import KEY, Heard
 from extproc.router_meshes import RouterMesh
 from extproc.router_processes import running, write_pool
@@ -48,7 +48,7 @@ def test_change_of_the_owner_is_one_log_line(caplog: pytest.LogCaptureFixture) -
     mesh = RouterMesh()
     desk, stays = mesh.others[0], mesh.others[1]
     observations = FanOut()
-    log_owner_changes(observations)
+    log_pool_events(observations)
     desk.observer.events.clear()
 
     desk.picker.on_routers(1.0, [each.name for each in mesh.others])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pools.pool import Member, Slo
+from dualmap.pools.pool import Member, MemberState, Slo
 from dualmap_extproc.pools.changes import log_changes
 from extproc.envoy_messages import pool
 
@@ -28,7 +28,29 @@ def test_log_changes_lists_added_removed_and_changed_members(caplog):
     log_changes((before,), (after,))
 
     details = {"pool": "llm/qwen", "ring_version": 2, "added": ["qwen-9"], "removed": ["qwen-2"]}
-    assert said(caplog) == [("INFO", "Reloaded pool", details | {"changed": ["qwen-1"], "settings": []})]
+    assert said(caplog) == [
+        ("INFO", "Reloaded pool", details | {"changed": ["qwen-1 (address 10.9.9.9:8000)"], "settings": []})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"leave_at_s": 1.8e9, "state": MemberState.DRAINING}, "state Draining, leaveAt 2027-01-15T08:00:00Z"),
+        ({"weight": 50, "incarnation": "a-1"}, "weight 50, incarnation new"),
+        ({"address": "10.0.0.9", "port": 9000}, "address 10.0.0.9:9000"),
+    ],
+)
+def test_log_changes_says_what_has_changed_of_a_member(caplog, change, shown):
+    before = pool(members=2)
+    after = replace(before, members=(before.members[0], replace(before.members[1], **change)))
+
+    log_changes((before,), (after,))
+    log_changes((replace(before, members=after.members),), (before,))
+
+    first, back = (details["changed"] for _, _, details in said(caplog))
+    assert first == [f"qwen-1 ({shown})"]
+    assert ("leaveAt none" in back[0]) == ("leave_at_s" in change)
 
 
 def test_log_changes_lists_changed_settings_of_changed_pools(caplog):

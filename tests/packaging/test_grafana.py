@@ -55,6 +55,12 @@ def test_grafana_queries_use_only_exported_metrics() -> None:
     assert set().union(*map(asked, QUERIES)) - exported == set()
 
 
+def test_grafana_shows_stores_moves_and_prefills() -> None:
+    shown = set().union(*map(asked, QUERIES))
+    moved = {name for name in EXPORTED if re.match("dualmap_(kv_store|session_move|prefills|pd_prefill)", name)}
+    assert moved - shown == {"dualmap_pd_prefill_seconds"}
+
+
 @pytest.mark.parametrize("query", QUERIES)
 def test_grafana_queries_use_only_labels_of_the_metric(query: str) -> None:
     names = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}

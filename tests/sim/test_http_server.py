@@ -399,3 +399,12 @@ async def test_render_rejects_what_the_engine_rejects(start: Start, path: str, s
     client = await start()
     async with client.post(path, json={"messages": []}) as response:
         assert response.status == status
+
+
+async def test_header_above_the_limit_is_refused_without_a_log_line(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await start()
+    async with client.get("/health", headers={"x-long": "a" * 50_000}) as response:
+        assert response.status == 400
+    assert not caplog.records

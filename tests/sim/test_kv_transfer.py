@@ -241,6 +241,20 @@ async def test_engine_computes_what_it_cannot_pull(state: str) -> None:
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_engine_computes_what_an_engine_that_never_answers_holds() -> None:
+    connections: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _reader, writer: connections.append(writer), "127.0.0.1", 0)
+    host, port = silent.sockets[0].getsockname()
+    async with silent, servers() as made:
+        engine = await made.start(settings=KvTransferSettings(hold_s=0.2))
+        async with asyncio.timeout(60):
+            status, answer = await made.complete_from(engine, f"http://{host}:{port}")
+        for each in connections:
+            each.close()
+    assert status == 200
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"blocks": "x", "cached_tokens": 0}, {"blocks": [1], "cached_tokens": -1}, {"blocks": [True]}]
 )

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from dualmap_sim.presets import EngineConfig
+
+if TYPE_CHECKING:
+    from dualmap_cli.engine_file import EngineFile
 
 _HINT: Final = "--set"
 _SPEED_MOST: Final = 1e12
@@ -87,22 +91,38 @@ def described() -> str:
     return "\n".join(f"  {name:<6} {parameter.meaning}" for name, parameter in PARAMETERS.items())
 
 
-def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> EngineConfig:
-    """Return an engine with some parameters changed. Raises click.BadParameter for an invalid name or value."""
+def changed(config: EngineConfig, values: Iterable[tuple[str, float]], *, hint: str = _HINT) -> EngineConfig:
+    """Return an engine with some parameters changed. Raises click.BadParameter for an invalid name or value.
+
+    ``hint`` is the option that the values are from.
+    """
     for name, value in values:
         parameter = PARAMETERS.get(name)
         if parameter is None:
-            raise click.BadParameter(f"{name!r} is not accepted; give one of {', '.join(PARAMETERS)}", param_hint=_HINT)
+            raise click.BadParameter(f"{name!r} is not accepted; give one of {', '.join(PARAMETERS)}", param_hint=hint)
         if not parameter.least <= value <= parameter.most or (parameter.whole and value != int(value)):
             what = "a whole number" if parameter.whole else "a number"
             raise click.BadParameter(
                 f"{name}={value:g} is not accepted; give {what} from {parameter.least:g} to {parameter.most:g}",
-                param_hint=_HINT,
+                param_hint=hint,
             )
         if parameter.decodes and config.decode is None:
             raise click.BadParameter(
                 f"{name}={value:g} is not accepted: a prefill-only engine has no decode steps; give another --model",
-                param_hint=_HINT,
+                param_hint=hint,
             )
         config = parameter.change(config, value)
     return config
+
+
+def read_engine_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> "EngineFile | None":
+    """Read the file of an engine, None without a file. Raises BadParameter."""
+    if value is None:
+        return None
+    # Imported here because YAML takes a tenth of a second to load.
+    from dualmap_cli.engine_file import EngineFileError, read_engine
+
+    try:
+        return read_engine(value)
+    except EngineFileError as error:
+        raise click.BadParameter(str(error)) from error

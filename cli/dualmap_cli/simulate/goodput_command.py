@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualmap.pools.pool import Slo
+from dualmap_cli.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, make_plan
-from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import numbers
 from dualmap_sim.option_checks import FiniteFloatRange
 

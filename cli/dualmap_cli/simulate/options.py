@@ -1,12 +1,13 @@
 """The options that ``dualmap simulate`` and ``dualmap goodput`` share, in the order in which ``--help`` lists them."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import click
 
+from dualmap_cli.running import plot_option
+from dualmap_cli.simulate.engine_options import read_engine_file
 from dualmap_cli.simulate.pool_option import read_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
@@ -26,20 +27,6 @@ BOUNDS: Final = (
     )
 )
 """The help text of the bounds."""
-PICTURES: Final = (".png", ".svg")
-
-
-def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Return the path of the chart; reject a path that is not writable before the simulation starts."""
-    if value is not None and value.suffix not in PICTURES:
-        raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"{str(value)!r}: the folder {str(value.absolute().parent)!r} does not exist")
-    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a writable folder")
-    return value
-
-
 _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--trace",
@@ -109,12 +96,22 @@ _POOL: Final[tuple[Decorator, ...]] = (
         help="Engine preset with speeds, memory and cache of each engine. The preset pd is prefill-only.",
     ),
     click.option(
+        "--engine",
+        "engine_file",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=read_engine_file,
+        help="Take the engine's parameters from this file, which `dualmap fit` writes. --model gives those that are "
+        "absent in it. If the file has members that differ, qwen-0, qwen-1, ... are these members.",
+    ),
+    click.option(
         "--set",
         "parameters",
         metavar="NAME=NUMBER",
         multiple=True,
         callback=named_numbers,
-        help="Set a parameter of the engine model, such as c=500000. Repeat the option for several parameters.",
+        help="Set a parameter of the engine model, such as c=500000, in place of the value of --engine and --model. "
+        "Repeat the option for several parameters.",
     ),
     click.option(
         "--slow",
@@ -191,9 +188,7 @@ _OUTPUT: Final[tuple[Decorator, ...]] = (
     click.option(
         "--processes", type=click.IntRange(1, 1024), help="Number of parallel runs.  [default: one for each core]"
     ),
-    click.option(
-        "--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help="Write a chart to this file."
-    ),
+    plot_option(help="Write a chart to this file."),
     click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table."),
 )
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -23,6 +23,9 @@ from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.mooncake import TraceError
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
+
+if TYPE_CHECKING:
+    from dualmap_cli.engine_file import EngineFile
 
 POLICIES_COMPARED: Final = ("round_robin", "dualmap")
 INSTANCES: Final = 8
@@ -66,6 +69,7 @@ def make_plan(
     instances: int | None,
     prefillers: int,
     model: str,
+    engine_file: "EngineFile | None",
     parameters: Sequence[tuple[str, float]],
     slow: Sequence[tuple[str, float]],
     slo_ttft_s: float | None,
@@ -81,7 +85,7 @@ def make_plan(
     as_json: bool,
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
-    engine = changed(PRESETS[model], parameters)
+    engine, differing = _engines(model, engine_file, parameters)
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
@@ -98,7 +102,7 @@ def make_plan(
         instances=instances,
         prefillers=prefillers,
         engine=engine,
-        engines=_slow_ones(slow, engine, instances, policies),
+        engines=_slow_ones(slow, engine, instances, policies) or _unequal(differing, instances, policies),
         slo_ttft_s=slo_ttft_s,
         routers=routers,
         owner_decides=decide == "owner",
@@ -196,6 +200,26 @@ def _check_split(
         problem = "theoretical bounds have no prefill pool; omit them in --policy"
     if problem:
         raise click.BadParameter(f"{prefillers} is not accepted; {problem}", param_hint="--prefill-instances")
+
+
+def _engines(
+    model: str, file: "EngineFile | None", parameters: Sequence[tuple[str, float]]
+) -> tuple[EngineConfig, tuple[EngineConfig, ...]]:
+    """Return the engine of most members, and those of the members that differ in the file. Raises BadParameter."""
+    engine, differing = PRESETS[model], list[EngineConfig]()
+    if file is not None:
+        engine = changed(engine, file.parameters, hint="--engine")
+        differing = [changed(engine, own, hint="--engine") for own in file.members.values()]
+    return changed(engine, parameters), tuple(changed(each, parameters) for each in differing)
+
+
+def _unequal(
+    differing: Sequence[EngineConfig], instances: int, policies: Sequence[str]
+) -> tuple[tuple[str, EngineConfig], ...]:
+    """Return the members that differ, which are the first ones. Raises BadParameter."""
+    if differing and any(policy in ORACLES for policy in policies):
+        raise click.BadParameter("the bounds require equal engines; omit them in --policy", param_hint="--engine")
+    return tuple(zip(member_ids(instances), differing, strict=False))
 
 
 def _slow_ones(

@@ -342,6 +342,11 @@ class Fleet:
 
     # Deadlines, versions of the pool, and reports of other routers.
 
+    @property
+    def departed(self) -> frozenset[str]:
+        """The members whose time to leave has passed."""
+        return self._membership.departed
+
     def next_deadline(self) -> float | None:
         """Return the next time at which ``resume``, ``expire`` or ``expire_others`` must run, or None."""
         times_s = (self._ledger.next_expiry(), self._others.next_expiry(), self.candidates.resume_s)

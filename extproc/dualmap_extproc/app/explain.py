@@ -95,7 +95,7 @@ def explain(
     if isinstance(outcome, Refused):
         click.echo(f"dualmap explain: the router would answer {outcome.status}: {outcome.message}", err=True)
         sys.exit(1 if outcome.status >= 500 else 2)
-    click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome))
+    click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome, pools))
     for pool in pools:
         tokenizer = pool.engine.tokenizer
         if pool.id == outcome.pool and tokenizer.path and not (Path(tokenizer.path) / "tokenizer.json").is_file():

@@ -6,13 +6,15 @@ the state that the other routers share.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from dualmap.pools.pool import Pool
+from dualmap.objects.times import time_text
+from dualmap.pools.pool import Member, MemberState, Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.receipt import Receipt
+from dualmap_edge.logs import clipped
 from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
@@ -114,11 +116,12 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
         await store.close()
 
 
-def in_words(receipt: Receipt) -> str:
-    """Return the text of a receipt for people."""
+def in_words(receipt: Receipt, pools: Iterable[Pool]) -> str:
+    """Return the text of a receipt for people, with the members of its pool that get no new keys."""
+    known = {pool.id: pool for pool in pools}
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
-        *_choice(receipt),
+        *_choice(receipt, known[receipt.pool]),
     ]
     prefill = receipt.prefill
     if prefill is None:
@@ -128,17 +131,18 @@ def in_words(receipt: Receipt) -> str:
     else:
         chosen = prefill.receipt
         lines.append(f"Prefill: {chosen.chosen} ({chosen.address}) of pool {chosen.pool} computes the prompt.")
-        lines += [f"  {line}" for line in _choice(chosen)]
+        lines += [f"  {line}" for line in _choice(chosen, known[chosen.pool])]
     return "\n".join(lines)
 
 
-def _choice(receipt: Receipt) -> list[str]:
-    """Return the reason for the choice of a member, in lines."""
+def _choice(receipt: Receipt, pool: Pool) -> list[str]:
+    """Return the reason for the choice of a member of ``pool``, in lines."""
     lines = [
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
     ]
+    lines += _left_out(receipt, pool)
     if receipt.moved_from:
         source = f"; {receipt.chosen} can fetch its KV from {receipt.kv_source}" if receipt.kv_source else ""
         lines.append(f"Session: moves from {receipt.moved_from} to {receipt.chosen}{source}.")
@@ -158,6 +162,24 @@ def _choice(receipt: Receipt) -> list[str]:
             f" {_count(each.in_flight, 'request')} in flight; predicted TTFT {_duration(each.ttft_s)}",
         ]
     return lines
+
+
+def _left_out(receipt: Receipt, pool: Pool) -> list[str]:
+    """Return a line with the members that get no new keys, and why; none if these members are the only ones."""
+    if not any(each.takes_new_keys for each in pool.members):
+        return []
+    left_out = clipped(
+        f"{each.id} ({_why_no_keys(each)})"
+        for each in pool.members
+        if not each.takes_new_keys and each.id != receipt.chosen
+    )
+    return [f"Without new keys: {', '.join(left_out)}."] if left_out else []
+
+
+def _why_no_keys(member: Member) -> str:
+    if member.leave_at_s is not None:
+        return f"leaves at {time_text(member.leave_at_s)}"
+    return "draining" if member.state is MemberState.DRAINING else "weight 0"
 
 
 def _key(receipt: Receipt) -> str:

@@ -23,7 +23,7 @@ from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.telemetry.owner_log import log_owner_changes
+from dualmap_extproc.telemetry.pool_log import log_pool_events
 
 _VERSION: Final = version("dualmap")
 
@@ -52,7 +52,7 @@ def observers_of(settings: Settings) -> Observers:
     for subscriber in (metrics, demand, histories):
         if subscriber is not None:
             subscriber.subscribe(observations)
-    log_owner_changes(observations)
+    log_pool_events(observations)
     trace_headers, close_tracing = _tracing(settings, observations)
     return Observers(
         observations=observations,

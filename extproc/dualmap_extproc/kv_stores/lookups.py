@@ -46,12 +46,20 @@ class _Asked:
 
 
 class Lookups:
-    """The lookups of one pool (``namespace/name``). Construct it in an event loop."""
+    """The lookups of one pool (``namespace/name``) in the store at ``endpoint``. Construct it in an event loop."""
 
     def __init__(
-        self, pool: str, client: StoreClient, metrics: KvStoreMetrics, *, chunk_tokens: int, timeout_s: float
+        self,
+        pool: str,
+        endpoint: str,
+        client: StoreClient,
+        metrics: KvStoreMetrics,
+        *,
+        chunk_tokens: int,
+        timeout_s: float,
     ) -> None:
         self._pool = pool
+        self._endpoint = endpoint
         self._client = client
         self._metrics = metrics
         self._chunk_tokens = chunk_tokens
@@ -135,7 +143,7 @@ class Lookups:
                 self._failed(error)
         elif not asked.is_late and self.availability.answered():
             self._metrics.set_up(self._pool, is_up=True)
-            _log.info("KV store works again", pool=self._pool)
+            _log.info("KV store works again", pool=self._pool, endpoint=self._endpoint)
         self._answer_all(asked, error)
 
     def _answer_all(self, asked: _Asked, error: str | None) -> None:
@@ -165,7 +173,12 @@ class Lookups:
     def _failed(self, reason: str) -> None:
         if self.availability.failed(self._loop.time(), reason[:_REASON_LONGEST]):
             self._metrics.set_up(self._pool, is_up=False)
-            _log.warning("KV store does not work, leaving it alone", pool=self._pool, reason=self.availability.reason)
+            _log.warning(
+                "KV store does not work, leaving it alone",
+                pool=self._pool,
+                endpoint=self._endpoint,
+                reason=self.availability.reason,
+            )
 
     def _match(self, chunks: Sequence[str]) -> StoreMatch:
         return self._view.match(self._loop.time(), chunks, self._chunk_tokens)

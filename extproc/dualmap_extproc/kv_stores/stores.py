@@ -36,6 +36,7 @@ class _PoolStore:
         self.takes_salts = own
         self.lookups = Lookups(
             pool.id,
+            store.endpoint,
             _client_of(store, pool.model),
             metrics,
             chunk_tokens=store.chunk_tokens,
@@ -97,6 +98,7 @@ class KvStores:
         availability = store.lookups.availability
         return {
             "type": store.store.type.value,
+            "endpoint": store.store.endpoint,
             "state": "Up" if availability.is_up else "LeftAlone",
             "reason": availability.reason or store.reason,
         }

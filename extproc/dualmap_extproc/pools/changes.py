@@ -1,16 +1,14 @@
 """Logs the changes of a reload of the pools. Every source of pools uses ``log_changes``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
+from dualmap.objects.times import time_text
 from dualmap.pools.claims import Claimant, prefill_problem
-from dualmap.pools.pool import Pool
-from dualmap_edge.logs import get_logger
+from dualmap.pools.pool import Member, Pool
+from dualmap_edge.logs import clipped, get_logger
 
-# The most member ids in a log line. The log line counts the other members. A pool may have tens of thousands of
-# members.
-_IDS_SHOWN: Final = 20
 _ENVOY_HINT: Final = "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again"
 # The fields of a pool that the log line shows separately from the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
@@ -53,7 +51,7 @@ def _log_change(old: Pool, new: Pool) -> None:
         ring_version=new.ring_version,
         added=clipped(each for each in now if each not in was),
         removed=clipped(each for each in was if each not in now),
-        changed=clipped(each for each in now if each in was and now[each] != was[each]),
+        changed=clipped(_changed(was[each], now[each]) for each in now if each in was and now[each] != was[each]),
         settings=[
             field.name
             for field in fields(Pool)
@@ -75,8 +73,17 @@ def _log_change(old: Pool, new: Pool) -> None:
         )
 
 
-def clipped(ids: Iterable[str]) -> list[str]:
-    """Return member ids for a log line: the first ids, and the number of the other ids."""
-    listed = list(ids)
-    more = len(listed) - _IDS_SHOWN
-    return [*listed[:_IDS_SHOWN], f"and {more} more"] if more > 0 else listed
+def _changed(was: Member, now: Member) -> str:
+    """Return a changed member's id, and the new values of the fields that differ, as ``status.ring.members`` has them.
+
+    Incarnations are long and random, so only their change is named.
+    """
+    leave_at = "none" if now.leave_at_s is None else time_text(now.leave_at_s)
+    new = {
+        "address": now.endpoint if was.endpoint != now.endpoint else None,
+        "state": now.state.value if was.state != now.state else None,
+        "weight": now.weight if was.weight != now.weight else None,
+        "leaveAt": leave_at if was.leave_at_s != now.leave_at_s else None,
+        "incarnation": "new" if was.incarnation != now.incarnation else None,
+    }
+    return f"{now.id} ({', '.join(f'{name} {value}' for name, value in new.items() if value is not None)})"

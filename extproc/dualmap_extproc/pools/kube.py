@@ -17,8 +17,8 @@ from dualmap.objects.reservations import CONFIG_MAP, read_reservations
 from dualmap.pools.pool import Pool
 from dualmap_edge.kube.client import KubeClient, KubeError
 from dualmap_edge.kube.watch import Collection, Reflector, WatchPolicy
-from dualmap_edge.logs import get_logger
-from dualmap_extproc.pools.changes import clipped, log_changes
+from dualmap_edge.logs import clipped, get_logger
+from dualmap_extproc.pools.changes import log_changes
 from dualmap_extproc.pools.objects import InvalidPool, PoolObjects
 from dualmap_extproc.pools.pods import PoolPods
 

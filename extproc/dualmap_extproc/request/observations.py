@@ -94,6 +94,13 @@ class RemotelyDecided(NamedTuple):
     seconds: float
 
 
+class MembersDeparted(NamedTuple):
+    """The time at which these members had to leave has passed; they get no requests while another member can serve."""
+
+    pool: str
+    members: tuple[str, ...]
+
+
 class OwnerChanged(NamedTuple):
     """Another router than ``before`` owns a pool, as far as this router knows (``dualmap.shared_router``)."""
 
@@ -176,6 +183,7 @@ Observation: TypeAlias = (
     | Abandoned
     | Decided
     | RemotelyDecided
+    | MembersDeparted
     | OwnerChanged
     | FirstTokenSeen
     | Ended

@@ -64,6 +64,7 @@ from dualmap_extproc.request.observations import (
     Expired,
     FirstTokenSeen,
     Measured,
+    MembersDeparted,
     OwnerChanged,
     PickNotFollowed,
     Rejected,
@@ -209,7 +210,9 @@ class Picker:
             self._waiting.answer(request_id, refused)
         if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
-        self._release(now, *effects)
+        # The requests of removed pools have answers, also if no router has released a request.
+        self._deliver(now, self._settled(now, *effects))
+        self._report_departed()
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
         """Apply what the engine of a pool's member says; ignore an unknown pool or member."""
@@ -301,16 +304,25 @@ class Picker:
         self._owners[request.id] = router
         if tokens is not None:
             self._counts.add(request.id, pool.id, tokens)
-        decision, settled = self._decide(now, router, request, prompt, headers=headers, peer=peer, tokens=tokens)
+        settled: Sequence[Settled] = ()
+        if pool.prefill_pool:
+            decision, settled = self._decide_both(
+                now, router, request, prompt, headers=headers, peer=peer, tokens=tokens
+            )
+        else:
+            decision, outcomes = router.on_request(now, request)
+            if outcomes:
+                settled = self._settled(now, (router, outcomes))
         if isinstance(decision, Queued | Asked):
             since_s = now if isinstance(decision, Queued) else None
             waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
             return self._await(now, request.id, waiting, settled)
         answer = self._answer(now, pool, decision, arrival, quoted)
-        self._deliver(now, settled)
+        if settled:
+            self._deliver(now, settled)
         return answer
 
-    def _decide(
+    def _decide_both(
         self,
         now: float,
         router: Router,
@@ -321,14 +333,10 @@ class Picker:
         peer: str,
         tokens: Tokens | None,
     ) -> tuple[Outcome | Asked, Sequence[Settled]]:
-        """Ask a pool's router about a new request, and the router of its prefill pool if the pool names one."""
-        pool = router.pool
-        if not pool.prefill_pool:
-            answer, outcomes = router.on_request(now, request)
-            return answer, self._settled(now, (router, outcomes))
-        prefill, prefiller = self._served.prefill_router(pool.id), None
+        """Ask the router of a pool with a prefill pool about a new request, and the prefill pool's router."""
+        prefill, prefiller = self._served.prefill_router(router.pool.id), None
         if prefill is not None:
-            ids = self._counts.trusted_ids(pool.id, tokens)
+            ids = self._counts.trusted_ids(router.pool.id, tokens)
             # The gateway allows destinations, and a prefill member is none.
             twin = self._builder.build(
                 prefill.pool, prompt, None, request.arrived_s, headers=headers, peer=peer, ids=ids, twin=request
@@ -534,6 +542,7 @@ class Picker:
                 self._owners.pop(completion.request_id, None)
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
             self._release(now, *effects)
+        self._report_departed()
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the current status of each pool, or only of the served pools in ``pools``."""
@@ -590,6 +599,10 @@ class Picker:
     def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
 
+    def _report_departed(self) -> None:
+        for pool, members in self._served.take_departed():
+            self._report(MembersDeparted(pool=pool, members=tuple(sorted(members))))
+
     def _owner_changed(self, pool: str, before: str, owner: str) -> None:
         self._report(OwnerChanged(pool=pool, before=before, owner=owner))
 
@@ -617,7 +630,11 @@ class Picker:
 
     def _release(self, now: float, *effects: Outcomes) -> None:
         """Resume the waiting requests that routers released or rejected."""
-        self._deliver(now, self._settled(now, *effects))
+        # Most events release nothing.
+        for _, outcomes in effects:
+            if outcomes:
+                self._deliver(now, self._settled(now, *effects))
+                return
 
     def _settled(self, now: float, *effects: Outcomes) -> Sequence[Settled]:
         """Return the outcomes of routers' events that are final for their requests."""

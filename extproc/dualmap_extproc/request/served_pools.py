@@ -57,6 +57,7 @@ class ServedPools:
         self._addressed: tuple[Router, ...] = ()
         self.known = False
         """Whether ``replace`` was called, perhaps without pools. Before, any model may have a pool."""
+        self._departed: dict[str, frozenset[str]] = {}
         self.session_headers: frozenset[str] = frozenset()
         """The lower-case names of the headers that identify sessions, over all pools."""
         self.client_headers: frozenset[str] = frozenset()
@@ -173,6 +174,12 @@ class ServedPools:
         }
         self._addressed = tuple(router for pool, router in self._routers.items() if pool not in prefilling)
         return tuple(pool for pool in self._given if pool.id not in prefilling)
+
+    def take_departed(self) -> list[tuple[str, frozenset[str]]]:
+        """Return the members whose time to leave has passed since the last call, by pool."""
+        before, self._departed = self._departed, {pool: each.departed for pool, each in self._routers.items()}
+        new = ((pool, members - before.get(pool, frozenset())) for pool, members in self._departed.items())
+        return [(pool, members) for pool, members in new if members]
 
     def next_deadline(self) -> float | None:
         """Return the time at which any router's ``on_deadline`` is due next, or None."""

@@ -299,11 +299,12 @@ class RequestCounts(Collector):
         yield _by_kind("dualmap_prefills", text, "where", prefills)
         moves = [(pool, counts.session_moves) for pool, counts in pools]
         text = (
-            "Requests of sessions that went to another endpoint than the session's last one, by how the KV gets there."
+            "Requests of sessions that went to another endpoint than the session's last one, by whether the router "
+            "predicts a fetch of KV."
         )
         yield _by_kind("dualmap_session_moves", text, "kv", moves)
         moved = [(pool, counts.session_move_tokens) for pool, counts in pools]
-        text = "Prompt tokens of moved sessions that the new endpoint did not cache, by how their KV gets there."
+        text = "Prompt tokens of moved sessions that the new endpoint did not cache, as predicted, by a fetch or not."
         yield _by_kind("dualmap_session_move_tokens", text, "kv", moved)
         rejections = [("", self._poolless), *((pool, counts.rejections) for pool, counts in pools)]
         yield _by_kind("dualmap_refused_requests", "Requests answered with an error, by code.", "code", rejections)

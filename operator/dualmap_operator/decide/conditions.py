@@ -14,7 +14,7 @@ from dualmap.objects.times import time_text
 from dualmap.pools.claims import LostClaim
 from dualmap.pools.pool import MemberState, TokenSource
 from dualmap_operator.decide import drain, rollout
-from dualmap_operator.decide.observed import Condition, Observed, RingMember
+from dualmap_operator.decide.observed import Condition, Observed, RingMember, RouterReport
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 from dualmap_operator.names import ConditionType
 
@@ -34,6 +34,9 @@ class _Finding:
     status: bool | None
     reason: str
     message: str
+
+
+_NO_ROUTERS: Final = _Finding(None, "NoRouters", "No ready router answers the operator.")
 
 
 def conditions(
@@ -60,6 +63,8 @@ def conditions(
     }
     if spec.engine.tokenizer.source is not TokenSource.ESTIMATE:
         findings[ConditionType.TOKENS_AGREE] = _tokens_agree(observed)
+    if spec.kv_store.is_used:
+        findings[ConditionType.KV_STORE_AVAILABLE] = _kv_store_available(spec, observed)
     return tuple(_condition(spec.generation, observed, type_, finding, now_s) for type_, finding in findings.items())
 
 
@@ -201,16 +206,12 @@ def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
 
 
 def _tokens_agree(observed: Observed) -> _Finding:
-    heard = [router for router in observed.routers if router.ready and router.heard]
+    heard = _heard(observed)
     if not heard:
-        return _Finding(None, "NoRouters", "No ready router answers the operator.")
-    routers_of: defaultdict[str, list[str]] = defaultdict(list)
-    for router in heard:
-        if router.tokenizer.problem:
-            routers_of[router.tokenizer.problem].append(router.router)
-    if routers_of:
-        said = "; ".join(f"{problem} ({named(sorted(routers))})" for problem, routers in sorted(routers_of.items()))
-        return _Finding(False, "SourceUnusable", f"Routers cannot use spec.engine.tokenizer: {said}.")
+        return _NO_ROUTERS
+    problems = _joined((router.tokenizer.problem, router.router) for router in heard)
+    if problems:
+        return _Finding(False, "SourceUnusable", f"Routers cannot use spec.engine.tokenizer: {problems}.")
     differing = sorted({each for router in heard for each in router.tokenizer.differing})
     if differing:
         return _Finding(
@@ -219,6 +220,29 @@ def _tokens_agree(observed: Observed) -> _Finding:
             f"Requests of these kinds are routed by bytes, because the engines count other tokens: {named(differing)}.",
         )
     return _Finding(True, "CountsEqual", "The engines count the tokens that the routers compute.")
+
+
+def _kv_store_available(spec: PoolSpec, observed: Observed) -> _Finding:
+    heard = _heard(observed)
+    if not heard:
+        return _NO_ROUTERS
+    problems = _joined((router.kv_store_problem, router.router) for router in heard)
+    if problems:
+        return _Finding(False, "LeftAlone", f"Routers do not ask the KV store at {spec.kv_store.endpoint}: {problems}.")
+    return _Finding(True, "Asked", "The routers ask the KV store.")
+
+
+def _heard(observed: Observed) -> list[RouterReport]:
+    return [router for router in observed.routers if router.ready and router.heard]
+
+
+def _joined(problems: Iterable[tuple[str, str]]) -> str:
+    """Return the problems of routers as one text, each with its routers; empty if there are none."""
+    routers_of: defaultdict[str, list[str]] = defaultdict(list)
+    for problem, router in problems:
+        if problem:
+            routers_of[problem].append(router)
+    return "; ".join(f"{problem} ({named(sorted(routers))})" for problem, routers in sorted(routers_of.items()))
 
 
 def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember], now_s: float) -> _Finding:

@@ -137,6 +137,7 @@ class RouterReport:
 
     ``ready`` is true if the router receives requests. ``heard`` is False if the router did not answer; the other fields
     are then unknown. A router that answers 404 does not serve the pool: its report has version 0 and no endpoints.
+    ``kv_store_problem`` says why the router leaves the pool's KV store alone; it is empty otherwise.
     """
 
     router: str
@@ -145,6 +146,7 @@ class RouterReport:
     ring_version: int = 0
     endpoints: Mapping[str, EndpointReport] = field(default_factory=dict)
     tokenizer: TokenizerReport = TokenizerReport()
+    kv_store_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

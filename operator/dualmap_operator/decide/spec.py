@@ -6,13 +6,14 @@ be installed. The operator reports an invalid spec in the Accepted condition.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dualmap.errors import PoolError
 from dualmap.objects.fields import parse_duration
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
 from dualmap.objects.pool_reader import read_pools
+from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Engine, Pool
 
 DRAIN_TIMEOUT_S: Final = 600.0
@@ -46,6 +47,7 @@ class PoolSpec:
     engine: Engine
     replicas: int
     workload: TemplateWorkload | SelectorWorkload
+    kv_store: KvStore = field(default_factory=KvStore)
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     deleting: bool = False
 
@@ -69,6 +71,7 @@ def read_spec(document: Mapping[str, Any]) -> PoolSpec:
         engine=pool.engine,
         replicas=_read_replicas(spec.get("replicas")),
         workload=_read_workload(spec.get("workload")),
+        kv_store=pool.kv_store,
         drain_timeout_s=_read_drain_timeout_s(spec.get("drain")),
         deleting="deletionTimestamp" in metadata,
     )

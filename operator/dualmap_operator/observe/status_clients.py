@@ -115,6 +115,7 @@ class RouterClient:
             ring_version=version,
             endpoints=endpoints,
             tokenizer=_tokenizer(mapping_in(document, "tokenizer")),
+            kv_store_problem=_kv_store_problem(mapping_in(document, "kv_store")),
         )
         return report, mapping_in(document, "traffic") or None
 
@@ -177,6 +178,13 @@ def _tokenizer(value: Mapping[str, Any]) -> TokenizerReport:
         problem=text_in(value, "reason")[:_PROBLEM_CHARACTERS],
         differing=tuple(each[:_PROBLEM_CHARACTERS] for each in islice(differing, _DIFFERING_MAX)),
     )
+
+
+def _kv_store_problem(value: Mapping[str, Any]) -> str:
+    """Return why a router leaves the pool's KV store alone; empty if it asks the store, or says nothing of it."""
+    if text_in(value, "state") != "LeftAlone":
+        return ""
+    return text_in(value, "reason")[:_PROBLEM_CHARACTERS] or "no reason"
 
 
 def _count(value: object) -> int | None:

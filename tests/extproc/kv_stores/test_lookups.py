@@ -15,6 +15,7 @@ from dualmap_extproc.kv_stores.metrics import KvStoreMetrics, LookupResult
 from waiting import until
 
 POOL = "llm/qwen"
+ENDPOINT = "http://10.0.0.9:9003"
 IDS = array("I", range(1024))
 KEYS = ("a", "b", "c", "d")
 HELD = {"a": Chunk(True), "b": Chunk(True)}
@@ -58,7 +59,7 @@ class Desk:
         self.registry = CollectorRegistry()
         metrics = KvStoreMetrics(self.registry)
         metrics.set_pools([POOL])
-        self.lookups = Lookups(POOL, self.client, metrics, chunk_tokens=256, timeout_s=timeout_s)
+        self.lookups = Lookups(POOL, ENDPOINT, self.client, metrics, chunk_tokens=256, timeout_s=timeout_s)
         self.answers = asyncio.Queue[StoreMatch]()
 
     def ask(self, keys: tuple[str, ...] = KEYS) -> StoreMatch | Callable[[], None]:
@@ -165,7 +166,7 @@ async def test_cancelled_request_gets_no_answer(patient: Desk) -> None:
     assert patient.answers.empty()
 
 
-async def test_store_that_fails_in_a_row_is_left_alone(patient: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_store_that_fails_in_a_row_is_left_alone(patient: Desk, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(FAILURES_MAX):
         patient.ask((f"{number}",))
         await patient.client.arrived(number + 1)
@@ -177,6 +178,8 @@ async def test_store_that_fails_in_a_row_is_left_alone(patient: Desk, capsys: py
     assert patient.counted(LookupResult.SKIPPED) == 1
     assert patient.up == 0
     assert patient.lookups.availability.reason == "the master is gone"
+    (line,) = caplog.records
+    assert line.__dict__["details"] == {"pool": POOL, "endpoint": ENDPOINT, "reason": "the master is gone"}
 
 
 async def test_late_answer_is_for_the_next_request(hasty: Desk) -> None:

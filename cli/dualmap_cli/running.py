@@ -1,19 +1,24 @@
-"""Common code of both commands: exit statuses, output errors and the check for matplotlib."""
+"""Common code of the commands that print results: exit statuses, output errors, and the option ``--plot``."""
 
 import errno
 import io
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import click
 
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 from dualmap_sim.parallel import WorkerError
+
+PICTURES: Final = (".png", ".svg")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class MissingMatplotlib(Exception):
@@ -31,6 +36,11 @@ def require_matplotlib() -> None:
     """Raise MissingMatplotlib before the simulation starts."""
     if find_spec("matplotlib") is None:
         raise MissingMatplotlib
+
+
+def plot_option(*, help: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that adds the option ``--plot``; the command receives a path that can be written, or None."""
+    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help=help)
 
 
 @contextmanager
@@ -76,3 +86,14 @@ def command_errors(command: str) -> Iterator[None]:
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     click.echo(f"\n{INTERRUPTED}", err=True)
     sys.exit(SIGNAL_EXIT_BASE + number)
+
+
+def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Return the path of the chart; reject a path that is not writable before the simulation starts."""
+    if value is not None and value.suffix not in PICTURES:
+        raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"{str(value)!r}: the folder {str(value.absolute().parent)!r} does not exist")
+    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a writable folder")
+    return value

@@ -1,0 +1,101 @@
+"""Fits the size of the engines' prefix caches, by replaying the prompts of each member in caches of several sizes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Final
+
+from dualmap_sim.fitting.estimates import Estimate
+from dualmap_sim.fitting.replay import engine_blocks
+from dualmap_sim.fitting.service import Served
+from dualmap_sim.prefix_cache import PrefixCache
+
+_GROWTH: Final = 2**0.25
+"""The ratio of two sizes that are tried in turn."""
+_AS_GOOD: Final = 1.1
+"""Sizes with errors up to this ratio of the smallest error are within the interval."""
+_REQUESTS_MOST: Final = 5000
+_LEAST_EVICTED: Final = 0.01
+"""The share of prompt tokens by which an unlimited cache must differ from the engines' for an eviction to be seen."""
+_SMALLEST_BLOCKS: Final = 8
+
+
+def fit_block(members: Mapping[str, Sequence[Served]]) -> Estimate:
+    """Estimate the block length of the engines' prefix caches, in tokens: cached tokens are whole blocks."""
+    seen = {each.cached_tokens for served in members.values() for each in served if each.sound and each.cached_tokens}
+    length = gcd(*seen)
+    if len(seen) < 10 or length == 1:
+        return Estimate.absent("fewer than ten different numbers of cached tokens; prompts of many lengths show it")
+    return Estimate.of(
+        length, length, length, reason=f"divides {len(seen)} different numbers of cached tokens", missing=""
+    )
+
+
+def fit_cache(
+    members: Mapping[str, Sequence[Served]], *, recorded_block_tokens: float, block_tokens: float
+) -> Estimate:
+    """Estimate the size of a member's prefix cache in tokens.
+
+    ``block_tokens`` is the length of the engines' blocks, and ``recorded_block_tokens`` that of the recorded ones.
+    """
+    prompts = _prompts(members, recorded_block_tokens=recorded_block_tokens, block_tokens=block_tokens)
+    if not any(each.cached_tokens for own in prompts for each in own):
+        return Estimate.absent("no prompt had cached tokens; repeated prompts and conversations show it")
+    asked = sum(each.served.prompt_tokens for own in prompts for each in own)
+    largest = max(len({block for each in own for block in each.blocks}) for own in prompts)
+    if _error(prompts, None, block_tokens) <= _LEAST_EVICTED * asked:
+        held = round(largest * block_tokens)
+        return Estimate.absent(f"nothing was evicted: the cache holds at least {held:,} tokens; more prompts show it")
+    sizes, size = [], float(_SMALLEST_BLOCKS)
+    while size < largest * _GROWTH:
+        sizes.append(round(size))
+        size *= _GROWTH
+    errors = {size: _error(prompts, size, block_tokens) for size in sizes}
+    best = min(errors, key=lambda size: errors[size])
+    good = [size for size in sizes if errors[size] <= _AS_GOOD * errors[best]]
+    return Estimate.of(
+        round(best * block_tokens),
+        round(good[0] / _GROWTH**0.5 * block_tokens),
+        round(good[-1] * _GROWTH**0.5 * block_tokens),
+        reason=f"best of {len(sizes)} sizes for the cached tokens of {sum(map(len, prompts)):,} prompts",
+        missing="prompts that return after the cache has been filled several times show it",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """A prompt with the hashes of its full engine blocks."""
+
+    served: Served
+    blocks: Sequence[int]
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.served.cached_tokens if self.served.sound else 0
+
+
+def _prompts(
+    members: Mapping[str, Sequence[Served]], *, recorded_block_tokens: float, block_tokens: float
+) -> list[list[_Prompt]]:
+    apart = block_tokens / recorded_block_tokens
+    return [
+        [
+            _Prompt(served=each, blocks=engine_blocks(each.request.chain.cacheable, apart))
+            for each in served[:_REQUESTS_MOST]
+        ]
+        for served in members.values()
+    ]
+
+
+def _error(prompts: Iterable[Iterable[_Prompt]], size: int | None, block_tokens: float) -> float:
+    """Return the sum of the differences between predicted and measured cached tokens with caches of ``size`` blocks."""
+    error = 0.0
+    for own in prompts:
+        cache = PrefixCache(size)
+        for each in own:
+            if each.served.sound:
+                # An engine always computes the last token of a prompt.
+                usable = each.blocks[: int((each.served.prompt_tokens - 1) / block_tokens)]
+                error += abs(cache.match(usable) * block_tokens - each.served.cached_tokens)
+            cache.insert(each.blocks)
+    return error

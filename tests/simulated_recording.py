@@ -1,0 +1,43 @@
+"""Recordings of simulated runs: what a router in front of simulated engines would record."""
+
+from collections.abc import Iterator
+
+from dualmap.recordings.values import RecordedOutcome, RecordedReceipt, RecordedRequest
+from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap_sim.records import Record
+
+POOL = "simulation/qwen"
+
+
+def recorded(experiment: Experiment) -> list[RecordedRequest]:
+    """Return the requests of an experiment in order of arrival."""
+    return list(_requests(run_experiment(experiment).records))
+
+
+def _requests(records: tuple[Record, ...]) -> Iterator[RecordedRequest]:
+    for each in sorted(records, key=lambda record: record.arrival.at_s):
+        chain, work = each.arrival.chain, each.arrival.work
+        if each.endpoint is None or each.dispatched_s is None or each.finished_s is None:
+            continue
+        receipt = RecordedReceipt(
+            policy="dualmap", rule="pair-cold", pair=(each.endpoint, each.endpoint), chosen=each.endpoint,
+            prompt_tokens=chain.tokens, matched_tokens=0, key_blocks=1, key_tokens=1, predicted_ttft_s=0.0,
+        )  # fmt: skip
+        yield RecordedRequest(
+            arrived_s=each.arrival.at_s,
+            pool=POOL,
+            model="qwen",
+            streamed=True,
+            prompt_tokens=chain.tokens,
+            block_tokens=chain.block_tokens,
+            blocks=chain.hashes,
+            outcome=RecordedOutcome.OK,
+            receipt=receipt,
+            attempts=1,
+            queued_s=each.dispatched_s - each.arrival.at_s if each.held else None,
+            ttft_s=each.ttft_s,
+            duration_s=each.finished_s - each.arrival.at_s,
+            engine_prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens,
+            cached_tokens=each.cached_tokens,
+        )
