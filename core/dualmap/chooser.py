@@ -36,15 +36,9 @@ PredictedT = TypeVar("PredictedT", bound=Predicted)
 
 
 def best_of(
-    rings: tuple[DualRing, DualRing | None], choose: Callable[[DualRing], PredictedT], *, slo_ttft_s: float
+    ring: DualRing, preferred: DualRing, choose: Callable[[DualRing], PredictedT], *, slo_ttft_s: float
 ) -> PredictedT:
-    """Return the choice from the preferred members; if it misses the SLO, the better one of it and that from all.
-
-    ``rings`` are those of all members and of the preferred members (None: all).
-    """
-    ring, preferred = rings
-    if preferred is None:
-        return choose(ring)
+    """Return the choice from the preferred members; if it misses the SLO, the better one of it and that from all."""
     chosen = choose(preferred)
     if chosen.predicted_ttft_s <= slo_ttft_s:
         return chosen

@@ -168,20 +168,25 @@ class Dispatcher:
 
         ``key`` is the key of an earlier placement, so that hotness and shadow policies count the request only once.
         """
-        rings = self._candidates.rings(request)
-        if not rings[0].members:
+        ring, preferred = self._candidates.rings(request)
+        if not ring.members:
             self._place_nowhere(now, request, outcomes)
             return
-        comparison = self._shadows.new_comparison(request, self._chooser.sequence) if key is None else None
+        comparison = self._shadows.new_comparison(request) if key is None else None
         key = key or self._chooser.key(now, request)
-        choose = partial(self._choose, now, request, key, comparison, outcomes)
-        placed = best_of(rings, choose, slo_ttft_s=self._pool.slo.ttft_s)
-        leaving = self._leaving(now, request)
+        if preferred is None:
+            placed = self._choose(now, request, key, comparison, outcomes, ring)
+        else:
+            choose = partial(self._choose, now, request, key, comparison, outcomes)
+            placed = best_of(ring, preferred, choose, slo_ttft_s=self._pool.slo.ttft_s)
+        leaving = self._candidates.leaving(now, request)
+        if leaving:
+            leaving = self._open(now, request, leaving)
         if leaving:
             answer_s = self._fleet.answers.expected_s()
             placed = self._chooser.last_turn(now, placed, leaving, answer_s=answer_s) or placed
         if comparison is not None:
-            self._shadows.compare(now, comparison, placed, rings, leaving)
+            self._shadows.compare(now, comparison, placed, ring, preferred, leaving)
         self._admit(now, placed, outcomes)
 
     def _choose(
@@ -203,13 +208,15 @@ class Dispatcher:
             comparison.situations[ring, key] = situation
         return self._chooser.choose(request, key, situation)
 
-    def _leaving(self, now: float, request: Request) -> list[tuple[str, float]]:
-        """Return the members that leave and can take a request now: no request queues for such a member."""
-        return [
+    def _open(
+        self, now: float, request: Request, leaving: tuple[tuple[str, float], ...]
+    ) -> tuple[tuple[str, float], ...]:
+        """Return those of some members that can take a request now, because none queues for a member that leaves."""
+        return tuple(
             (member, left_s)
-            for member, left_s in self._candidates.leaving(now, request)
+            for member, left_s in leaving
             if not self._queue.queues.get(member) and self._may_take(now, member, request)
-        ]
+        )
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue

@@ -92,27 +92,29 @@ class Shadows:
             if rule is not None
         }
 
-    def new_comparison(self, request: Request, sequence: int) -> Comparison | None:
-        """Return a comparison of a new request; None if the request is not in the sample.
+    def new_comparison(self, request: Request) -> Comparison | None:
+        """Return a comparison of a new request, before the pool's own choice; None if it is not in the sample.
 
-        ``sequence`` is the number of the pool's own choice. Add the situations of this choice to the comparison.
+        Add the situations of the own choice to the comparison.
         """
         below = self._sampled_below
         if not below or xxh3_64_intdigest(request.id.encode(), _SAMPLE_SEED) >= below:
             return None
-        return Comparison(request, sequence, {})
+        return Comparison(request, self._chooser.sequence, {})
 
     def compare(
         self,
         now: float,
         comparison: Comparison,
         own: QueuedRequest,
-        rings: tuple[DualRing, DualRing | None],
+        ring: DualRing,
+        preferred: DualRing | None,
         leaving: Sequence[tuple[str, float]],
     ) -> None:
         """Let every shadow policy choose for a request, which the pool's own policy has placed.
 
-        ``rings`` and ``leaving`` are those of the own choice, as in ``best_of`` and ``Chooser.last_host``.
+        ``ring``, ``preferred`` and ``leaving`` are those of the own choice, as in ``best_of`` and
+        ``Chooser.last_host``. Without preferred members, ``preferred`` is None.
         """
         self._totals[self._own.name].add(
             agreed=True, predicted_ttft_s=own.predicted_ttft_s, predicted_cached_tokens=own.matched_tokens
@@ -124,9 +126,11 @@ class Shadows:
             if rule not in keys:
                 hot = None if rule is None else (rule, self._trees[rule])
                 keys[rule] = self._chooser.key_by(now, own.request, hot)
-            chosen = best_of(
-                rings, partial(self._choose, now, comparison, policy, keys[rule]), slo_ttft_s=self._slo_ttft_s
-            )
+            if preferred is None:
+                chosen = self._choose(now, comparison, policy, keys[rule], ring)
+            else:
+                choose = partial(self._choose, now, comparison, policy, keys[rule])
+                chosen = best_of(ring, preferred, choose, slo_ttft_s=self._slo_ttft_s)
             if leaving:
                 chosen = self._last_turn(now, own.request, chosen, leaving)
             self._totals[policy.name].add(
