@@ -110,6 +110,11 @@ class Chooser:
         return request._replace(stored=request.stored._replace(tokens=held))
 
     @property
+    def policy(self) -> Policy:
+        """The pool's policy."""
+        return self._policy
+
+    @property
     def sequence(self) -> int:
         """The number of the next choice."""
         return self._sequence

@@ -4,9 +4,9 @@ A shadow policy chooses from the same state as the pool's own policy, by the sam
 members that leave. Its choices change nothing: requests, indexes, queues and sessions follow the pool's own choices.
 The figures are therefore predictions for single requests. They do not show what a policy would do to the whole traffic.
 
-The sample depends on the requests' ids only. Policies without state need no further state for this. The hot prefixes
-are different: a shadow policy with another ``HotnessRule`` than the pool's own policy has its own ``HotnessTree``,
-which counts the sample only.
+The sample depends on the requests' ids only. Policies have no state, and take turns by the number of the pool's choice.
+Only the keys of hot prefixes need state: a shadow policy with another ``HotnessRule`` than the pool's own policy has
+its own ``HotnessTree``, which counts the sample only.
 """
 
 from collections.abc import Sequence
@@ -76,11 +76,11 @@ class Shadows:
         self.adopt(pool)
 
     def adopt(self, pool: Pool) -> None:
-        """Apply a new version of the pool; the totals of policies that stay continue."""
+        """Apply a new version of the pool, which the chooser already has; the totals of policies that stay continue."""
         routing, self._slo_ttft_s = pool.routing, pool.slo.ttft_s
         if routing.prefix != self._prefix:
             self._trees, self._prefix = {}, routing.prefix
-        self._own = POLICIES[routing.policy]
+        self._own = self._chooser.policy
         self._policies = tuple(POLICIES[name] for name in routing.shadow if name != routing.policy)
         compared = (self._own, *self._policies) if routing.shadow else ()
         self._totals = {each.name: self._totals.get(each.name) or _Totals() for each in compared}
