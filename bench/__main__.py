@@ -37,6 +37,7 @@ COMMANDS: Final = {
         "the router behind a real Envoy while clients send hostile bodies (3 minutes)",
         "hostile",
     ),
+    "shares": Benchmark("bench.shares", "members' shares of answers that are not streamed (5 minutes)", "shares"),
     "tracing": Benchmark("bench.tracing", "the cost of OpenTelemetry's spans in a router (seconds)"),
     "transport": Benchmark(
         "bench.transport", "the HTTP/2 server of ext_proc without sockets, beside h2 (a minute)", "transport"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dualmap.recordings.values import RecordedOutcome, RecordedReceipt, RecordedRequest
-from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedReceipt, RecordedRequest
+from dualmap_sim.experiment import Experiment, pool_of, run_experiment
 from dualmap_sim.records import Record
 
 POOL = "simulation/qwen"
@@ -12,6 +12,11 @@ POOL = "simulation/qwen"
 def recorded(experiment: Experiment) -> list[RecordedRequest]:
     """Return the requests of an experiment in order of arrival."""
     return list(_requests(run_experiment(experiment).records))
+
+
+def pool_line(experiment: Experiment) -> PoolChanged:
+    """Return the line about the experiment's pool at the beginning of its recording."""
+    return PoolChanged(at_s=0.0, pool=pool_of(experiment))
 
 
 def _requests(records: tuple[Record, ...]) -> Iterator[RecordedRequest]:

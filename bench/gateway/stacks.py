@@ -32,6 +32,9 @@ ENGINES_MAX = 100
 NAMESPACE = "bench"
 START_S = 60.0
 HOST = "127.0.0.1"
+# The engines of this package need no time for prefill. With a lower speed, the router would count all engines as
+# overloaded.
+NO_PREFILL = 1_000_000
 _LUA = "envoy.filters.http.lua"
 _ANY_PORT = Address(host=HOST, port=0)
 _NO_ROUTER = Address(host=HOST, port=9)
@@ -102,13 +105,24 @@ class Load:
 
 
 class Lab:
-    """Starts the processes of a section; ``children`` stops them."""
+    """Starts the processes of a section; ``children`` stops them.
 
-    def __init__(self, children: Children, folder: Path) -> None:
+    ``engines`` are the addresses of engines that run already, with their prefill speed; else, ``start`` starts some.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        folder: Path,
+        *,
+        engines: Sequence[str] = (),
+        prefill_tokens_per_second: int = NO_PREFILL,
+    ) -> None:
         self._children = children
         self._folder = folder
         self.load: Load
-        self._engines: tuple[str, ...] = ()
+        self._engines = tuple(engines)
+        self._prefill_tokens_per_second = prefill_tokens_per_second
         self._upstream = 0
 
     async def start(self) -> None:
@@ -214,7 +228,8 @@ class Lab:
 
     def _pool(self, tag: str, members: int = ENGINES) -> Path:
         """Write a pool file with the first ``members`` engines."""
-        return write_pool(self._folder / f"{tag}.json", self._engines[:members])
+        file, engines = self._folder / f"{tag}.json", self._engines[:members]
+        return write_pool(file, engines, prefill_tokens_per_second=self._prefill_tokens_per_second)
 
     def _settings(
         self,
@@ -267,7 +282,7 @@ class Lab:
         )
 
 
-def write_pool(path: Path, engines: Sequence[str]) -> Path:
+def write_pool(path: Path, engines: Sequence[str], *, prefill_tokens_per_second: int = NO_PREFILL) -> Path:
     """Write a pool file with engines at these addresses; return its path."""
     addresses = [_address(each) for each in engines]
     listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(addresses)]
@@ -275,9 +290,7 @@ def write_pool(path: Path, engines: Sequence[str]) -> Path:
         "apiVersion": "serving.dualmap.dev/v1alpha1",
         "kind": "InferencePool",
         "metadata": {"name": MODEL, "namespace": NAMESPACE},
-        # The engines of this benchmark need no time for prefill. With a lower speed, the router would count all
-        # engines as overloaded.
-        "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
+        "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": prefill_tokens_per_second}},
         "status": {"ring": {"version": 1, "members": listed}},
     }
     path.write_text(json.dumps(document, indent=2))

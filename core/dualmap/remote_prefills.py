@@ -15,7 +15,7 @@ prefill decision to the first token. Each router may ask the owner of its pool (
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -174,7 +174,8 @@ class RemotePrefills:
             end = router.on_finished if finished else router.on_failed if failed else router.on_aborted
             effects.append((router, end(now, request_id).outcomes))
         if usage is not None:
-            router.on_usage(now, request_id, usage)
+            # The prefill member generated none of the output tokens.
+            router.on_usage(now, request_id, replace(usage, completion_tokens=None))
         return completion._replace(
             predicted_cached_tokens=split.prefill.receipt.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,

@@ -24,10 +24,12 @@ from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
 from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.recordings.replays import read_traffic
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.workloads.scaling import scaled_sessions
 from dualmap_sim.workloads.trace import Trace
 
 _KEPT: Final = 4
@@ -148,12 +150,15 @@ def run_experiment(
 
 
 def load_trace(experiment: Experiment) -> Trace:
-    """Return an experiment's trace with its prompts cut, at its recorded rate. Raises TraceError."""
+    """Return an experiment's trace with its prompts cut, at its recorded rate. Raises TraceError or RecordingError."""
     return _trace(experiment.workload, experiment.engine.input_tokens_max)
 
 
 def load_workload(workload: Workload) -> Trace:
-    """Return a workload's unchanged trace, loaded once per process. Raises UnknownWorkload or TraceError."""
+    """Return a workload's unchanged trace, loaded once per process.
+
+    Raises UnknownWorkload, TraceError or RecordingError.
+    """
     return _loaded(workload)
 
 
@@ -325,7 +330,11 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
 
 @lru_cache(maxsize=_KEPT)
 def _loaded(workload: Workload) -> Trace:
-    return workload.load()
+    if workload.recording is None:
+        return workload.load()
+    trace = read_traffic(workload.recording, workload.recorded_pool).trace
+    window = replace(trace, requests=trace.requests[workload.start :][: workload.requests])
+    return window if workload.scale == 1 else scaled_sessions(window, workload.scale)
 
 
 @lru_cache(maxsize=_KEPT)

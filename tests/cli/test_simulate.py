@@ -219,7 +219,15 @@ def test_goodput_keeps_other_results_if_a_policy_never_overloads(tmp_path: Path)
 def test_goodput_warns_if_a_window_is_too_short() -> None:
     base = Experiment(workload=Workload(requests=60), requests_per_s=1.0, warmup=10)
     plan = Plan(
-        policies=(), base=base, windows=(base.workload,), pool=None, model="7b", processes=1, plot=None, as_json=False
+        policies=(),
+        base=base,
+        windows=(base.workload,),
+        pool=None,
+        traffic=None,
+        model="7b",
+        processes=1,
+        plot=None,
+        as_json=False,
     )
     short, long = (Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in (1.25, 1.2))
     found = [("dualmap", [short]), ("limit", [long]), ("random", [replace(long, requests_per_s=0.0)])]

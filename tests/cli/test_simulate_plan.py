@@ -18,6 +18,9 @@ from dualmap_sim.workloads.catalog import Workload
 SEVEN_B = PRESETS["7b"]
 OPTIONS: dict[str, Any] = {
     "trace_file": None,
+    "recording": None,
+    "pool_name": None,
+    "scale": 1.0,
     "workload": None,
     "sessions": None,
     "requests": 200,

@@ -11,7 +11,7 @@ from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import MemberState, Pool, Queue, Routing
 from dualmap.remote_prefills import Prefiller, RemotePrefills, Settled
-from dualmap.requests import Asked, Completion, Decision, Queued, Rejection
+from dualmap.requests import Asked, Completion, Decision, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
 
 LONG = text_of(4000, "a long prompt")
@@ -341,3 +341,20 @@ def test_owner_decides_again_when_the_prefill_pool_is_full() -> None:
     assert decision.receipt.prefill is not None
     assert decision.receipt.prefill.local == "full"
     assert loads(split.decode[split.decode.owner])[:2] == (2, 4000)
+
+
+def test_whole_answer_with_a_remote_prefill_teaches_no_member_a_speed() -> None:
+    """Its duration is that of two members together."""
+    split, now = Split(), 0.0
+    for number in range(60):
+        asked = request(f"{number}", text_of(4000, f"prompt {number}"), now=now)._replace(streamed=False)
+        answer, _ = split.prefills.on_request(now, asked, split.decode, Prefiller(split.prefill, asked))
+        assert isinstance(answer, Decision)
+        is_first = answer.prefillers[0] == split.prefill.status().endpoints[0].endpoint
+        now += 10.0 if number >= 20 and is_first else 1.0
+        usage = Usage(prompt_tokens=4000, completion_tokens=100)
+        completion, _ = split.decode.on_finished(now, asked.id, usage)
+        assert completion is not None
+        split.prefills.on_end(now, completion, usage, finished=True, failed=False)
+    for router in (split.decode, split.prefill):
+        assert len({each.prefill_tokens_per_second for each in router.status().endpoints}) == 1

@@ -31,10 +31,14 @@ HEAVY = 0.8 * 4 / (OVERHEAD_S + TOKENS / SPEED)
 
 
 class Traffic:
-    """New prompts through a router's picker, to engines whose prefill times have 5 % noise."""
+    """New prompts through a router's picker, to engines whose prefill times have 5 % noise.
 
-    def __init__(self) -> None:
+    Without streaming, the access log reports the usage up to a second after the answer.
+    """
+
+    def __init__(self, *, streamed: bool = True) -> None:
         self.pool = pool()
+        self._streamed = streamed
         self.slowness: dict[str, float] = {}
         self._desk = Desk(self.pool)
         self._random = random.Random(1)
@@ -42,14 +46,14 @@ class Traffic:
         self._free_s = Counter[str]()
         self._events: list[tuple[float, str, str]] = []
         self.answered = Counter[str]()
-        """The first tokens so far, by member."""
+        """The first bytes of answers so far, by member."""
         self._prompts = count()
         self._chosen = Counter[str]()
 
     def send(self) -> None:
         """Send a new prompt now."""
         text = f"{next(self._prompts)} ".ljust(TEXT_BYTES, "x")
-        picked = self._desk.ask(chat(text, stream=True), now=self._now)
+        picked = self._desk.ask(chat(text, stream=self._streamed), now=self._now)
         if isinstance(picked, Picked):
             self._begin(picked)
 
@@ -61,8 +65,10 @@ class Traffic:
         noise = self._random.uniform(0.95, 1.05)
         service_s = (OVERHEAD_S + TOKENS / SPEED) * self.slowness.get(member, 1.0) * noise
         first_s = self._free_s[member] = max(self._now, self._free_s[member]) + service_s
-        heapq.heappush(self._events, (first_s, picked.request_id, member))
-        heapq.heappush(self._events, (first_s + DECODE_S, picked.request_id, ""))
+        ends_s = first_s + DECODE_S
+        logged_s = ends_s if self._streamed else ends_s + self._random.random()
+        heapq.heappush(self._events, (first_s if self._streamed else ends_s, picked.request_id, member))
+        heapq.heappush(self._events, (logged_s, picked.request_id, ""))
 
     def one_by_one(self, number: int) -> dict[str, float]:
         """Send each prompt after the end of the one before; return each member's share as a multiple of the mean."""
@@ -96,7 +102,10 @@ class Traffic:
             at_s, request_id, first_of = heapq.heappop(self._events)
             if first_of:
                 self.answered[first_of] += 1
+            if first_of and self._streamed:
                 self._desk.picker.first_token(at_s, request_id)
+            elif first_of:
+                self._desk.picker.finished(at_s, request_id, None)
             else:
                 self._desk.picker.finished(at_s, request_id, Usage(completion_tokens=100))
             self._now = at_s
@@ -107,19 +116,22 @@ class Traffic:
         self._now = to_s
 
 
-def test_equal_members_share_prompts_that_come_one_by_one() -> None:
-    shares = Traffic().one_by_one(200)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_equal_members_share_prompts_that_come_one_by_one(streamed: bool) -> None:
+    shares = Traffic(streamed=streamed).one_by_one(200)
     assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
 
 
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("rate", [0.25, LIGHT, HEAVY])
-def test_equal_members_share_prompts_at_any_load(rate: float) -> None:
-    shares = Traffic().poisson(rate, 500 / rate)
+def test_equal_members_share_prompts_at_any_load(rate: float, streamed: bool) -> None:
+    shares = Traffic(streamed=streamed).poisson(rate, 500 / rate)
     assert 0.4 < min(shares.values()) <= max(shares.values()) < 1.8
 
 
-def test_member_that_was_slow_gets_its_share_again_within_a_minute() -> None:
-    traffic = Traffic()
+@pytest.mark.parametrize("streamed", [True, False])
+def test_member_that_was_slow_gets_its_share_again_within_a_minute(streamed: bool) -> None:
+    traffic = Traffic(streamed=streamed)
     traffic.poisson(LIGHT, 60)
     traffic.slowness["qwen-0"] = 4.0
     assert traffic.poisson(LIGHT, 60)["qwen-0"] < 0.6
@@ -129,8 +141,9 @@ def test_member_that_was_slow_gets_its_share_again_within_a_minute() -> None:
     assert traffic.poisson(LIGHT, 60)["qwen-0"] > 0.4
 
 
-def test_new_member_with_three_slow_first_answers_gets_its_share_within_a_minute() -> None:
-    traffic = Traffic()
+@pytest.mark.parametrize("streamed", [True, False])
+def test_new_member_with_three_slow_first_answers_gets_its_share_within_a_minute(streamed: bool) -> None:
+    traffic = Traffic(streamed=streamed)
     traffic.poisson(LIGHT, 60)
     new = traffic.add_member()
     traffic.slowness[new] = 10.0

@@ -5,16 +5,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Final
 
+from dualmap_cli.simulate.as_it_was import AsItWas, Figure
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Found, Run, rates
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
 
+AS_IT_WAS: Final = ("ttft_p50_s", "ttft_p90_s", "hit_rate", "slo_attainment")
+"""The figures of a recording beside those of its simulation."""
 
-def runs_document(runs: Sequence[Run]) -> str:
-    """Return the JSON document of ``dualmap simulate --json``."""
-    return json.dumps({"runs": [_run(run) for run in runs]}, indent=2, allow_nan=False)
+
+def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
+    """Return the JSON document of ``dualmap simulate --json``, with ``as_it_was`` for a recording."""
+    document: dict[str, object] = {"runs": [_run(run) for run in runs]}
+    if was is not None:
+        document["as_it_was"] = {
+            **{name: _figure(getattr(was, name)) for name in AS_IT_WAS},
+            "believable": was.believable,
+            "reason": was.reason,
+        }
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+def _figure(figure: Figure) -> dict[str, float | None]:
+    return {"measured": _number(figure.measured), "simulated": _number(figure.simulated)}
 
 
 def goodputs_document(plan: Plan, attainment: float, found: Found) -> str:

@@ -80,7 +80,7 @@ def goodput(
         plan = make_plan(starts=starts, seeds=seeds, **options)
         if plan.plot is not None:
             require_matplotlib()
-        if plan.base.workload.trace is not None and len(seeds) > 1:
+        if (plan.base.workload.trace is not None or plan.traffic is not None) and len(seeds) > 1:
             click.echo("--seeds has no effect: a recorded trace is the same for all seeds", err=True)
         attainment = attainment or (plan.pool.slo if plan.pool is not None else Slo()).attainment
         found = _search(plan, attainment, tolerance)

@@ -9,7 +9,7 @@ import click
 from dualmap_cli.running import plot_option
 from dualmap_cli.simulate.engine_options import read_engine_file
 from dualmap_cli.simulate.pool_option import read_pool
-from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
+from dualmap_cli.simulate.values import REQUESTS_MOST, duration, factor, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS
@@ -35,6 +35,26 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         help="Replay this Mooncake JSONL file.",
     ),
     click.option(
+        "--recording",
+        metavar="PATH",
+        type=click.Path(path_type=Path),
+        help="Replay this recording of a router (`dualmap router --record`) at its own times. Its pool gives the "
+        "settings of --pool, the policy, the number of instances and the SLO.",
+    ),
+    click.option(
+        "--pool-name",
+        metavar="NAMESPACE/NAME",
+        help="Pool whose requests are replayed, if the recording has several.",
+    ),
+    click.option(
+        "--scale",
+        metavar="FACTOR",
+        callback=factor,
+        default="1x",
+        show_default=True,
+        help="Replay a recording with more or fewer sessions, such as 2x or 0.5x. Each session keeps its own times.",
+    ),
+    click.option(
         "--workload",
         type=click.Choice(list(WORKLOADS)),
         help="Replay a generated workload.  [default: default, a mix of conversations and tool-calling agents]",
@@ -43,12 +63,12 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         "--sessions/--no-sessions",
         default=None,
         help="Send session ids to the router. A trace has no session ids, so a prompt of a trace that begins with an "
-        "earlier prompt gets the earlier prompt's session id.  [default: on for a generated workload, off for a trace]",
+        "earlier prompt gets the earlier prompt's session id.  [default: off for a trace]",
     ),
     click.option(
         "--requests",
         type=click.IntRange(1, REQUESTS_MOST),
-        help="Number of requests to replay.  [default: 4000, or all requests of a shorter trace]",
+        help="Number of requests to replay.  [default: 4000, or all requests of a shorter trace, or of a recording]",
     ),
     click.option(
         "--warmup",
@@ -71,12 +91,13 @@ _POOL: Final[tuple[Decorator, ...]] = (
         metavar="POLICY[,POLICY]",
         callback=policies,
         help="Policies to compare, separated by commas. 'dualmap policies' lists all policies. The option also accepts "
-        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool, or round_robin,dualmap]",
+        f"these theoretical bounds: {', '.join(ORACLES)}.  [default: the policy of --pool or --recording, or "
+        "round_robin,dualmap]",
     ),
     click.option(
         "--instances",
         type=click.IntRange(1, 4096),
-        help="Number of engines.  [default: the number of members of --pool, or 8]",
+        help="Number of engines.  [default: the number of members of --pool or --recording, or 8]",
     ),
     click.option(
         "--prefill-instances",
@@ -125,7 +146,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         "slo_ttft_s",
         metavar="DURATION",
         callback=duration(0.001, 3600.0),
-        help="TTFT objective.  [default: that of --pool, or 5s]",
+        help="TTFT objective.  [default: that of --pool or --recording, or 5s]",
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (

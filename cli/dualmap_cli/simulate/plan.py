@@ -19,6 +19,8 @@ from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.recordings.errors import RecordingError
+from dualmap_sim.recordings.replays import SeveralPools, Traffic, read_traffic
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.mooncake import TraceError
@@ -47,7 +49,9 @@ class Plan:
     base: Experiment
     windows: tuple[Workload, ...]
     pool: Pool | None
-    """The pool of ``--pool``, whose settings ``base`` has."""
+    """The pool of ``--pool`` or ``--recording``, whose settings ``base`` has."""
+    traffic: Traffic | None
+    """What ``--recording`` contains."""
     model: str
     """A key of ``PRESETS``. ``base`` has the preset's engine, with the changes of ``--set``."""
     processes: int
@@ -58,6 +62,9 @@ class Plan:
 def make_plan(
     *,
     trace_file: Path | None,
+    recording: Path | None,
+    pool_name: str | None,
+    scale: float,
     workload: str | None,
     sessions: bool | None,
     requests: int | None,
@@ -86,10 +93,15 @@ def make_plan(
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
     engine, differing = _engines(model, engine_file, parameters)
+    source = _source(trace_file, recording, pool_name, scale, workload, requests, starts)
+    traffic = _traffic(source)
+    if traffic is not None:
+        pool = pool or traffic.pool
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
         policies = policies or (pool.routing.policy,)
+        instances = instances or (traffic.instances if traffic is not None and traffic.pool is pool else 0)
         instances = instances or len(pool.members)
         slo_ttft_s = slo_ttft_s or pool.slo.ttft_s
     instances, slo_ttft_s = instances or INSTANCES, slo_ttft_s or Slo().ttft_s
@@ -98,7 +110,7 @@ def make_plan(
         engine = replace(engine, pull_tokens_per_s=engine.pull_tokens_per_s or _TRANSFER_TOKENS_PER_S)
     base = Experiment(
         requests_per_s=1.0,
-        workload=_source(trace_file, workload, requests or REQUESTS, starts),
+        workload=source,
         instances=instances,
         prefillers=prefillers,
         engine=engine,
@@ -116,6 +128,9 @@ def make_plan(
     )
     if pool is not None:
         base = of_pool(base, pool)
+    if traffic is not None:
+        # The recorded blocks are those of the router, in tokens as the engines count them.
+        base = replace(base, block_tokens=None)
     if base.store is not None and base.kv_moves:
         raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
     if base.store is not None and prefillers:
@@ -130,7 +145,7 @@ def make_plan(
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
     if warmup is None:
-        warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
+        warmup = default_warmup(shortest)
     elif warmup >= shortest:
         raise click.BadParameter(
             f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
@@ -141,11 +156,25 @@ def make_plan(
         base=replace(base, workload=windows[0], warmup=warmup),
         windows=windows,
         pool=pool,
+        traffic=traffic,
         model=model,
         processes=processes or os.cpu_count() or 1,
         plot=plot,
         as_json=as_json,
     )
+
+
+def default_warmup(requests: int) -> int:
+    """Return the number of warm-up requests of so many."""
+    return min(WARMUP, int(requests * WARMUP_SHARE))
+
+
+def recorded_rate(experiment: Experiment) -> float | None:
+    """Return the mean rate of a recording's window, at which its requests keep their times; None for other traces."""
+    if experiment.workload.recording is None:
+        return None
+    trace = load_trace(experiment)
+    return len(trace.requests) / trace.duration_s if trace.duration_s else None
 
 
 def half_reuse_rate(experiment: Experiment) -> float:
@@ -173,16 +202,45 @@ def sample_s(experiment: Experiment) -> float:
     return max(1.0, arriving_s / _SAMPLES_MOST, work_s / experiment.instances / _SAMPLES_MOST)
 
 
-def _source(trace_file: Path | None, workload: str | None, requests: int, starts: Sequence[int]) -> Workload:
+def _source(
+    trace_file: Path | None,
+    recording: Path | None,
+    pool_name: str | None,
+    scale: float,
+    workload: str | None,
+    requests: int | None,
+    starts: Sequence[int],
+) -> Workload:
     """Return the workload that contains the windows. Raises UsageError or BadParameter."""
-    if trace_file is not None and workload is not None:
-        raise click.UsageError("--trace and --workload exclude each other; give one of them")
+    if sum(each is not None for each in (trace_file, recording, workload)) > 1:
+        raise click.UsageError("--trace, --recording and --workload exclude each other; give one of them")
+    if pool_name is not None and recording is None:
+        raise click.UsageError("--pool-name needs --recording")
+    if scale != 1 and recording is None:
+        raise click.UsageError("--scale needs --recording")
+    if recording is not None:
+        return Workload(
+            recording=recording, recorded_pool=pool_name or "", scale=scale, requests=requests or REQUESTS_MOST
+        )
+    requests = requests or REQUESTS
     if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:
         raise click.BadParameter(
             f"the window ends at request {most}; give a window that ends at request {REQUESTS_MOST} or earlier",
             param_hint="--start and --requests",
         )
     return Workload(name=workload or "default", trace=trace_file, requests=requests)
+
+
+def _traffic(workload: Workload) -> Traffic | None:
+    """Return what a recording contains, None for another workload. Raises BadParameter."""
+    if workload.recording is None:
+        return None
+    try:
+        return read_traffic(workload.recording, workload.recorded_pool)
+    except SeveralPools as error:
+        raise click.BadParameter(str(error), param_hint="--pool-name") from error
+    except RecordingError as error:
+        raise click.BadParameter(str(error), param_hint="--recording") from error
 
 
 def _check_split(
@@ -250,10 +308,14 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         trace = load_trace(replace(base, workload=window))
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
-    if exactly is not None and len(trace.requests) < exactly:
+    if not trace.requests:
         raise click.BadParameter(
-            f"{exactly} is not accepted; {window.trace} has {len(trace.requests)} requests from request "
-            f"{window.start} on, give {len(trace.requests)} or less",
+            f"{window.scale:g} is not accepted; no session of the recording is left, give more", param_hint="--scale"
+        )
+    if exactly is not None and window.scale == 1 and len(trace.requests) < exactly:
+        raise click.BadParameter(
+            f"{exactly} is not accepted; {window.trace or window.recording} has {len(trace.requests)} requests from "
+            f"request {window.start} on, give {len(trace.requests)} or less",
             param_hint="--requests",
         )
     if trace.closed_loop and not base.sessions:

@@ -10,10 +10,11 @@ import click
 from dualmap_cli.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import BOUNDS, with_options
-from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
+from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, recorded_rate, sample_s
 from dualmap_cli.simulate.values import RATE_MOST, numbers
 
 if TYPE_CHECKING:
+    from dualmap_cli.simulate.as_it_was import AsItWas
     from dualmap_cli.simulate.runs import Run
 
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
         metavar="RATE[,RATE]",
         callback=numbers(float, 0.001, RATE_MOST),
         help="Mean request rates per second, separated by commas. The trace's arrival times are scaled to each rate.  "
-        "[default: the rate that fully loads the engines if half of the possible cache hits occur]",
+        "[default: that of --recording, or the rate that fully loads the engines if half of the possible cache hits "
+        "occur]",
     ),
 )
 def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:
@@ -53,6 +55,9 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
     before the next request.
 
+    With --recording, the command first simulates the recording as it was: the recorded policy, instances and times. It
+    prints the figures beside the measured ones, and whether the simulation may be believed for this recording.
+
     With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
     these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
     instance's load over time at the highest rate.
@@ -62,13 +67,15 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
       dualmap simulate --workload tool_agent --policy round_robin,dualmap,limit --qps 3,4,5 --plot rates.png
       dualmap simulate --trace conversation.jsonl --start 2000 --requests 2000 --model 14b --set c=250000 --json
       dualmap simulate --pool pool.yaml --policy dualmap,min_ttft --qps 4
+      dualmap simulate --recording recording --engine engine.yaml --policy dualmap,min_ttft
     """
     with command_errors("simulate"):
         plan = make_plan(starts=(start,), seeds=(seed,), **options)
         if plan.plot is not None:
             require_matplotlib()
-        runs = _run(plan, qps or (half_reuse_rate(plan.base),))
-        _publish(plan, runs)
+        was = None if plan.traffic is None else _repeat(plan)
+        runs = _run(plan, qps or (recorded_rate(plan.base) or half_reuse_rate(plan.base),))
+        _publish(plan, runs, was)
 
 
 def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
@@ -94,14 +101,34 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     return runs
 
 
-def _publish(plan: Plan, runs: "Sequence[Run]") -> None:
+def _repeat(plan: Plan) -> "AsItWas | None":
+    """Simulate a recording as it was, and compare the simulation with what was measured; None for a single time."""
+    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with
+    from dualmap_sim.experiment import run_experiment
+
+    assert plan.traffic is not None
+    experiment = as_it_was_experiment(plan)
+    if experiment is None:
+        return None
+    was = compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    if was.believable is not True:
+        believed = "cannot be checked" if was.believable is None else "does not repeat the recording"
+        click.echo(f"warning: the simulation {believed}: {was.reason}", err=True)
+    return was
+
+
+def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
     from dualmap_cli.simulate.documents import runs_document
-    from dualmap_cli.simulate.tables import LEGEND, runs_table, show
+    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show
 
     with writing_results():
         if plan.as_json:
-            click.echo(runs_document(runs))
+            click.echo(runs_document(runs, was))
         else:
+            if was is not None:
+                show(as_it_was_table(was))
+                trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
+                click.echo(f"The simulation {trust}: {was.reason}.")
             show(runs_table(runs))
             click.echo(LEGEND)
     if plan.plot is not None:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dualmap_cli.simulate.as_it_was import AsItWas
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.pool_option import ignored_fields
 from dualmap_cli.simulate.runs import Found, Run, rates
@@ -49,7 +50,7 @@ def announcement(plan: Plan) -> str:
     cached_tokens = ideal_cached_tokens(trace)
     whole = load_workload(base.workload)
     told = "named to the router" if base.sessions else "not named to the router (see --sessions)"
-    source = base.workload.trace or f"{base.workload.name} (seed {base.workload.seed})"
+    source = base.workload.trace or base.workload.recording or f"{base.workload.name} (seed {base.workload.seed})"
     windows = f", the first of {len(plan.windows)} windows" if len(plan.windows) > 1 else ""
     return (
         f"workload {source} from request {base.workload.start} on{windows}: {len(trace.requests):,} requests, the "
@@ -118,6 +119,19 @@ def runs_table(runs: Sequence[Run]) -> Table:
             "-" if math.isnan(figures.stale_rate) else f"{figures.stale_rate:.1%}",
             "-" if math.isnan(figures.pending_cv) else f"{figures.pending_cv:.2f}",
             f"{figures.refused:,}",
+        )
+    return table
+
+
+def as_it_was_table(was: AsItWas) -> Table:
+    """Return a recording's figures beside those of its simulation."""
+    experiment = was.experiment
+    table = _table(f"{experiment.policy}, {experiment.instances} instances", "measured", "simulated")
+    for name, figure in (("TTFT p50", was.ttft_p50_s), ("TTFT p90", was.ttft_p90_s)):
+        table.add_row(name, _seconds(figure.measured), _seconds(figure.simulated))
+    for name, figure in (("hit rate", was.hit_rate), ("within SLO", was.slo_attainment)):
+        table.add_row(
+            name, *(("-" if math.isnan(each) else f"{each:.1%}") for each in (figure.measured, figure.simulated))
         )
     return table
 

@@ -16,6 +16,8 @@ from dualmap_sim.oracles import ORACLES
 
 RATE_MOST: Final = 100_000.0
 """Requests per second, more than any pool receives."""
+FACTOR_LEAST: Final = 0.001
+FACTOR_MOST: Final = 1000.0
 REQUESTS_MOST: Final = 10_000_000
 """Maximum length of a workload; a longer run would take too long."""
 
@@ -49,6 +51,11 @@ def policies(_context: click.Context, _parameter: click.Parameter, value: str | 
                 f"or of the bounds {', '.join(sorted(ORACLES))}"
             )
     return names
+
+
+def factor(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
+    """Read a factor such as ``2x`` or ``0.5``."""
+    return _number(float, value.strip().removesuffix("x"), FACTOR_LEAST, FACTOR_MOST)
 
 
 def numbers(kind: type[N], low: N, high: N) -> Callback:

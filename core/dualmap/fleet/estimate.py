@@ -12,7 +12,8 @@ from copy import copy
 from math import exp, inf, log
 from typing import NamedTuple
 
-from dualmap.fleet.samples import FRESH_ROUNDS, Agreement, RecentPrefills
+from dualmap.fleet.samples import FADE_ROUNDS, FRESH_ROUNDS, Agreement, RecentPrefills
+from dualmap.fleet.whole_answers import WholeAnswers
 
 # The prior of the attention cost ``a``; models of 7B to 14B parameters have 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
@@ -21,8 +22,6 @@ _MOST_ATTENTION = 1.0e-4
 SPEED_BOUND = 20.0
 # The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
-# The weight of old samples falls to 1/e in this many rounds of samples at the pool's members.
-_FADE_ROUNDS = 4.0
 _LEAST_KEPT = 1e-12
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens, or of samples like the others if these are
 # shorter.
@@ -120,7 +119,7 @@ class PrefillModel:
     def _age(self, rounds: float, slowness: float) -> None:
         self._slowness = slowness
         if rounds > self._fades:
-            self._keep(exp((self._fades - rounds) / _FADE_ROUNDS))
+            self._keep(exp((self._fades - rounds) / FADE_ROUNDS))
             self._fades = rounds
 
     def _keep(self, part: float) -> None:
@@ -188,6 +187,25 @@ class Lesson(NamedTuple):
     solo_term: _Term | None
 
 
+class AwaitedAnswer(NamedTuple):
+    """A whole answer in flight, from which a member's speed will learn.
+
+    ``before_s`` is the time of all prefills that the member had completed when the request was sent to it, at the
+    speed of the specification.
+    """
+
+    taught: "LearntSpeed"
+    before_s: float
+
+
+class EndedAnswer(NamedTuple):
+    """A whole answer that ended after ``seconds``; ``work_s`` is the time of the prefills that were due during it."""
+
+    taught: "LearntSpeed"
+    work_s: float
+    seconds: float
+
+
 class LearntSpeed:
     """One member's prefill speed: as requests experience it, and as it would be without other replicas' prefills.
 
@@ -195,10 +213,12 @@ class LearntSpeed:
     """
 
     def __init__(self, prior_tokens_per_second: float, agreement: Agreement, changed: Callable[[], None]) -> None:
-        self._prior = PrefillModel(prior_tokens_per_second).speed
+        self.prior = PrefillModel(prior_tokens_per_second).speed
+        """The speed that the pool's specification expects."""
         self._agreement = agreement
         self._changed = changed
         self._recent = RecentPrefills(agreement)
+        self._answers = WholeAnswers(agreement)
         self._model = PrefillModel(prior_tokens_per_second)
         # Learnt only from prefills that no other replica's prefills delayed, according to the replicas' reports. It is
         # the same object until the first other prefill, so that a single replica learns only once.
@@ -231,7 +251,7 @@ class LearntSpeed:
         """
         if new_tokens < SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return None
-        prior_s = self._prior.compute_s(new_tokens, cached_tokens)
+        prior_s = self.prior.compute_s(new_tokens, cached_tokens)
         slowness = service_s / prior_s
         accepted = self._recent.accept(now, client, slowness)
         if accepted is None:
@@ -242,7 +262,7 @@ class LearntSpeed:
         agreement = self._agreement
         term = self._model.observe(
             agreement.rounds,
-            agreement.slowness,
+            self._slowness,
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
             service_s=service_s,
@@ -260,22 +280,46 @@ class LearntSpeed:
         agreement.count()
         return None if term is None else Lesson(self, client, slowness, term, solo_term)
 
+    def await_answer(self) -> None:
+        """Record that a whole answer is expected from the member, which ``observe_answer`` will get."""
+        self._answers.await_one()
+        self._renew()
+
+    def await_answer_no_more(self) -> None:
+        """Record that an expected whole answer has ended, or is given up."""
+        self._answers.await_one_less()
+
+    def observe_answer(self, now: float, client: int, *, work_s: float, tokens: int, seconds: float) -> None:
+        """Learn from a client's whole answer of ``tokens`` that took ``seconds``.
+
+        ``work_s`` is the time that the member's prefills during the answer take at the speed of the specification.
+        """
+        if self._answers.add(now, client, work_s=work_s, tokens=tokens, seconds=seconds):
+            self._renew()
+            self._agreement.count()
+
     def forget(self) -> None:
         """Take no further part in the agreement: the member left the pool."""
         self._agreement.leave(self)
-        self._agreement.forget(self._recent)
+        self._agreement.prefills.forget(self._recent)
+        self._answers.forget()
 
     def retract(self, lesson: Lesson) -> None:
         """Take back what was learnt from a prefill."""
         self._recent.withdraw(lesson.client, lesson.slowness)
-        self._model.retract(lesson.term, self._agreement.slowness)
+        self._model.retract(lesson.term, self._slowness)
         if lesson.solo_term is not None and self._solo_model is not self._model:
             self._solo_model.retract(lesson.solo_term, 1.0)
         self.current = self._model.speed
 
+    @property
+    def _slowness(self) -> float:
+        """How many times slower than specified the member is assumed to be without samples of its prefills."""
+        return self._agreement.prefills.value * self._answers.relative()
+
     def _renew(self) -> None:
         """Let the speed approach the pool's common one, as its samples become old."""
-        self._model.renew(self._agreement.rounds, self._agreement.slowness)
+        self._model.renew(self._agreement.rounds, self._slowness)
         if self.current != self._model.speed:
             self.current = self._model.speed
             self._changed()

@@ -306,10 +306,8 @@ class Fleet:
         return request
 
     def measured(self, now: float, request_id: str, usage: Usage) -> None:
-        """Compare the tokens of an ended request that the engine counted with the estimated tokens."""
-        if usage.prompt_tokens is None:
-            return
-        prediction = self._ledger.on_prompt_tokens(request_id, usage.prompt_tokens)
+        """Learn from the tokens of an ended request that the engine counted."""
+        prediction = self._ledger.on_usage(now, request_id, usage)
         if prediction is None:
             return
         if prediction.is_stored and usage.cached_tokens is not None:

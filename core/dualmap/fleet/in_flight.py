@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from dualmap.fleet.estimate import Lesson
+from dualmap.fleet.estimate import AwaitedAnswer, Lesson
 from dualmap.fleet.usage import Prediction
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Completion, Usage
@@ -31,7 +31,7 @@ class InFlightRequest:
     speed; None if nothing. The engine's token counts are compared with ``prediction`` after the request's end. The
     pool's KV store holds the leading ``stored_tokens``; of these, the member is expected to fetch ``fetch_tokens``,
     whose time is part of ``compute_s``. ``answers_since_s`` is the time of the first token, or before it of the
-    dispatch.
+    dispatch. ``answer`` is not None while the duration of the whole answer will teach the member's speed.
     """
 
     request_id: str
@@ -57,6 +57,21 @@ class InFlightRequest:
     stored_tokens: int = 0
     fetch_tokens: int = 0
     answers_since_s: float = 0.0
+    answer: AwaitedAnswer | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the duration of the whole answer shows how slow its member is.
+
+        It does not if prefills of other routers, other sequences or fetched tokens are part of the duration.
+        """
+        return (
+            not self.streamed
+            and self.alone
+            and self.sequences == 1
+            and not self.prefilled_elsewhere
+            and self.stored_tokens <= self.matched_tokens
+        )
 
     @property
     def new_tokens(self) -> int:

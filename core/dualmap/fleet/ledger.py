@@ -10,13 +10,14 @@ from math import inf
 from typing import NamedTuple
 
 from dualmap.fleet.dispatch_times import DispatchTimes
-from dualmap.fleet.estimate import Lesson
+from dualmap.fleet.estimate import SHORTEST_SAMPLE_TOKENS, EndedAnswer, Lesson
 from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.samples import Agreement
 from dualmap.fleet.usage import Prediction
 from dualmap.pools.kv_store import KvStore
+from dualmap.requests import Usage
 
 IN_FLIGHT_TTL_S = 600.0
 ENDED_MAX = 4096
@@ -42,6 +43,7 @@ class _Ended(NamedTuple):
     member: str
     prediction: Prediction
     lesson: Lesson | None
+    answer: EndedAnswer | None = None
 
 
 class Ledger:
@@ -107,46 +109,71 @@ class Ledger:
         """Record a request that was dispatched to ``request.member``; its id must not be in flight."""
         assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
         self._in_flight[request.request_id] = request
-        self.loads[request.member].enter(now, request)
+        load = self.loads[request.member]
+        if request.is_timed:
+            load.await_answer(now, request)
+        load.enter(now, request)
 
     def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
         """Release a request's pending prefill and learn from it; None if the request is unknown or already released."""
         request = self.heard(now, request_id)
-        if request is None or request.prefilled:
+        if request is None:
             return None
-        self.loads[request.member].first_token(now, request)
+        load = self.loads[request.member]
+        # The answer arrives in parts after all, so the client can delay its end.
+        load.give_up_answer(request)
+        if request.prefilled:
+            return None
+        load.first_token(now, request)
         return request
 
     def leave(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request; None if it is unknown or has ended."""
+        return self._leave(now, request_id, None)
+
+    def _leave(self, now: float, request_id: str, answer: EndedAnswer | None) -> InFlightRequest | None:
         request = self._in_flight.pop(request_id, None)
         if request is not None:
             self.loads[request.member].leave(now, request)
-            self._ended[request_id] = _Ended(request.member, request.prediction, request.lesson)
+            self._ended[request_id] = _Ended(request.member, request.prediction, request.lesson, answer)
             if len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
         return request
 
-    def on_prompt_tokens(self, request_id: str, prompt_tokens: int) -> Prediction | None:
-        """Return the prediction of an ended request; None if it is unknown or its tokens were counted before.
+    def on_usage(self, now: float, request_id: str, usage: Usage) -> Prediction | None:
+        """Learn from the engine's token counts of an ended request.
 
-        Take back the speed that the request taught if the engine counted far other prompt tokens than were estimated.
+        Return the request's prediction; None if it is unknown, or its prompt tokens are not counted or were counted
+        before. Learn no speed from a prompt with far other tokens than were estimated, and take back what was learnt.
         """
-        member, prediction, lesson = self._ended.pop(request_id, (None, None, None))
-        if member is None or prediction is None:
+        ended = self._ended.get(request_id)
+        if ended is None:
             return None
-        if lesson is not None and not 1 / ESTIMATE_ERROR <= prompt_tokens / prediction.tokens <= ESTIMATE_ERROR:
-            load = self.loads.get(member)
+        prompt_tokens, prediction = usage.prompt_tokens, ended.prediction
+        fewest, most = prediction.tokens / ESTIMATE_ERROR, prediction.tokens * ESTIMATE_ERROR
+        is_estimated = prompt_tokens is None or fewest <= prompt_tokens <= most
+        if ended.answer is not None and usage.completion_tokens is not None:
+            self._ended[request_id] = ended._replace(answer=None)
+            if is_estimated:
+                _learn(now, ended.answer, prediction, usage.completion_tokens)
+        if prompt_tokens is None:
+            return None
+        del self._ended[request_id]
+        if ended.lesson is not None and not is_estimated:
+            load = self.loads.get(ended.member)
             if load is not None:
-                load.retract(lesson)
+                load.retract(ended.lesson)
         return prediction
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
         request = self._in_flight.get(request_id)
-        if request is not None and request.prefilled:
-            self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
-        return self.leave(now, request_id)
+        if request is None:
+            return None
+        load = self.loads[request.member]
+        if request.prefilled:
+            load.kv.learn_silence(now - request.silent_since_s)
+        return self._leave(now, request_id, load.end_answer(now, request))
 
     def move(
         self,
@@ -194,3 +221,16 @@ class Ledger:
             load = self.loads.pop(member)
             self._outdated.pop(load, None)
             load.speed.forget()
+
+
+def _learn(now: float, answer: EndedAnswer, prediction: Prediction, completion_tokens: int) -> None:
+    """Let a member's speed learn from a whole answer that is long enough."""
+    computed_tokens = prediction.tokens - prediction.matched_tokens + completion_tokens
+    if computed_tokens >= SHORTEST_SAMPLE_TOKENS and answer.seconds > 0.0:
+        answer.taught.observe_answer(
+            now,
+            prediction.origin.client,
+            work_s=answer.work_s,
+            tokens=completion_tokens,
+            seconds=answer.seconds,
+        )

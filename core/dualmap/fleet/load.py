@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
-from dualmap.fleet.estimate import LearntSpeed, Lesson
+from dualmap.fleet.estimate import AwaitedAnswer, EndedAnswer, LearntSpeed, Lesson
 from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import KvAccount
@@ -112,6 +112,8 @@ class MemberLoad:
         self.summary = LoadSummary()
         self.in_flight = 0
         """The requests that were sent to the member and have no observed end, including silent requests."""
+        # The time of all prefills that were sent to the member, at the speed of the specification.
+        self._work_s = 0.0
         # The KV tokens of the others' requests at the engine's last report.
         self._measured_others = 0
         self._fetches = fetches
@@ -143,6 +145,8 @@ class MemberLoad:
 
     def enter(self, now: float, request: InFlightRequest) -> None:
         """Count a request that was sent to this member."""
+        if not request.prefilled_elsewhere:
+            self._work_s += self.speed.prior.compute_s(request.new_tokens, request.matched_tokens)
         self.kv.add(request)
         if request.prefilled or request.prefilled_elsewhere:
             self.kv.decode(now, request)
@@ -202,6 +206,27 @@ class MemberLoad:
             solo=self.others.busy_s < now - busy_s,
         )
 
+    def await_answer(self, now: float, request: InFlightRequest) -> None:
+        """Record the prefills that a request's whole answer will wait for, just before the request enters."""
+        speed = self.speed
+        # The head's progress counts, but not a stall.
+        pending_s = self.prefills.backlog_s(now, inf) * speed.prior.linear_s / speed.current.linear_s
+        request.answer = AwaitedAnswer(speed, before_s=self._work_s - pending_s)
+        speed.await_answer()
+
+    def end_answer(self, now: float, request: InFlightRequest) -> EndedAnswer | None:
+        """Return what a request that ends now without an error shows of the member; None if nothing."""
+        if request.answer is None or self.others.load.backlog_s:
+            return None
+        taught, before_s = request.answer
+        return EndedAnswer(taught, work_s=self._work_s - before_s, seconds=now - request.dispatched_s)
+
+    def give_up_answer(self, request: InFlightRequest) -> None:
+        """Record that a request's answer will teach nothing any more."""
+        if request.answer is not None:
+            request.answer.taught.await_answer_no_more()
+            request.answer = None
+
     def retract(self, lesson: Lesson) -> None:
         """Take back what was learnt from a prefill."""
         # A pool with another prior may have replaced the speed that learnt it.
@@ -224,6 +249,7 @@ class MemberLoad:
             self.prefills.remove(request)
             if was_head:
                 self.prefills.restart(now)
+        self.give_up_answer(request)
         self.kv.remove(request)
         self.in_flight -= 1
         self._changed()
@@ -252,6 +278,7 @@ class MemberLoad:
         while (overdue_s := self._next_overdue_s()) <= now:
             head = self.prefills.head
             if head is None or self.prefills.overdue_s() > overdue_s:
+                self.give_up_answer(self.kv.most_silent)
                 self.kv.give_up(self.kv.most_silent)
                 self._changed()
             elif head.streamed:

@@ -8,18 +8,22 @@ others. A member contradicts the other members of its pool only after many prefi
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
+from dualmap.fleet.answer_cost import AnswerCost
+
 # The median is taken over this many prefills. The first ones stand for the prior.
 WINDOW = 15
-_MOST_OF_CLIENT = 8
+MOST_OF_CLIENT = 8
 _PRIOR_PREFILLS = 4
 # Samples of other clients limit a client's share for this long.
 CLIENT_MEMORY_S = 60.0
 # The samples of a member are old after this many rounds without a new one.
 FRESH_ROUNDS = 12.0
+# The weight of old samples falls to 1/e in this many rounds of samples at the pool's members.
+FADE_ROUNDS = 4.0
 # A prefill that is faster or slower than the median by more than this factor is clipped.
 _FASTEST = 2.0
 _SLOWEST = 3.0
@@ -33,8 +37,8 @@ _NO_CLIENT: Final = -1
 _FEWEST_MEMBERS = 3
 
 
-class Agreement:
-    """What a pool's members have in common: the median by which they check each other, and the age of samples.
+class CommonMedian:
+    """The median of the members' medians of a number, by which the members of a pool check each other.
 
     A method's ``member`` is any object that identifies the member.
     """
@@ -42,10 +46,45 @@ class Agreement:
     def __init__(self) -> None:
         self._medians: dict[object, float] = {}
         self._changes = 0
+        self.value = 1.0
+        """The common median; of two members the faster one's."""
+
+    def report(self, member: object, median: float) -> None:
+        """Record a member's median."""
+        self._medians[member] = median
+        self._changed()
+
+    def forget(self, member: object) -> None:
+        """Forget the median of a member that left the pool, or that has no samples any more."""
+        self._medians.pop(member, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._changes += 1
+        # One sort for as many changes as there are members.
+        if self._changes >= len(self._medians):
+            self._changes = 0
+            ordered = sorted(self._medians.values())
+            self.value = ordered[(len(ordered) - 1) // 2] if ordered else 1.0
+
+    def bound(self, value: float) -> float:
+        """Return ``value``, or the nearest value that agrees with the members' common median."""
+        if len(self._medians) < _FEWEST_MEMBERS:
+            return value
+        return min(max(value, self.value / AGREEMENT), self.value * AGREEMENT)
+
+
+class Agreement:
+    """What a pool's members have in common: the medians of their samples, and the age of samples."""
+
+    def __init__(self) -> None:
         # In the order of the last renewal.
         self._renewals: dict[object, Callable[[], None]] = {}
-        self.slowness = 1.0
-        """The common median; of two members the faster one's."""
+        self.prefills = CommonMedian()
+        """The slowness of prefills."""
+        self.answers = CommonMedian()
+        """The slowness of whole answers."""
+        self.answer_cost = AnswerCost()
         self.rounds = 0.0
         """The number of samples that each member would have if the pool's samples were equally many at each."""
 
@@ -64,30 +103,6 @@ class Agreement:
             member = next(iter(self._renewals))
             renew = self._renewals[member] = self._renewals.pop(member)
             renew()
-
-    def report(self, member: object, median: float) -> None:
-        """Record a member's median."""
-        self._medians[member] = median
-        self._changed()
-
-    def forget(self, member: object) -> None:
-        """Forget the median of a member that left the pool, or that has no prefills any more."""
-        self._medians.pop(member, None)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._changes += 1
-        # One sort for as many changes as there are members.
-        if self._changes >= len(self._medians):
-            self._changes = 0
-            ordered = sorted(self._medians.values())
-            self.slowness = ordered[(len(ordered) - 1) // 2] if ordered else 1.0
-
-    def bound(self, slowness: float) -> float:
-        """Return ``slowness``, or the nearest value that agrees with the members' common median."""
-        if len(self._medians) < _FEWEST_MEMBERS:
-            return slowness
-        return min(max(slowness, self.slowness / AGREEMENT), self.slowness * AGREEMENT)
 
 
 class _Sample(NamedTuple):
@@ -134,11 +149,10 @@ class RecentSamples:
             self.remove(client, next(each.value for each in self._samples if each.client == client))
             self._append(_Sample(value, client, now))
 
-    def clear(self) -> None:
-        """Remove all samples."""
-        self._samples.clear()
-        self._of_client.clear()
-        self.ordered.clear()
+    def keep_newest(self, number: int) -> None:
+        """Remove all samples except the newest ``number``."""
+        while len(self._samples) > number:
+            self._forget(self._samples.popleft())
 
     def remove(self, client: int, value: float) -> bool:
         """Remove a client's sample; return whether it was still among the samples."""
@@ -181,7 +195,7 @@ class RecentPrefills:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._samples = RecentSamples(window=WINDOW, most=_MOST_OF_CLIENT, prior=1.0, priors=0)
+        self._samples = RecentSamples(window=WINDOW, most=MOST_OF_CLIENT, prior=1.0, priors=0)
         self._dissenting = 0
         self._last_round = 0.0
 
@@ -189,14 +203,14 @@ class RecentPrefills:
         """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
         if self._agreement.rounds > self._last_round + FRESH_ROUNDS:
             # Old prefills say nothing about the member's speed now.
-            self._samples.clear()
+            self._samples.keep_newest(0)
         self._last_round = self._agreement.rounds
         if not self._samples.add(now, client, slowness):
             return None
         median = self._median()
-        self._agreement.report(self, median)
-        bounded = min(max(slowness, median / _FASTEST), median * _SLOWEST)
-        agreed = self._agreement.bound(bounded)
+        self._agreement.prefills.report(self, median)
+        bounded = near(slowness, median)
+        agreed = self._agreement.prefills.bound(bounded)
         self._dissenting = 0 if agreed == bounded else self._dissenting + 1
         return bounded if self._dissenting > DISSENTING_PREFILLS else agreed
 
@@ -205,14 +219,25 @@ class RecentPrefills:
         if not self._samples.remove(client, slowness):
             return
         if self._samples.ordered:
-            self._agreement.report(self, self._median())
+            self._agreement.prefills.report(self, self._median())
         else:
-            self._agreement.forget(self)
+            self._agreement.prefills.forget(self)
 
     def _median(self) -> float:
-        """Return the value after the faster half of the prefills (rounded up), which may be those of one client."""
-        ordered = self._samples.ordered
-        missing = min(_PRIOR_PREFILLS, WINDOW - len(ordered))
-        if missing:
-            ordered = sorted((*ordered, *(self._agreement.slowness,) * missing))
-        return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]
+        return upper_median(self._samples.ordered, self._agreement.prefills.value)
+
+
+def upper_median(ordered: Sequence[float], common: float) -> float:
+    """Return the value after the faster half of ``ordered`` (rounded up), which may be those of one client.
+
+    If there are few values, ``common`` stands for the missing ones.
+    """
+    missing = min(_PRIOR_PREFILLS, WINDOW - len(ordered))
+    if missing:
+        ordered = sorted((*ordered, *(common,) * missing))
+    return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]
+
+
+def near(slowness: float, median: float) -> float:
+    """Return ``slowness``, or the nearest value that is not too far from the median."""
+    return min(max(slowness, median / _FASTEST), median * _SLOWEST)

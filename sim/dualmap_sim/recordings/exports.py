@@ -48,31 +48,34 @@ class Export:
         self._ids: dict[int, int] = {}
         self._last_tokens: dict[int, int] = {}
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the trace, once."""
-        first_s: float | None = None
+    def prompts(self) -> Iterator[tuple[RecordedRequest, Sequence[int], int]]:
+        """Yield each request that has a prompt, with one id for each block of the prompt, and the prompt's length."""
         for request in self._reading.requests():
             if not request.blocks:
                 self.changes.without_prompt += 1
                 continue
-            first_s = request.arrived_s if first_s is None else first_s
-            yield json.dumps(self._fields(request, request.arrived_s - first_s)) + "\n"
+            blocks, full = self._blocks(request)
+            ids = [self._ids.setdefault(block, len(self._ids)) for block in blocks]
+            yield request, ids, self._input_length(request, blocks, full)
 
-    def _fields(self, request: RecordedRequest, at_s: float) -> dict[str, object]:
-        blocks, full = self._blocks(request)
-        fields: dict[str, object] = {
-            "timestamp": round(1000 * at_s),
-            "input_length": self._input_length(request, blocks, full),
-        }
-        if request.output_tokens:
-            fields["output_length"] = request.output_tokens
-        else:
-            self.changes.without_output += 1
-            if self._format is ExportFormat.MOONCAKE:
-                # Readers of Mooncake's traces require a length of at least 1.
-                fields["output_length"] = 1
-        fields["hash_ids"] = [self._ids.setdefault(block, len(self._ids)) for block in blocks]
-        return fields
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the trace, once."""
+        first_s: float | None = None
+        for request, ids, input_length in self.prompts():
+            first_s = request.arrived_s if first_s is None else first_s
+            fields: dict[str, object] = {
+                "timestamp": round(1000 * (request.arrived_s - first_s)),
+                "input_length": input_length,
+            }
+            if request.output_tokens:
+                fields["output_length"] = request.output_tokens
+            else:
+                self.changes.without_output += 1
+                if self._format is ExportFormat.MOONCAKE:
+                    # Readers of Mooncake's traces require a length of at least 1.
+                    fields["output_length"] = 1
+            fields["hash_ids"] = ids
+            yield json.dumps(fields) + "\n"
 
     def _blocks(self, request: RecordedRequest) -> tuple[Sequence[int], int]:
         """Return the hashes of a prompt's blocks, the last of which may be partial, and the number of full blocks."""

@@ -62,12 +62,17 @@ class UnknownWorkload(Exception):
 class Workload:
     """The requests to replay: ``requests`` requests, starting with number ``start``.
 
-    The requests are read from a recorded ``trace`` in Mooncake's format. Without a ``trace``, the workload ``name`` is
+    The requests are read from a recorded ``trace`` in Mooncake's format, or from a router's ``recording``, of which
+    ``recorded_pool`` is the pool to replay (``dualmap_sim.recordings.replays``). The recording has ``scale`` times as
+    many sessions as it was recorded with. Without both, the workload ``name`` is
     generated with ``seed``.
     """
 
     name: str = "default"
     trace: Path | None = None
+    recording: Path | None = None
+    recorded_pool: str = ""
+    scale: float = 1.0
     requests: int = 4000
     start: int = 0
     seed: int = 0
@@ -75,9 +80,10 @@ class Workload:
     def load(self) -> Trace:
         """Return the trace, neither capped nor scaled to a rate. A recorded trace gets session labels.
 
-        A recorded trace may have fewer requests than requested. Raises UnknownWorkload, or TraceError for a trace that
-        cannot be read.
+        A recorded trace may have fewer requests than requested. The workload must not be a router's recording. Raises
+        UnknownWorkload, or TraceError for a trace that cannot be read.
         """
+        assert self.recording is None, "dualmap_sim.recordings reads recordings"
         if self.trace is not None:
             return label_sessions(read_mooncake(self.trace, start=self.start, limit=self.requests))
         generator = WORKLOADS.get(self.name)
@@ -88,4 +94,4 @@ class Workload:
 
     def facts(self, trace: Trace) -> tuple[Fact, ...]:
         """Return the statistics of the loaded trace and its target figures."""
-        return compare(trace, ASKED.get(self.name, ()) if self.trace is None else ())
+        return compare(trace, ASKED.get(self.name, ()) if self.trace is None and self.recording is None else ())

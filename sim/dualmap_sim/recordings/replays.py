@@ -1,0 +1,85 @@
+"""A recording as a trace that simulations replay, and what was measured of its requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualmap.pools.pool import Pool
+from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
+from dualmap_sim.recordings.errors import RecordingError
+from dualmap_sim.recordings.exports import Export, ExportFormat
+from dualmap_sim.recordings.reader import Reading
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The requests of one pool. ``trace`` has one request for each of ``requests``, in the same order.
+
+    ``pool`` is the pool's last object in the recording, None if it has none. ``instances`` is the largest number of
+    members at one time, or else the number of members that were chosen, 0 for an import. ``sample`` is the smallest
+    recorded share of the sessions.
+    """
+
+    trace: Trace
+    requests: tuple[RecordedRequest, ...]
+    pool: Pool | None
+    instances: int
+    sample: float
+
+
+class SeveralPools(RecordingError):
+    """A recording has several pools, of which one must be named."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"the recording has several pools; name one of {', '.join(names)}")
+
+
+def read_traffic(path: Path, pool: str = "") -> Traffic:
+    """Return the traffic of a recording's only pool, or of ``pool``. Raises RecordingError."""
+    reading = Reading([path])
+    pools: dict[str, Pool] = {}
+    instances: dict[str, int] = {}
+    names = dict[str, None]()
+    for event in reading.events():
+        if isinstance(event, PoolChanged):
+            pools[event.pool.id] = event.pool
+            instances[event.pool.id] = max(instances.get(event.pool.id, 0), len(event.pool.members))
+        elif isinstance(event, RecordedRequest):
+            names[event.pool] = None
+    if not pool and len(names) > 1:
+        raise SeveralPools(list(names))
+    if pool and pool not in names:
+        raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
+    name = pool or next(iter(names), "")
+    export = Export(reading, ExportFormat.MOONCAKE)
+    sessions: dict[int, int] = {}
+    requests, traced = [], []
+    for request, ids, input_tokens in export.prompts():
+        if request.pool != name:
+            continue
+        session = request.session
+        requests.append(request)
+        traced.append(
+            TraceRequest(
+                arrival_s=request.arrived_s,
+                blocks=tuple(ids),
+                input_tokens=input_tokens,
+                output_tokens=request.output_tokens or 1,
+                session=None if session is None else sessions.setdefault(session, len(sessions)),
+            )
+        )
+    if not traced:
+        raise RecordingError("the recording has no requests with a prompt, so there is nothing to replay")
+    return Traffic(
+        trace=Trace(name=path.name, block_tokens=export.block_tokens, requests=tuple(traced)),
+        requests=tuple(requests),
+        pool=pools.get(name),
+        instances=instances.get(name) or len({each.receipt.chosen for each in requests if each.receipt is not None}),
+        sample=reading.samples[0],
+    )
+
+
+def was_measured(request: RecordedRequest) -> bool:
+    """Return whether a router measured how a request was served or refused. An import has no measurements."""
+    return request.receipt is not None or request.outcome is RecordedOutcome.REFUSED

@@ -1,0 +1,151 @@
+"""Tests of ``--recording``: simulations of recorded traffic, as it was and otherwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import simulated_recording
+from dualmap.recordings.values import RecordedOutcome, RecordedRequest
+from dualmap_cli.main import main
+from dualmap_sim.experiment import Experiment
+from dualmap_sim.workloads.catalog import Workload
+from recorded import HEADER, write
+
+AS_RECORDED = Experiment(requests_per_s=1.5, workload=Workload(requests=400), instances=3, warmup=0, slo_ttft_s=2.0)
+
+
+@pytest.fixture(name="requests", scope="module")
+def _requests() -> list[RecordedRequest]:
+    return simulated_recording.recorded(AS_RECORDED)
+
+
+def recording(folder: Path, requests: list[RecordedRequest]) -> Path:
+    line = simulated_recording.pool_line(AS_RECORDED)
+    return write(folder / "recording" / "requests.jsonl.gz", line, *requests).parent
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def simulated(path: Path, *options: str) -> dict[str, Any]:
+    result = invoke("simulate", "--recording", path, "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def test_recording_of_the_modelled_engine_is_repeated(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    document = simulated(recording(tmp_path, requests))
+    was = document["as_it_was"]
+    assert (was["believable"], was["reason"]) == (True, "the simulation repeats what was measured")
+    for name in ("ttft_p50_s", "ttft_p90_s", "hit_rate", "slo_attainment"):
+        assert was[name]["simulated"] == pytest.approx(was[name]["measured"], rel=0.05), name
+    (run,) = document["runs"]
+    assert (run["policy"], run["instances"], run["requests"]) == ("dualmap", 3, 400)
+    assert run["qps"] == pytest.approx(1.5, rel=0.01)
+    assert run["ttft_p90_s"] == was["ttft_p90_s"]["simulated"]
+
+
+def test_another_engine_is_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    was = simulated(path, "--set", "r=2000")["as_it_was"]
+    assert was["believable"] is False
+    assert "the TTFT p50 is" in was["reason"]
+    shown = invoke("simulate", "--recording", path, "--set", "r=2000")
+    assert "warning: the simulation does not repeat the recording: the TTFT p50 is" in shown.stderr
+    assert "The simulation may not be believed: the TTFT p50 is" in shown.stdout
+
+
+def test_what_if_leaves_the_recording_as_it_was(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    other = simulated(path, "--policy", "round_robin", "--instances", "6", "--slo", "1s", "--qps", "3")
+    assert other["as_it_was"] == simulated(path)["as_it_was"]
+    (run,) = other["runs"]
+    assert (run["policy"], run["instances"], run["qps"]) == ("round_robin", 6, 3.0)
+
+
+@pytest.mark.parametrize(("scale", "share"), [("2x", 2.0), ("0.5x", 0.5), ("1.5", 1.5)])
+def test_scale_changes_the_number_of_sessions(
+    requests: list[RecordedRequest], tmp_path: Path, scale: str, share: float
+) -> None:
+    path = recording(tmp_path, requests)
+    once, scaled = simulated(path), simulated(path, "--scale", scale, "--instances", "8")
+    (run,), (before,) = scaled["runs"], once["runs"]
+    assert run["requests"] == pytest.approx(share * 400, rel=0.3)
+    assert run["qps"] == pytest.approx(share * before["qps"], rel=0.3)
+    # Its sessions are as before, so nearly as much of their prompts is cached.
+    assert run["hit_rate"] == pytest.approx(before["hit_rate"], abs=0.05)
+    assert scaled["as_it_was"]["ttft_p90_s"]["measured"] == once["as_it_was"]["ttft_p90_s"]["measured"]
+
+
+def test_window_is_compared_with_the_same_requests(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    whole = simulated(path, "--warmup", "0")["as_it_was"]["ttft_p90_s"]["measured"]
+    window = simulated(path, "--start", "100", "--requests", "50", "--warmup", "10")["as_it_was"]
+    ttft_s = sorted(each.ttft_s or 0.0 for each in requests[110:150])
+    assert window["ttft_p90_s"]["measured"] == ttft_s[35] != whole
+
+
+def test_sampled_recording_is_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", simulated_recording.pool_line(AS_RECORDED), *requests, header=HEADER._replace(sample=0.5)
+    )
+    was = simulated(path)["as_it_was"]
+    assert (was["believable"], was["reason"]) == (False, "the recording has only 0.5 of the sessions")
+
+
+def test_import_without_measurements_is_simulated_with_defaults(
+    requests: list[RecordedRequest], tmp_path: Path
+) -> None:
+    bare = [
+        each._replace(receipt=None, ttft_s=None, duration_s=None, cached_tokens=None, attempts=None)
+        for each in requests
+    ]
+    document = simulated(write(tmp_path / "a.jsonl", *bare))
+    was = document["as_it_was"]
+    assert (was["believable"], was["reason"]) == (None, "the recording has no measurements")
+    assert was["ttft_p50_s"]["measured"] is None
+    assert [run["policy"] for run in document["runs"]] == ["round_robin", "dualmap"]
+    assert {run["instances"] for run in document["runs"]} == {8}
+
+
+def test_refused_requests_miss_the_slo(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    refused = [
+        each._replace(outcome=RecordedOutcome.REFUSED, ttft_s=None, duration_s=None, receipt=None)
+        for each in requests[:200]
+    ]
+    was = simulated(recording(tmp_path, [*refused, *requests[200:]]), "--warmup", "0")["as_it_was"]
+    assert was["slo_attainment"]["measured"] == pytest.approx(0.5, abs=0.02)
+    assert was["believable"] is False
+
+
+def test_goodput_takes_the_pool_of_a_recording(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    result = invoke("goodput", "--recording", recording(tmp_path, requests), "--tolerance", "0.5", "--json")
+    assert result.exit_code == 0, result.stderr
+    (only,) = json.loads(result.stdout)["results"]
+    assert (only["policy"], only["instances"], only["slo_s"]) == ("dualmap", 3, 2.0)
+
+
+def test_recording_that_cannot_be_replayed_is_rejected(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    others = [each._replace(pool="llm/other") for each in requests[:3]]
+    several = write(tmp_path / "several.jsonl", *requests, *others)
+    empty = write(tmp_path / "empty.jsonl")
+    for arguments, told in (
+        (("--recording", several), "several pools; name one of simulation/qwen, llm/other"),
+        (("--recording", several, "--pool-name", "llm/none"), "pool llm/none has no requests in the recording"),
+        (("--recording", empty), "there is nothing to"),
+        (("--recording", tmp_path / "absent"), "give the folder of"),
+        (("--recording", several, "--workload", "default"), "exclude each other"),
+        (("--pool-name", "llm/qwen"), "--pool-name needs --recording"),
+        (("--scale", "2x"), "--scale needs --recording"),
+        (("--scale", "twice"), "'twice' is not accepted; give numbers from 0.001 to 1,000"),
+    ):
+        result = invoke("simulate", *arguments)
+        assert result.exit_code == 2, result.stderr
+        assert told in " ".join(result.stderr.split())
+    named = invoke("simulate", "--recording", several, "--pool-name", simulated_recording.POOL, "--json")
+    assert json.loads(named.stdout)["runs"][0]["requests"] == 400
