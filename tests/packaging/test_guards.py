@@ -55,6 +55,7 @@ PLANTED = [
     ("sim/dualmap_sim/fitting/service.py", "import dualmap_sim.fitting.fit", "The modules of fitting"),
     ("sim/dualmap_sim/fitting/cache.py", "import numpy", "Only fits import numpy"),
     ("sim/dualmap_sim/fitting/fit.py", "import time", "Simulations reach no server"),
+    ("sim/dualmap_sim/planning/capacity.py", "import time", "Simulations reach no server"),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "Layers import downwards only"),
     ("extproc/dualmap_extproc/request/picker.py", "import dualmap_sim.presets", "Layers import downwards only"),
     ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "Layers import downwards only"),
