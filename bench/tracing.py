@@ -92,7 +92,7 @@ def _command() -> None:
     for subscriber in (metrics, tracing):
         subscriber.subscribe(observations_traced)
     plain = Picker(limits, observations.report, id_prefix="p")
-    traced = Picker(limits, observations_traced.report, id_prefix="t", trace_headers=TRACE_HEADERS)
+    traced = Picker(limits, observations_traced.report, id_prefix="t", observed_headers=TRACE_HEADERS)
     for picker in (plain, traced):
         picker.set_pools(0.0, [pool_of(MEMBERS, "dualmap")])
     kinds = {

@@ -15,6 +15,9 @@ from dualmap_sim.fitting.estimates import EngineFit, Estimate, Verdict
 
 _DIGITS: Final = 6
 _FIELDS: Final = ("value", "low", "high", "verdict", "reason")
+_TIMES: Final = ("o", "a", "d0", "d1", "d2")
+_SIZES_OF_STEPS: Final = ("block", "chunk")
+"""More of these is neither slower nor faster."""
 _BYTES_MOST: Final = 4 * 1024 * 1024
 
 
@@ -24,9 +27,14 @@ class EngineFileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFile:
-    """The values of an engine's parameters, and those of the members that differ. Absent ones are left out."""
+    """The values of an engine's parameters, and those of the members that differ. Absent ones are left out.
+
+    ``slowest`` and ``fastest`` are the ends of the intervals with which the engine is slow and fast.
+    """
 
     parameters: tuple[tuple[str, float], ...]
+    slowest: tuple[tuple[str, float], ...]
+    fastest: tuple[tuple[str, float], ...]
     members: Mapping[str, tuple[tuple[str, float], ...]]
 
 
@@ -59,8 +67,11 @@ def read_engine(path: Path) -> EngineFile:
         raise EngineFileError(f"{path}: {what}; give the YAML of `dualmap fit`") from error
     fields = _mapping(path, "", document)
     members = _mapping(path, "members", fields.get("members") or {})
+    parameters = fields.get("parameters")
     return EngineFile(
-        parameters=_values(path, "parameters", fields.get("parameters")),
+        parameters=_values(path, "parameters", parameters),
+        slowest=_values(path, "parameters", parameters, end={True: "high", False: "low"}),
+        fastest=_values(path, "parameters", parameters, end={True: "low", False: "high"}),
         members={
             str(name): _values(
                 path, f"members.{name}.parameters", _mapping(path, f"members.{name}", own).get("parameters")
@@ -90,13 +101,27 @@ def _rounded(value: float | None) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _values(path: Path, where: str, found: object) -> tuple[tuple[str, float], ...]:
-    """Return the parameters that have a value. Raises EngineFileError."""
-    return tuple(
-        (name, value)
-        for name, each in _mapping(path, where, found).items()
-        if (value := _value(path, f"{where}.{name}", name, each)) is not None
-    )
+def _values(
+    path: Path, where: str, found: object, *, end: Mapping[bool, str] | None = None
+) -> tuple[tuple[str, float], ...]:
+    """Return the parameters that have a value, or those ends of their intervals. Raises EngineFileError.
+
+    ``end`` has the field of a parameter by whether it is a time, of which more is slower.
+    """
+    values = []
+    for name, each in _mapping(path, where, found).items():
+        value = _value(path, f"{where}.{name}", name, each)
+        if value is None:
+            continue
+        bound = None if end is None else each.get(end[name in _TIMES])
+        if bound is not None and not _is_number(bound):
+            raise EngineFileError(f"{path}: {where}.{name}: {bound!r} is not accepted; give a number or null")
+        values.append((name, value if bound is None or name in _SIZES_OF_STEPS else float(bound)))
+    return tuple(values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(path: Path, where: str, name: object, found: object) -> float | None:
@@ -112,7 +137,7 @@ def _value(path: Path, where: str, name: object, found: object) -> float | None:
     value = fields.get("value")
     if verdict == Verdict.ABSENT:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise EngineFileError(f"{path}: {where}.value: {value!r} is not accepted; give a number")
     return float(value)
 

@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Find the highest rate at which each policy meets the SLO.",
     ),
     "fit": ("dualmap_cli.fit.command", "fit", "Fit the engine model to a recording of requests."),
+    "plan": ("dualmap_cli.plan.command", "plan", "Find the least number of instances for recorded traffic."),
     "trace": ("dualmap_cli.trace.command", "trace", "Show, merge, export and import recordings of requests."),
     "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
 }

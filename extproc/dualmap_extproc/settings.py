@@ -98,6 +98,15 @@ class KubeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSettings:
+    """The folder of the recording, the share of sessions that it has, and the most bytes of its files."""
+
+    folder: Path
+    sample: float = 1.0
+    max_bytes: int = 10 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
@@ -108,7 +117,7 @@ class Settings:
     ``peers``, routers with ``redis`` find each other there.
     ``hash_key`` is the key of the hashes of prompts and sessions. With ``log_prompts``, debug logs quote headers and
     prompts. The router sends spans to the OpenTelemetry collector at ``otlp_endpoint`` (None: no spans), and serves the
-    ``dashboard`` on the metrics port.
+    ``dashboard`` on the metrics port. ``recording`` is None if requests are not recorded.
     """
 
     pools: tuple[Path, ...] = ()
@@ -132,4 +141,5 @@ class Settings:
     dashboard: bool = True
     drain_timeout_s: float = 25.0
     gateway: Gateway = OWN_GATEWAY
+    recording: RecordingSettings | None = None
     limits: Limits = field(default_factory=Limits)

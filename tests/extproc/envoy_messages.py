@@ -14,13 +14,16 @@ from dualmap_extproc import names
 from dualmap_extproc.request.buffered import BufferedBodies
 from dualmap_extproc.request.observations import (
     Abandoned,
+    Accepted,
     ClientLimited,
     Decided,
     Ended,
     Expired,
     FirstTokenSeen,
+    Logged,
     Measured,
     Observation,
+    PoolsChanged,
     Rejected,
     Routed,
     RoutedBodiless,
@@ -202,12 +205,14 @@ Kind = TypeVar("Kind")
 
 @dataclass
 class Recorder:
-    """A subscriber that keeps every observation."""
+    """A subscriber that keeps every observation: in ``events`` those that metrics count, in ``others`` the rest."""
 
     events: list[Observation] = field(default_factory=list)
+    others: list[Observation] = field(default_factory=list)
 
     def report(self, observation: Observation) -> None:
-        self.events.append(observation)
+        uncounted = isinstance(observation, Accepted | Logged | PoolsChanged)
+        (self.others if uncounted else self.events).append(observation)
 
     def names(self) -> list[str]:
         """Return the names of the events in order; a request that leaves the queue adds ``waited``."""
@@ -215,7 +220,7 @@ class Recorder:
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the observations of a type."""
-        return [event for event in self.events if isinstance(event, kind)]
+        return [event for event in (*self.events, *self.others) if isinstance(event, kind)]
 
 
 def _names(event: Observation) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dualmap.pools.pool import MemberState
 from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.kv_stores.metrics import KvStoreMetrics
 from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.recording.metrics import RecordingMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.telemetry.transport import TransportMetrics
 from extproc.metrics_pages import everything, families, metrics, status
@@ -25,6 +26,7 @@ class TestReference:
         TransportMetrics(made.metrics.registry)
         KvEventMetrics(made.metrics.registry).set_pools(["llm/qwen"])
         KvStoreMetrics(made.metrics.registry).set_pools(["llm/qwen"])
+        RecordingMetrics(made.metrics.registry)
         everything(made)
         found = {}
         for family in families(made, status(MemberState.ACTIVE, MemberState.DRAINING)):

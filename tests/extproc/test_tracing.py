@@ -56,7 +56,7 @@ class Desk:
         self.tracing.subscribe(observations)
         for kind in get_args(Observation):
             observations.subscribe(kind, self.observer.report)
-        self.picker = Picker(Limits(), observations.report, id_prefix="r1", trace_headers=TRACE_HEADERS)
+        self.picker = Picker(Limits(), observations.report, id_prefix="r1", observed_headers=TRACE_HEADERS)
         self.picker.set_pools(0.0, pools or (pool(),))
         self.resumed: list[Picked | Refused] = []
 

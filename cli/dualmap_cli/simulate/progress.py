@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Bar:
     """A progress bar with a text for the current activity."""
 
-    def __init__(self, progress: Progress, total: int, doing: str) -> None:
+    def __init__(self, progress: Progress, total: int | None, doing: str) -> None:
         self._progress = progress
         self._task = progress.add_task(doing, total=total)
         progress.refresh()
@@ -33,8 +33,8 @@ class Bar:
 
 
 @contextmanager
-def bar(total: int, doing: str) -> Iterator[Bar]:
-    """Show a bar on stderr while the context is open."""
+def bar(total: int | None, doing: str) -> Iterator[Bar]:
+    """Show a bar on stderr while the context is open. ``total`` is None if it is unknown."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         yield Bar(progress, total, doing)

@@ -22,6 +22,7 @@ from dualmap_extproc.app.options import (
     transport_option,
 )
 from dualmap_extproc.app.program import EPP
+from dualmap_extproc.app.record_options import record_options
 from dualmap_extproc.epp import other_flags
 from dualmap_extproc.settings import Gateway
 
@@ -114,6 +115,7 @@ class _PickerCommand(click.Command):
 @listen_options(health_port=EPP.health_port)
 @transport_option
 @replica_options(hash_key_default="a public key")
+@record_options
 @process_options
 def epp(
     pool_name: str | None,

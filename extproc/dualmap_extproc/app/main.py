@@ -16,6 +16,7 @@ from dualmap_extproc.app.options import (
     settings_of,
     transport_option,
 )
+from dualmap_extproc.app.record_options import record_options
 from dualmap_extproc.settings import KubeSettings
 
 _DEFAULT_NAMESPACE: Final = "dualmap-system"
@@ -88,6 +89,7 @@ def _kube_settings(
 )
 @transport_option
 @replica_options(hash_key_default="random; a public key with --redis, --peer or --kube")
+@record_options
 @process_options
 def router(
     pools: tuple[Path, ...],

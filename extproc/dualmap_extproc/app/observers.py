@@ -10,11 +10,13 @@ from typing import Final
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
+from dualmap_extproc.app.recording import start_recording
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.engines.kv_events import KvEvents
 from dualmap_extproc.engines.metrics import KvEventMetrics
 from dualmap_extproc.engines.profiles import EngineProfiles
+from dualmap_extproc.recording.recorder import REQUEST_ID, Recorder
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Settings, TracingError
@@ -32,20 +34,21 @@ _VERSION: Final = version("dualmap")
 class Observers:
     """The subscribers to the observations that ``observations`` passes on.
 
-    ``histories`` is None without the dashboard. Spans need the headers ``trace_headers``. ``close_tracing`` exports the
-    pending spans; it blocks, for three seconds at most.
+    ``histories`` is None without the dashboard, and ``recorder`` without a recording. Spans and the recording need the
+    ``headers``. ``close_tracing`` exports the pending spans; it blocks, for three seconds at most.
     """
 
     observations: FanOut
     metrics: Metrics
     demand: Demand
     histories: Histories | None
-    trace_headers: frozenset[str]
+    recorder: Recorder | None
+    headers: frozenset[str]
     close_tracing: Callable[[], None]
 
 
 def observers_of(settings: Settings) -> Observers:
-    """Return the subscribers that the settings ask for. Raises TracingError."""
+    """Return the subscribers that the settings ask for. Raises RecordingError and TracingError."""
     observations = FanOut()
     demand, metrics = Demand(), Metrics(version=_VERSION, replica_id=settings.replica_id)
     histories = Histories() if settings.dashboard else None
@@ -53,13 +56,17 @@ def observers_of(settings: Settings) -> Observers:
         if subscriber is not None:
             subscriber.subscribe(observations)
     log_pool_events(observations)
-    trace_headers, close_tracing = _tracing(settings, observations)
+    headers, close_tracing = _tracing(settings, observations)
+    recorder = start_recording(settings, observations, metrics, version=_VERSION)
+    if recorder is not None:
+        headers |= {REQUEST_ID}
     return Observers(
         observations=observations,
         metrics=metrics,
         demand=demand,
         histories=histories,
-        trace_headers=trace_headers,
+        recorder=recorder,
+        headers=headers,
         close_tracing=close_tracing,
     )
 

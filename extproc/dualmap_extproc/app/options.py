@@ -15,7 +15,9 @@ from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration, Size
 from dualmap_extproc.app.hash_key import hash_key_option
+from dualmap_extproc.app.record_options import recording_settings
 from dualmap_extproc.envoy.config.settings import Address, EnvoySettingsError
+from dualmap_extproc.recording.hashing import roots_key
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Limits, Settings, Transport
 from dualmap_extproc.store.options import redis_options, redis_settings
 
@@ -194,6 +196,9 @@ def settings_of(
     redis_password_file: Path | None,
     redis_ca: Path | None,
     hash_key: bytes | None,
+    record: Path | None,
+    record_sample: float,
+    record_max: int,
     **options: Any,
 ) -> Settings:
     """Return the settings from the options of this module, and from ``options`` named as fields of the settings.
@@ -204,15 +209,18 @@ def settings_of(
     if options["log_prompts"] and options["log_level"] != "debug":
         raise click.UsageError("--log-prompts requires --log-level debug; add --log-level debug or omit --log-prompts")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    recording, secret = recording_settings(record, sample=record_sample, max_bytes=record_max)
     if hash_key is None:
-        # Routers of one deployment need the same key.
-        hash_key = secrets.token_bytes(32) if alone and not shared and not options["peers"] else PUBLIC_KEY
+        # Routers of one deployment need the same key. So do the recordings of a router before and after a restart.
+        own = secrets.token_bytes(32) if secret is None else roots_key(secret)
+        hash_key = own if alone and not shared and not options["peers"] else PUBLIC_KEY
     return Settings(
         pools=pools,
         kube=kube,
         drain_timeout_s=drain_timeout,
         redis=shared,
         hash_key=hash_key,
+        recording=recording,
         limits=Limits(buffered_bytes=max_buffered),
         **options,
     )

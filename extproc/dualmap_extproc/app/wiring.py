@@ -31,6 +31,7 @@ from dualmap_extproc.kv_stores.metrics import KvStoreMetrics
 from dualmap_extproc.kv_stores.stores import KvStores
 from dualmap_extproc.pools.file import PoolFileError
 from dualmap_extproc.reading.processes import ReadingProcesses
+from dualmap_extproc.recording.folder import RecordingError
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.ids import KEY_BYTES
 from dualmap_extproc.request.picker import Picker
@@ -57,7 +58,7 @@ def run(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | Non
     gc.freeze()
     try:
         asyncio.run(serve(settings, program=program, pools=pools))
-    except (KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError) as error:
+    except (KubeConfigError, PoolFileError, RecordingError, TlsError, TokenizerError, TracingError) as error:
         click.echo(f"{program.name}: {error}", err=True)
         return 2
     except AddressError as error:
@@ -69,7 +70,8 @@ def run(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | Non
 async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPools | None = None) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it. The arguments are those of ``run``.
 
-    Raises KubeConfigError, PoolFileError, TlsError, TokenizerError, TracingError or AddressError if it cannot start.
+    Raises KubeConfigError, PoolFileError, RecordingError, TlsError, TokenizerError, TracingError or AddressError if it
+    cannot start.
     """
     stop = _stop_signalled()
     observers = observers_of(settings)
@@ -114,6 +116,7 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
             tokenizers.run(),
             kv_events.run(),
             transport_metrics.run(),
+            *(() if observers.recorder is None else (observers.recorder.run(),)),
             *others.runs(picker, grpc_port),
         )
         await _serve_until_one_ends(runs, listening, before=_all(source.known(), others.tried()))
@@ -125,6 +128,8 @@ async def serve(settings: Settings, *, program: Program = ROUTER, pools: OpenPoo
         await kv_stores.close()
         await tokenizers.close()
         kv_events.close()
+        if observers.recorder is not None:
+            await observers.recorder.close()
         await asyncio.to_thread(observers.close_tracing)
 
 
@@ -135,7 +140,7 @@ def _picker(settings: Settings, observers: Observers, others: OtherRouters, inca
         id_prefix=incarnation,
         hash_key=settings.hash_key,
         id_key=secrets.token_bytes(KEY_BYTES),
-        trace_headers=observers.trace_headers,
+        observed_headers=observers.headers,
         replicated=others.exist,
         log_prompts=settings.log_prompts,
         client_key=client_key(settings.hash_key),

@@ -61,6 +61,8 @@ class AccessLogEntry:
     ``request_id`` is the id that the router assigned at the pick. ``served_endpoint`` (``ip:port``) is the last member
     that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file. ``sender`` is
     the identity (``wire.peer``) of the Envoy that sent the entry to another router, which forwarded it; None otherwise.
+    ``total_s`` is the time from the request's first byte to the response's last byte. ``attempts`` is the number of
+    members that Envoy tried. Forwarded entries have neither of them.
     """
 
     request_id: str
@@ -69,6 +71,13 @@ class AccessLogEntry:
     served_endpoint: str | None = None
     usage: Usage | None = None
     sender: str | None = None
+    total_s: float | None = None
+    attempts: int | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the response is incomplete without the member's fault."""
+        return not BROKEN_FLAGS.isdisjoint(self.flags)
 
     @property
     def ending(self) -> Ending:
@@ -76,7 +85,7 @@ class AccessLogEntry:
 
         If flags exist for both the client and the member, the client disconnected first.
         """
-        if BROKEN_FLAGS.intersection(self.flags):
+        if self.is_broken:
             return Ending.ABORTED
         return Ending.FAILED if FAILED_FLAGS.intersection(self.flags) else ending_of(self.status)
 

@@ -11,10 +11,11 @@ creates about five observations.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from dualmap.requests import Completion, Decision, FirstToken
+from dualmap.pools.pool import Pool
+from dualmap.requests import Completion, Decision, FirstToken, Request
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.ending import AccessLogEntry, Ending
 
 _log = get_logger(__name__)
 
@@ -24,6 +25,15 @@ class Arrival(NamedTuple):
 
     at_s: float
     headers: Mapping[str, str]
+
+
+class Accepted(NamedTuple):
+    """A request with a prompt found its pool. Routed, Rejected or Abandoned follows."""
+
+    now: float
+    pool: str
+    request: Request
+    arrival: Arrival
 
 
 class Routed(NamedTuple):
@@ -46,7 +56,8 @@ class RoutedBodiless(NamedTuple):
 class Rejected(NamedTuple):
     """The router answered a request with an error; ``pool`` is empty if no pool was found.
 
-    ``arrival`` is None for a request without a prompt. ``queued_s`` is as in Routed.
+    ``arrival`` is None for a request without a prompt. ``queued_s`` is as in Routed. ``request_id`` is empty for a
+    request that was not accepted.
     """
 
     now: float
@@ -54,6 +65,7 @@ class Rejected(NamedTuple):
     refused: Refused
     arrival: Arrival | None
     queued_s: float | None = None
+    request_id: str = ""
 
 
 class Enqueued(NamedTuple):
@@ -77,6 +89,7 @@ class Abandoned(NamedTuple):
     pool: str
     arrival: Arrival
     queued_s: float | None
+    request_id: str = ""
 
 
 class Decided(NamedTuple):
@@ -118,6 +131,14 @@ class FirstTokenSeen(NamedTuple):
     now: float
     pool: str
     first_token: FirstToken
+    request_id: str = ""
+
+
+class Logged(NamedTuple):
+    """Envoy's access log reported a request of this router. Ended follows, unless the request has ended before."""
+
+    now: float
+    entry: AccessLogEntry
 
 
 class Ended(NamedTuple):
@@ -159,6 +180,13 @@ class PickNotFollowed(NamedTuple):
     pool: str
 
 
+class PoolsChanged(NamedTuple):
+    """The picker has new pools, or engines reported facts about them; ``pools`` are all, with these facts."""
+
+    now: float
+    pools: tuple[Pool, ...]
+
+
 class Tokenized(NamedTuple):
     """The router computed a request's token ids, or gave up, in ``seconds``."""
 
@@ -175,7 +203,8 @@ class TokensMismatched(NamedTuple):
 
 
 Observation: TypeAlias = (
-    Routed
+    Accepted
+    | Routed
     | RoutedBodiless
     | Rejected
     | ClientLimited
@@ -186,11 +215,13 @@ Observation: TypeAlias = (
     | MembersDeparted
     | OwnerChanged
     | FirstTokenSeen
+    | Logged
     | Ended
     | Expired
     | Measured
     | ServedElsewhere
     | PickNotFollowed
+    | PoolsChanged
     | Tokenized
     | TokensMismatched
 )

@@ -56,6 +56,7 @@ from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.request.observations import (
     Abandoned,
+    Accepted,
     Arrival,
     ClientLimited,
     Decided,
@@ -63,10 +64,12 @@ from dualmap_extproc.request.observations import (
     Enqueued,
     Expired,
     FirstTokenSeen,
+    Logged,
     Measured,
     MembersDeparted,
     OwnerChanged,
     PickNotFollowed,
+    PoolsChanged,
     Rejected,
     RemotelyDecided,
     Report,
@@ -100,7 +103,7 @@ class Picker:
     ``report`` receives every observation. ``id_prefix`` makes request ids unique among replicas and restarts, because
     access log entries may belong to other replicas or earlier processes. ``id_key`` is the secret of request ids
     (``ids``). ``hash_key`` is the key of the hashes of prompts and sessions, which all replicas must share.
-    ``client_key`` is the key of the hashes of clients' names. ``trace_headers`` are additional headers in observations.
+    ``client_key`` is the key of the hashes of clients' names. ``observed_headers`` are further headers in observations.
     If ``replicated`` is true, the picker keeps replication updates for other replicas (``take_update``). With ``send``,
     each pool has an owner among the routers (``dualmap.shared_router``), and the picker sends messages about a pool to
     the router of a name; ``id_prefix`` is then this router's name. If ``log_prompts`` is true, debug lines quote
@@ -116,7 +119,7 @@ class Picker:
         id_prefix: str,
         hash_key: bytes = PUBLIC_KEY,
         id_key: bytes = bytes(KEY_BYTES),
-        trace_headers: frozenset[str] = frozenset(),
+        observed_headers: frozenset[str] = frozenset(),
         replicated: bool = False,
         log_prompts: bool = False,
         client_key: bytes = b"",
@@ -129,7 +132,7 @@ class Picker:
         self._report = report
         self.ids = RequestIds(id_prefix, id_key)
         """The ids of this picker's requests, by which the access log accepts entries."""
-        self._trace_headers = self._kept_headers = trace_headers
+        self._observed_headers = self._kept_headers = observed_headers
         self._log_prompts = log_prompts
         self._builder = RequestBuilder(limits, self.ids, hash_key=hash_key, client_key=client_key)
         self._send = send
@@ -176,7 +179,7 @@ class Picker:
 
     @property
     def kept_headers(self) -> frozenset[str]:
-        """The lower-case names of the headers that ``pick`` accepts: of sessions, clients, objectives and traces."""
+        """The lower-case names of the headers that ``pick`` accepts: of sessions, clients, objectives and observers."""
         return self._kept_headers
 
     @property
@@ -198,15 +201,17 @@ class Picker:
         """
         removed, effects = self._served.replace(now, pools)
         self._counts.set_pools(pool.id for pool in pools)
+        self._report_pools(now)
         served = self._served
         routing_headers = served.session_headers | served.client_headers | served.objective_headers
-        self._kept_headers = routing_headers | self._trace_headers
+        self._kept_headers = routing_headers | self._observed_headers
         if self.gateway.conformance_hooks:
             self._kept_headers |= {SELECTION_HEADER}
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
         for request_id, waiting in self._waiting.of_pools(removed):
-            refused = self._reject(now, no_endpoint(waiting.router.pool.id), waiting.arrival, waiting.queued_s(now))
+            refused = no_endpoint(waiting.router.pool.id)
+            self._reject(now, refused, waiting.arrival, waiting.queued_s(now), request_id)
             self._waiting.answer(request_id, refused)
         if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
@@ -222,6 +227,7 @@ class Picker:
         changed, outcomes = router.on_profile(now, member, profile)
         if changed:
             self._served.name_pools()
+            self._report_pools(now)
         self._release(now, (router, outcomes))
 
     def on_kv_events(
@@ -300,6 +306,7 @@ class Picker:
             ids=self._counts.trusted_ids(pool.id, tokens),
             stored=NO_MATCH if tokens is None else tokens.stored,
         )
+        self._report(Accepted(now=now, pool=pool.id, request=request, arrival=arrival))
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
         if tokens is not None:
@@ -384,10 +391,12 @@ class Picker:
             prefilled, more = self._prefills.on_first_token(now, request_id)
             effects += more
             if prefilled is not None and first_token is not None:
-                self._report(FirstTokenSeen(now=now, pool=more[0][0].pool.id, first_token=prefilled))
+                prefill_pool = more[0][0].pool.id
+                self._report(FirstTokenSeen(now=now, pool=prefill_pool, first_token=prefilled, request_id=request_id))
                 first_token = first_token._replace(predicted_ttft_s=prefilled.predicted_ttft_s)
         if first_token is not None:
-            self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
+            pool = router.pool.id
+            self._report(FirstTokenSeen(now=now, pool=pool, first_token=first_token, request_id=request_id))
         self._release(now, *effects)
 
     def heard(self, now: float, request_id: str) -> None:
@@ -444,6 +453,7 @@ class Picker:
         if entry.sender is not None and not self.ids.is_from(entry.request_id, entry.sender):
             # Another router forwarded the entry of another client than the one that sent the request.
             return
+        self._report(Logged(now=now, entry=entry))
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
         match entry.ending:
@@ -571,7 +581,7 @@ class Picker:
             self._owners.pop(outcome.request_id, None)
             if outcome.limited:
                 self._report(ClientLimited(now=now, pool=pool.id))
-            return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
+            return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s, outcome.request_id)
         self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
         if _log.debugging:
             _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
@@ -591,10 +601,20 @@ class Picker:
     def _destination(self, endpoints: Sequence[str]) -> str:
         return endpoints[0] if self.gateway.single_destination else ",".join(endpoints)
 
-    def _reject(self, now: float, refused: Refused, arrival: Arrival | None, queued_s: float | None = None) -> Refused:
+    def _reject(
+        self,
+        now: float,
+        refused: Refused,
+        arrival: Arrival | None,
+        queued_s: float | None = None,
+        request_id: str = "",
+    ) -> Refused:
         """Report a rejection, and return it."""
-        self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=arrival, queued_s=queued_s))
+        self._report(Rejected(now, refused.pool, refused, arrival, queued_s, request_id))
         return refused
+
+    def _report_pools(self, now: float) -> None:
+        self._report(PoolsChanged(now=now, pools=tuple(router.pool for router in self._served)))
 
     def _decided_remotely(self, pool: str, decision: RemoteDecision) -> None:
         self._report(RemotelyDecided(pool=pool, result=decision.result, seconds=decision.seconds))
@@ -694,7 +714,10 @@ class Picker:
                 self._ended.add(pool, completion)
         elif waiting is not None:
             self._owners.pop(request_id, None)
-            self._report(Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=waiting.queued_s(now)))
+            queued_s = waiting.queued_s(now)
+            self._report(
+                Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=queued_s, request_id=request_id)
+            )
         self._release(now, *effects)
         return completion is not None
 

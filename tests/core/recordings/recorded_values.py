@@ -1,8 +1,8 @@
 """Strategies and values of recordings for tests."""
 
 from hypothesis import strategies as st
-from tests.builders import pool
 
+from builders import pool
 from dualmap.receipt import CandidateReceipt
 from dualmap.recordings.values import (
     Header,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.recordings.recorded_values import HEADER, LINES, REQUEST
 
+from core.recordings.recorded_values import HEADER, LINES, REQUEST
 from dualmap.recordings.errors import CutOffLine, DamagedLine, ForeignVersion, InvalidField, InvalidLine
 from dualmap.recordings.lines import decode_line, encode_line, line_fields
 from dualmap.recordings.values import Line, RecordedRequest

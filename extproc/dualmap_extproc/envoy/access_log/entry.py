@@ -15,6 +15,7 @@ from dualmap_extproc.names import (
     TAG_COMPLETION_TOKENS,
     TAG_PROMPT_TOKENS,
     TAG_REQUEST_ID,
+    TAG_TOTAL_US,
 )
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.wire import access_log_pb2 as wire
@@ -25,6 +26,8 @@ ID_CHARACTERS: Final = 512
 _ADDRESS_CHARACTERS: Final = 45
 # The largest accepted count of tokens. Every model's context is shorter, and a float represents every count exactly.
 TOKENS_MAX: Final = 10**9
+# The longest accepted duration of a request: a year.
+_MICROSECONDS_MAX: Final = 366 * 86_400 * 10**6
 
 
 def read_id(entry: wire.HTTPAccessLogEntry) -> str:
@@ -37,6 +40,7 @@ def read_id(entry: wire.HTTPAccessLogEntry) -> str:
 def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntry:
     """Return an entry as a value object; ``request_id`` is the entry's id. Never raises."""
     common = entry.common_properties
+    total_us = _number(_tag(common.custom_tags, TAG_TOTAL_US), most=_MICROSECONDS_MAX)
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
         flags = tuple(field.name for field, _ in common.response_flags.ListFields())
@@ -46,6 +50,8 @@ def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntr
         flags=flags,
         served_endpoint=_served_endpoint(common),
         usage=_usage(common.custom_tags),
+        total_s=None if total_us is None else total_us / 1e6,
+        attempts=common.upstream_request_attempt_count or None,
     )
 
 
@@ -84,12 +90,12 @@ def _usage(tags: Mapping[str, str]) -> Usage | None:
     return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
 
 
-def _number(text: str) -> int | None:
-    """Return a count of tokens in Envoy's notation (``12``, ``1e+06``), or None for any other text."""
+def _number(text: str, *, most: int = TOKENS_MAX) -> int | None:
+    """Return a whole number up to ``most`` in Envoy's notation (``12``, ``1e+06``), or None for any other text."""
     if not text or len(text) > 32:
         return None
     try:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if math.isfinite(value) and 0 <= value <= TOKENS_MAX else None
+    return int(value) if math.isfinite(value) and 0 <= value <= most else None

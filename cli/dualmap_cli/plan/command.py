@@ -1,0 +1,176 @@
+"""The command ``dualmap plan``."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualmap.pools.pool import Pool, Slo
+from dualmap_cli.running import command_errors, plot_option, require_matplotlib, writing, writing_results
+from dualmap_cli.simulate.engine_options import changed, read_engine_file
+from dualmap_cli.simulate.plan import Plan, make_plan
+from dualmap_cli.simulate.pool_option import read_pool
+from dualmap_cli.simulate.values import duration, factor
+from dualmap_sim.option_checks import FiniteFloatRange
+from dualmap_sim.planning.capacity import Engines
+from dualmap_sim.planning.sizes import Unattainable
+from dualmap_sim.presets import PRESETS
+
+if TYPE_CHECKING:
+    from dualmap_cli.engine_file import EngineFile
+
+
+@click.command()
+@click.option(
+    "--recording",
+    metavar="PATH",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Plan for this recorded traffic.",
+)
+@click.option(
+    "--engine",
+    "engine_file",
+    metavar="FILE",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=read_engine_file,
+    help="Engine, as `dualmap fit` writes it.",
+)
+@click.option(
+    "--pool",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=read_pool,
+    help="Take the settings from this file with one InferencePool object.  [default: the recorded pool]",
+)
+@click.option("--pool-name", metavar="NAMESPACE/NAME", help="Pool to plan, if the recording has several.")
+@click.option(
+    "--growth",
+    metavar="FACTOR",
+    callback=factor,
+    default="1x",
+    show_default=True,
+    help="Plan for more or fewer sessions than recorded, such as 2x.",
+)
+@click.option(
+    "--slo",
+    "slo_ttft_s",
+    metavar="DURATION",
+    callback=duration(0.001, 3600.0),
+    help="TTFT objective.  [default: that of the pool]",
+)
+@click.option(
+    "--attainment",
+    type=FiniteFloatRange(0.01, 1.0),
+    help="Share of requests that must receive their first token within the SLO.  [default: that of the pool]",
+)
+@click.option("--requests", type=click.IntRange(1), help="Number of requests to replay.  [default: all]")
+@click.option(
+    "--model",
+    type=click.Choice(list(PRESETS)),
+    default="7b",
+    show_default=True,
+    help="Engine preset for what is absent in --engine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@plot_option(help="Write a chart of the sizes to this file (.png or .svg).")
+def plan(
+    recording: Path,
+    engine_file: "EngineFile",
+    pool: Pool | None,
+    pool_name: str | None,
+    growth: float,
+    slo_ttft_s: float | None,
+    attainment: float | None,
+    requests: int | None,
+    model: str,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Find the least number of instances that keeps the SLO on recorded traffic.
+
+    The command simulates the recording with different numbers of instances. It prints the least number with the share
+    of requests within the SLO, the next two smaller sizes, and what would change the number: settings of the pool,
+    autoscaling, and a larger cache. Intervals cover the engine's fit and the variation of the traffic.
+
+    The recording is first simulated as it was. If the simulation does not repeat what was measured, a warning says so.
+
+    \b
+    Example:
+      dualmap plan --recording recording --engine engine.yaml
+      dualmap plan --recording recording --engine engine.yaml --growth 2x --slo 5s --attainment 0.95 --plot plan.png
+    """
+    with command_errors("plan"):
+        if plot is not None:
+            require_matplotlib()
+        made = _made(recording, engine_file, pool, pool_name, growth, slo_ttft_s, requests, model)
+        usual = PRESETS[model]
+        engines = Engines(
+            usual=changed(usual, engine_file.parameters, hint="--engine"),
+            slowest=changed(usual, engine_file.slowest, hint="--engine"),
+            fastest=changed(usual, engine_file.fastest, hint="--engine"),
+        )
+        attainment = attainment or (made.pool.slo if made.pool is not None else Slo()).attainment
+        # Imported here because rich takes a tenth of a second to load, and --help does not need it.
+        from dualmap_cli.plan.output import plan_document, plan_text
+        from dualmap_cli.plan.result import make_capacity_plan
+        from dualmap_cli.simulate.progress import bar
+
+        try:
+            with bar(None, "simulating") as shown:
+                result = make_capacity_plan(made, engines, attainment, on_run=lambda: shown.done(1))
+        except Unattainable as error:
+            click.echo(f"dualmap plan: {_reason(error, attainment, made.base.slo_ttft_s)}", err=True)
+            sys.exit(1)
+        for warning in result.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        with writing_results():
+            if as_json:
+                click.echo(json.dumps(plan_document(result), indent=2, allow_nan=False))
+            else:
+                click.echo(plan_text(result, attainment=attainment, slo_ttft_s=made.base.slo_ttft_s))
+        if plot is not None:
+            from dualmap_cli.plan.charts import draw_plan
+
+            with writing(str(plot)):
+                draw_plan(plot, result, attainment=attainment, slo_ttft_s=made.base.slo_ttft_s)
+            click.echo(f"chart: {plot}", err=True)
+
+
+def _made(
+    recording: Path,
+    engine_file: "EngineFile",
+    pool: Pool | None,
+    pool_name: str | None,
+    growth: float,
+    slo_ttft_s: float | None,
+    requests: int | None,
+    model: str,
+) -> Plan:
+    """Return the options of the simulations. Raises UsageError or BadParameter."""
+    equal = replace(engine_file, members={})
+    return make_plan(
+        trace_file=None, recording=recording, pool_name=pool_name, scale=growth, workload=None, sessions=None,
+        requests=requests, warmup=None, starts=(0,), seeds=(0,), pool=pool, policies=None, instances=None,
+        prefillers=0, model=model, engine_file=equal, parameters=(), slow=(), slo_ttft_s=slo_ttft_s, routers=1,
+        decide="owner", hop_delay_s=0.001, view_delay_s=0.1, feedback_delay_s=0.0, believed_speed=None,
+        store_tokens_per_s=None, processes=None, plot=None, as_json=False,
+    )  # fmt: skip
+
+
+def _reason(error: Unattainable, attainment: float, slo_ttft_s: float) -> str:
+    """Return why no number of instances suffices."""
+    if error.instances is None:
+        return (
+            f"no number of instances serves {attainment:.1%} of the requests within {slo_ttft_s:g} s, because the "
+            f"prefill alone takes longer for {1 - error.share:.1%} of them; give a longer --slo, a lower --attainment, "
+            "or faster engines"
+        )
+    return (
+        f"{error.instances} instances serve only {error.share:.1%} of the requests within {slo_ttft_s:g} s, less than "
+        f"{attainment:.1%}; give a longer --slo or a lower --attainment"
+    )
