@@ -48,6 +48,7 @@ COMMANDS: Final = {
     "chunks": Benchmark(
         "bench.chunks", "output chunks a second through one router process, without Envoy (a minute)", "command"
     ),
+    "shadows": Benchmark("bench.shadows", "the cost of shadow policies in a router (three minutes)", "command"),
     "soak": Benchmark(
         "bench.soak", "the router's memory over a million requests without sockets (half an hour)", "command"
     ),

@@ -94,6 +94,37 @@ def test_demo_with_kv_events_compares_predictions(tmp_path):
 
 
 @pytest.mark.slow
+def test_demo_with_recording_ends_with_commands_that_work_on_it(tmp_path):
+    arguments = ("--requests", "150", "--routers", "2", "--speed", "8", "--policies", "dualmap", "--record")
+    done = subprocess.run(
+        command(tmp_path, *arguments), capture_output=True, text=True, timeout=DONE_WITHIN_S, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("  dualmap ")]
+    assert [words[1] for words in lines] == ["trace", "trace", "fit", "simulate", "plan"]
+    # A slow machine may not meet the demo's SLO.
+    more = {"show": ("--json",), "plan": ("--json", "--slo", "60s"), "fit": ("--json",), "simulate": ("--json",)}
+    printed = {}
+    for words in lines:
+        name = words[2] if words[1] == "trace" else words[1]
+        step = subprocess.run(
+            [sys.executable, "-m", "dualmap_cli", *words[1:], *more.get(name, ())],
+            capture_output=True,
+            text=True,
+            timeout=DONE_WITHIN_S,
+            check=False,
+        )
+        assert step.returncode == 0, step.stderr
+        printed[name] = json.loads(step.stdout) if step.stdout else None
+    assert printed["show"]["requests"] == printed["fit"]["requests"] == 150
+    assert printed["show"]["damaged"] == []
+    assert printed["fit"]["parameters"]["r"]["value"] > 0
+    assert printed["simulate"]["as_it_was"]["ttft_p50_s"]["measured"] > 0
+    assert printed["plan"]["instances"] >= 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_demo_leaves_no_process_running(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:

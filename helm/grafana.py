@@ -17,6 +17,8 @@ _CHECKED = "dualmap_checked_cached_tokens_total"
 _MET = 'slo="met"'
 _FAILED = 'outcome="failed"'
 _INCOMPLETE = 'result="incomplete"'
+_AGREED = 'agreed="true"'
+_SHADOW_TTFT = "dualmap_shadow_predicted_ttft_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,38 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "rejected: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",
                 "failed by engines": f"sum({_rate('dualmap_completions_total', _FAILED)})",
                 "served elsewhere": f"sum({_rate('dualmap_served_elsewhere_total')})",
+            },
+        ),
+    ),
+    "Shadow policies": (
+        Panel(
+            title="Agreement with the pool's choice",
+            about="Share of the sampled requests for which a policy of spec.routing.shadow chooses the same endpoint "
+            "as the pool's own policy.",
+            unit="percentunit",
+            queries={
+                "{{pool}} {{policy}}": f"sum by (pool, policy) ({_rate('dualmap_shadow_decisions_total', _AGREED)})"
+                f" / sum by (pool, policy) ({_rate('dualmap_shadow_decisions_total')})"
+            },
+        ),
+        Panel(
+            title="Predicted time to first token by policy",
+            about="Mean TTFT that routers predict for the choices of each policy, about the same requests. The caches "
+            "and loads are those that the pool's own policy has caused.",
+            unit="s",
+            queries={
+                "{{pool}} {{policy}}": f"sum by (pool, policy) ({_rate(f'{_SHADOW_TTFT}_sum')})"
+                f" / sum by (pool, policy) ({_rate(f'{_SHADOW_TTFT}_count')})"
+            },
+        ),
+        Panel(
+            title="Predicted cached tokens by policy",
+            about="Mean number of prompt tokens per request that routers expect in the cache of each policy's choice.",
+            unit="short",
+            queries={
+                "{{pool}} {{policy}}": "sum by (pool, policy) "
+                f"({_rate('dualmap_shadow_predicted_cached_tokens_total')})"
+                f" / sum by (pool, policy) ({_rate(f'{_SHADOW_TTFT}_count')})"
             },
         ),
     ),

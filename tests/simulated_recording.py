@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
+from xxhash import xxh3_64_intdigest
+
 from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedReceipt, RecordedRequest
 from dualmap_sim.experiment import Experiment, pool_of, run_experiment
 from dualmap_sim.records import Record
+from dualmap_sim.workloads.trace import Trace
 
 POOL = "simulation/qwen"
 
@@ -45,4 +48,22 @@ def _requests(records: tuple[Record, ...]) -> Iterator[RecordedRequest]:
             engine_prompt_tokens=work.prompt_tokens,
             output_tokens=work.output_tokens,
             cached_tokens=each.cached_tokens,
+        )
+
+
+def imported(trace: Trace) -> Iterator[RecordedRequest]:
+    """Yield a trace's requests as an import, which has no measurements."""
+    for each in trace.requests:
+        yield RecordedRequest(
+            arrived_s=each.arrival_s,
+            pool=POOL,
+            model="qwen",
+            streamed=True,
+            prompt_tokens=each.input_tokens,
+            block_tokens=trace.block_tokens,
+            blocks=tuple(xxh3_64_intdigest(b"%d" % block) for block in each.blocks),
+            outcome=RecordedOutcome.OK,
+            session=each.session,
+            engine_prompt_tokens=each.input_tokens,
+            output_tokens=each.output_tokens,
         )

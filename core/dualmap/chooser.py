@@ -3,24 +3,46 @@
 ``dispatcher`` sends the request to the chosen member, or queues the request while the member is saturated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from dualmap.fleet.candidates import Candidates
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.view import NO_HINT, Hint, View
-from dualmap.keys.hotness import HotnessTree
+from dualmap.keys.hotness import HotnessRule, HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
 from dualmap.policies.migration import session_choice
 from dualmap.policies.registry import POLICIES
-from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Situation
+from dualmap.policies.situation import LEAVING_WARM, Candidate, Choice, Policy, Situation
 from dualmap.pools.pool import Pool
 from dualmap.queue.request_queue import QueuedRequest
 from dualmap.receipt import CandidateReceipt, Key, Receipt, SessionHost, source_of
 from dualmap.requests import Request
+
+
+class Predicted(Protocol):
+    """A choice of member with its predicted TTFT."""
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """The predicted time from the request's arrival to the first token."""
+
+
+PredictedT = TypeVar("PredictedT", bound=Predicted)
+
+
+def best_of(
+    ring: DualRing, preferred: DualRing, choose: Callable[[DualRing], PredictedT], *, slo_ttft_s: float
+) -> PredictedT:
+    """Return the choice from the preferred members; if it misses the SLO, the better one of it and that from all."""
+    chosen = choose(preferred)
+    if chosen.predicted_ttft_s <= slo_ttft_s:
+        return chosen
+    return min((chosen, choose(ring)), key=lambda each: each.predicted_ttft_s)
 
 
 class Chooser:
@@ -35,12 +57,12 @@ class Chooser:
         self._pool_id = pool.id
         self._fetches_kv = pool.fetches_kv
         self._policy = POLICIES[pool.routing.policy]
-        self.tree = self._new_tree(pool)
+        self.tree = self.new_tree(pool, replicated=replicated)
 
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool."""
         if pool.routing.prefix != self._pool.routing.prefix:
-            self.tree = self._new_tree(pool)
+            self.tree = self.new_tree(pool, replicated=self._replicated)
         self._pool = pool
         self._fetches_kv = pool.fetches_kv
         self._policy = POLICIES[pool.routing.policy]
@@ -48,9 +70,14 @@ class Chooser:
 
     def key(self, now: float, request: Request) -> Key:
         """Return the key of a request and count the request for hotness; call this method once per request."""
+        rule = self._policy.hotness
+        return self.key_by(now, request, None if rule is None else (rule, self.tree))
+
+    def key_by(self, now: float, request: Request, hot: tuple[HotnessRule, HotnessTree] | None) -> Key:
+        """Return the key of a request by a rule and a tree, which counts the request; None for the initial length."""
         # The thresholds use the size of the full ring, even if a request may use only some members. Otherwise, equal
         # prompts could have different keys.
-        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._candidates.size
+        hashes, members = request.chain.hashes, self._candidates.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
             # A prompt without text shares no prefix; its key is the hash of the request id, which spreads such requests
@@ -62,12 +89,11 @@ class Chooser:
             # key can grow if one session becomes hot.
             rooted = (each ^ session for each in hashes[prefix.initial_blocks : prefix.max_blocks])
             hashes = (*(session for _ in hashes[: prefix.initial_blocks]), *rooted)
-        if rule is None:
+        if hot is None:
             blocks = min(len(hashes), prefix.initial_blocks)
         else:
-            blocks = self.tree.key_blocks(
-                now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
-            )
+            rule, tree = hot
+            blocks = tree.key_blocks(now, hashes, split_share=rule.split / members, merge_share=rule.merge / members)
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
     def with_pull(self, now: float, request: Request) -> Request:
@@ -83,8 +109,20 @@ class Chooser:
             return request
         return request._replace(stored=request.stored._replace(tokens=held))
 
-    def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
-        """Return a request's situation: its candidates and their present load."""
+    @property
+    def policy(self) -> Policy:
+        """The pool's policy."""
+        return self._policy
+
+    @property
+    def sequence(self) -> int:
+        """The number of the next choice."""
+        return self._sequence
+
+    def situation(
+        self, now: float, request: Request, key: Key, ring: DualRing, *, sequence: int | None = None
+    ) -> Situation:
+        """Return a request's situation: its candidates and their present load; at the next choice by default."""
         chain = request.chain
         view = self._view(now, request)
         members = ring.pair(key.hash)
@@ -101,7 +139,7 @@ class Chooser:
             request_id=request.id,
             prompt_tokens=chain.tokens,
             waited_s=max(0.0, now - request.arrived_s),
-            sequence=self._sequence,
+            sequence=self._sequence if sequence is None else sequence,
             slo_ttft_s=self._pool.slo.ttft_s,
             spill=self._pool.routing.spill,
             pair=pair,
@@ -115,7 +153,7 @@ class Chooser:
 
     def choose(self, request: Request, key: Key, situation: Situation) -> QueuedRequest:
         """Let the session rule or the policy choose a member; return the request with the chosen member."""
-        choice = self._session_choice(situation) or self._policy.choose(situation)
+        choice = self.choice(self._policy, situation)
         self._sequence += 1
         chosen, receipt = choice.candidate, self._receipt(request, key, situation, choice)
         return QueuedRequest(
@@ -130,32 +168,22 @@ class Chooser:
             receipt=receipt,
         )
 
+    def choice(self, policy: Policy, situation: Situation) -> Choice:
+        """Return the choice of the session rule, or else of a policy."""
+        return self._session_choice(situation) or policy.choose(situation)
+
     def last_turn(
         self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]], *, answer_s: float
     ) -> QueuedRequest | None:
-        """Return a placed request at a member that leaves soon but will finish it before; None if there is none.
-
-        ``leaving`` contains members with the seconds until they leave. Such a member gets the request only if it holds
-        a block more of the prompt than the placed request's member holds and fetches, and has the first token earlier.
-        ``answer_s`` is the expected time from the first token to the end.
-        """
+        """Return a placed request at the member of ``last_host``; None if there is none."""
         request = placed.request
-        view = self._view(now, request)
-        binding = None if request.session is None else self.sessions.get(now, request.session)
-        hints = {} if binding is None else {binding.host: _hint(binding)}
-        waited_s = max(0.0, now - request.arrived_s)
-        # A store holds no last token, so a few tokens more say nothing.
-        least_tokens = placed.matched_tokens + placed.fetch_tokens + request.chain.block_tokens
-        candidates = [
-            candidate
-            for member, left_s in leaving
-            if (candidate := view.candidate(member, hints.get(member, NO_HINT))).matched_tokens >= least_tokens
-            and waited_s + candidate.ttft_s < placed.predicted_ttft_s
-            and candidate.ttft_s + answer_s <= left_s
-        ]
-        if not candidates:
+        held_tokens = placed.matched_tokens + placed.fetch_tokens
+        host = self.last_host(
+            now, request, leaving, held_tokens=held_tokens, before_s=placed.predicted_ttft_s, answer_s=answer_s
+        )
+        if host is None:
             return None
-        host = min(candidates, key=lambda each: (each.ttft_s, each.id))
+        waited_s = max(0.0, now - request.arrived_s)
         receipt = placed.receipt.moved(
             host,
             LEAVING_WARM,
@@ -163,6 +191,37 @@ class Chooser:
             adapter=self._candidates.adapter_state(request.adapter, host.id),
         )
         return placed.at(host, receipt._replace(candidates=(*receipt.candidates, CandidateReceipt.of(host, waited_s))))
+
+    def last_host(
+        self,
+        now: float,
+        request: Request,
+        leaving: Iterable[tuple[str, float]],
+        *,
+        held_tokens: int,
+        before_s: float,
+        answer_s: float,
+    ) -> Candidate | None:
+        """Return a member that leaves soon but will finish a request before; None if there is none.
+
+        ``leaving`` contains members with the seconds until they leave. Such a member gets the request only if it holds
+        a block more of the prompt than ``held_tokens``, which the chosen member holds and fetches, and has the first
+        token earlier than ``before_s``. ``answer_s`` is the expected time from the first token to the end.
+        """
+        view = self._view(now, request)
+        binding = None if request.session is None else self.sessions.get(now, request.session)
+        hints = {} if binding is None else {binding.host: _hint(binding)}
+        waited_s = max(0.0, now - request.arrived_s)
+        # A store holds no last token, so a few tokens more say nothing.
+        least_tokens = held_tokens + request.chain.block_tokens
+        candidates = [
+            candidate
+            for member, left_s in leaving
+            if (candidate := view.candidate(member, hints.get(member, NO_HINT))).matched_tokens >= least_tokens
+            and waited_s + candidate.ttft_s < before_s
+            and candidate.ttft_s + answer_s <= left_s
+        ]
+        return min(candidates, key=lambda each: (each.ttft_s, each.id), default=None)
 
     @property
     def rebalances(self) -> bool:
@@ -237,13 +296,15 @@ class Chooser:
     def _session_host(self, member: str) -> SessionHost:
         return SessionHost(member, self._candidates.source(member) if self._fetches_kv else "")
 
-    def _new_tree(self, pool: Pool) -> HotnessTree:
+    @staticmethod
+    def new_tree(pool: Pool, *, replicated: bool) -> HotnessTree:
+        """Return an empty tree for the prefixes of a pool's prompts."""
         prefix = pool.routing.prefix
         return HotnessTree(
             initial_blocks=prefix.initial_blocks,
             max_blocks=prefix.max_blocks,
             window_s=prefix.window_s,
-            replicated=self._replicated,
+            replicated=replicated,
         )
 
 

@@ -4,11 +4,11 @@ The router calls one method per event. Each of these methods returns the decisio
 rejections of expired requests.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
-from dualmap.chooser import Chooser
+from dualmap.chooser import Chooser, best_of
 from dualmap.fleet.fleet import Fleet
 from dualmap.keys.rings import DualRing
 from dualmap.policies.situation import Candidate, Situation
@@ -17,7 +17,8 @@ from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
 from dualmap.replicas.update import Placement
-from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
+from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request, ShadowStatus
+from dualmap.shadows import Comparison, Shadows
 
 
 class Dispatcher:
@@ -33,6 +34,7 @@ class Dispatcher:
         self._candidates = fleet.candidates
         self._capacity = fleet.capacity
         self._chooser = chooser
+        self._shadows = Shadows(pool, chooser, fleet)
         self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.capacity.queue, fleet.shares)
@@ -50,6 +52,11 @@ class Dispatcher:
         """The prompt tokens of the requests that wait because the pool has no member."""
         return self._queue.unplaced_tokens
 
+    @property
+    def shadows(self) -> tuple[ShadowStatus, ...]:
+        """The comparison of policies; empty without shadow policies."""
+        return self._shadows.status()
+
     def is_queued(self, request_id: str) -> bool:
         """Return whether a request is queued."""
         return request_id in self._queue
@@ -57,6 +64,7 @@ class Dispatcher:
     def adopt(self, pool: Pool) -> None:
         """Store a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool
+        self._shadows.adopt(pool)
 
     def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Send a new request to its member, queue the request, or reject the request."""
@@ -158,42 +166,57 @@ class Dispatcher:
     def _place(self, now: float, request: Request, key: Key | None, outcomes: list[Outcome]) -> None:
         """Choose a member for a request.
 
-        ``key`` is the key of an earlier placement, so that hotness counts the request only once.
+        ``key`` is the key of an earlier placement, so that hotness and shadow policies count the request only once.
         """
         ring, preferred = self._candidates.rings(request)
         if not ring.members:
             self._place_nowhere(now, request, outcomes)
             return
+        comparison = self._shadows.new_comparison(request) if key is None else None
         key = key or self._chooser.key(now, request)
-        placed = self._choose(now, request, key, ring if preferred is None else preferred, outcomes)
-        if preferred is not None and placed.predicted_ttft_s > self._pool.slo.ttft_s:
-            placed = min(
-                (placed, self._choose(now, request, key, ring, outcomes)), key=lambda each: each.predicted_ttft_s
-            )
+        if preferred is None:
+            placed = self._choose(now, request, key, comparison, outcomes, ring)
+        else:
+            choose = partial(self._choose, now, request, key, comparison, outcomes)
+            placed = best_of(ring, preferred, choose, slo_ttft_s=self._pool.slo.ttft_s)
         leaving = self._candidates.leaving(now, request)
         if leaving:
-            placed = self._last_turn(now, placed, leaving)
+            leaving = self._open(now, request, leaving)
+        if leaving:
+            answer_s = self._fleet.answers.expected_s()
+            placed = self._chooser.last_turn(now, placed, leaving, answer_s=answer_s) or placed
+        if comparison is not None:
+            self._shadows.compare(now, comparison, placed, ring, preferred, leaving)
         self._admit(now, placed, outcomes)
 
-    def _choose(self, now: float, request: Request, key: Key, ring: DualRing, outcomes: list[Outcome]) -> QueuedRequest:
+    def _choose(
+        self,
+        now: float,
+        request: Request,
+        key: Key,
+        comparison: Comparison | None,
+        outcomes: list[Outcome],
+        ring: DualRing,
+    ) -> QueuedRequest:
         """Choose a member of a ring for a request; first relieve the queues of an overloaded pair."""
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation, outcomes):
             situation = self._chooser.situation(now, request, key, ring)
+            if comparison is not None:
+                comparison.situations.clear()
+        if comparison is not None:
+            comparison.situations[ring, key] = situation
         return self._chooser.choose(request, key, situation)
 
-    def _last_turn(self, now: float, placed: QueuedRequest, leaving: Iterable[tuple[str, float]]) -> QueuedRequest:
-        """Return a request at the member that leaves but still answers it (``Chooser.last_turn``), or as it was placed.
-
-        No request queues for a member that leaves.
-        """
-        open_now = [
+    def _open(
+        self, now: float, request: Request, leaving: tuple[tuple[str, float], ...]
+    ) -> tuple[tuple[str, float], ...]:
+        """Return those of some members that can take a request now, because none queues for a member that leaves."""
+        return tuple(
             (member, left_s)
             for member, left_s in leaving
-            if not self._queue.queues.get(member) and self._may_take(now, member, placed.request)
-        ]
-        answer_s = self._fleet.answers.expected_s()
-        return (self._chooser.last_turn(now, placed, open_now, answer_s=answer_s) if open_now else None) or placed
+            if not self._queue.queues.get(member) and self._may_take(now, member, request)
+        )
 
     def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
         queue = self._pool.routing.queue

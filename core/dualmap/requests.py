@@ -252,6 +252,20 @@ class EndpointStatus:
     leave_at_s: float | None = None
 
 
+class ShadowStatus(NamedTuple):
+    """What a policy chose or would have chosen for a sample of a pool's requests, as totals (``dualmap.shadows``).
+
+    The policy ``agreed`` with the pool's own choice of member for some requests, and ``differed`` for the others. The
+    predictions are for the policy's choices: the sums of the TTFTs and of the cached tokens.
+    """
+
+    policy: str
+    agreed: int = 0
+    differed: int = 0
+    predicted_ttft_s: float = 0.0
+    predicted_cached_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSnapshot:
     """A snapshot of a pool's state in this router.
@@ -259,7 +273,7 @@ class PoolSnapshot:
     ``held`` is the number of queued requests. ``unplaced_prefill_tokens`` counts the prompt tokens of requests that
     wait because the pool has no member. ``sessions`` is the number of session bindings. ``peers`` is the number of
     other replicas with a recent report. ``owner`` is the name of the router that decides for the pool; empty for a
-    router that decides alone (``dualmap.shared_router``).
+    router that decides alone (``dualmap.shared_router``). ``shadows`` compares policies; empty without shadow policies.
     """
 
     pool: str
@@ -272,3 +286,4 @@ class PoolSnapshot:
     hotness_nodes: int
     split_prefixes: int
     owner: str = ""
+    shadows: tuple[ShadowStatus, ...] = ()

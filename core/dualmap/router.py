@@ -268,6 +268,7 @@ class PoolRouter:
             endpoints=self._fleet.statuses(),
             hotness_nodes=self._chooser.tree.nodes,
             split_prefixes=self._chooser.tree.split_prefixes,
+            shadows=self._dispatcher.shadows,
         )
 
     def _adopt_pool(self, now: float, pool: Pool) -> tuple[Outcome, ...]:

@@ -159,3 +159,12 @@ def test_demo_serve_rounds_have_equal_lengths_but_different_text():
     blocks = {block for request in trace.requests for block in request.blocks}
     assert blocks.isdisjoint(block for request in second.requests for block in request.blocks)
     assert measure(second).ideal_hit_rate == measure(trace).ideal_hit_rate
+
+
+@pytest.mark.parametrize(
+    ("routers", "record", "names"),
+    [(1, False, []), (1, True, ["recording"]), (2, True, ["recording-0", "recording-1"])],
+)
+def test_each_router_has_a_recording_of_its_own(routers: int, record: bool, names: list[str]) -> None:
+    made = plan(routers=routers, record=record)
+    assert [path.name for path in made.recordings] == names

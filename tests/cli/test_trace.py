@@ -211,7 +211,7 @@ def test_merge_that_fails_leaves_the_old_file_and_no_other(
     assert list(output.parent.iterdir()) == [output]
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["merge"], ["export"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["merge"], ["export"], ["import"]])
 def test_help_has_an_example(command: list[str]) -> None:
     shown = done(*command, "--help").stdout
     assert "Example:" in shown

@@ -14,7 +14,7 @@ import yaml
 
 from dualmap.errors import PoolError
 from dualmap.objects.fields import UNLIMITED, parse_duration
-from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, read_pools
+from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, SHADOWS_MAX, read_pools
 from dualmap.policies.registry import POLICIES
 from dualmap.pools.kv_store import ChunkHash, StoreType
 from dualmap.pools.pool import MemberState, ReceiptFields, RingAlgorithm, TokenSource
@@ -274,6 +274,12 @@ def test_crd_enums_equal_the_values_in_code() -> None:
     assert {str(each): each.schema["enum"] for each in ENUMS} == code
 
 
+def test_crd_shadow_policies_equal_the_values_in_code() -> None:
+    shadow = SPEC["properties"]["routing"]["properties"]["shadow"]
+    assert (shadow["items"]["enum"], shadow["maxItems"]) == (list(POLICIES), SHADOWS_MAX)
+    assert shadow["x-kubernetes-list-type"] == "set"
+
+
 def test_crd_condition_names_equal_the_operators_conditions() -> None:
     named = re.findall(r"\b[A-Z]\w+", STATUS["properties"]["conditions"]["description"])
     assert set(ConditionType) <= set(named)
@@ -355,12 +361,13 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
 def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     examples = [list(yaml.safe_load_all(block)) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    [in_a_cluster], [in_a_file], with_prefills, [with_store], [adopting] = examples
+    [in_a_cluster], [in_a_file], with_prefills, [with_store], [with_shadow], [adopting] = examples
     assert template_warnings(read_spec(in_a_cluster)) == ()
     assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
     for each in with_prefills:
         assert set(each["spec"]) <= set(SPEC["properties"])
-    read({**POOL, "spec": {**POOL["spec"], **with_store["spec"]}})
+    for each in (with_store, with_shadow):
+        read({**POOL, "spec": {**POOL["spec"], **each["spec"]}})
     read({**POOL, **adopting})
 
 

@@ -37,6 +37,8 @@ OBJECT: dict[str, Any] = {
         "slo": {"ttft": "2s", "attainment": 0.95},
         "routing": {
             "policy": "dualmap_paper",
+            "shadow": ["min_ttft", "dualmap_paper"],
+            "shadowSample": 0.25,
             "receiptHeader": False,
             "receiptFields": "Chosen",
             "maxBodyBytes": 1048576,
@@ -83,6 +85,7 @@ def test_pool_fields_are_all_parsed() -> None:
     routing = pool.routing
     assert (routing.policy, routing.receipt_header) == ("dualmap_paper", False)
     assert (routing.receipt_fields, routing.max_body_bytes) == (ReceiptFields.CHOSEN, 1_048_576)
+    assert (routing.shadow, routing.shadow_sample) == (("min_ttft", "dualmap_paper"), 0.25)
     assert routing.fairness.header == "x-tenant"
     assert (routing.ring.algorithm, routing.ring.virtual_nodes, routing.ring.seed) == (
         RingAlgorithm.VIRTUAL_NODES,
@@ -103,6 +106,16 @@ def test_pool_fields_are_all_parsed() -> None:
         100,
     )
     assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
+
+
+def test_pool_without_shadow_compares_no_policies() -> None:
+    (pool,) = read_pools(changed("spec/routing", {}))
+    assert (pool.routing.shadow, pool.routing.shadow_sample) == ((), 0.1)
+
+
+def test_pool_error_about_a_shadow_policy_names_the_policies() -> None:
+    with pytest.raises(PoolError, match=r"shadow\[0\].*'best'.*dualmap, dualmap_paper"):
+        read_pools(changed("spec/routing/shadow", ["best"]))
 
 
 @pytest.mark.parametrize("text", ["'2026-11-27T21:00:00Z'", "2026-11-27T21:00:00Z", "2026-11-27T22:00:00+01:00"])
@@ -223,6 +236,13 @@ def test_pool_lists_with_duplicate_items_are_rejected() -> None:
         ("spec/routing/policy", "best", "spec.routing.policy"),
         ("spec/routing/receiptHeader", "yes", "spec.routing.receiptHeader"),
         ("spec/routing/receiptFields", "None", "spec.routing.receiptFields"),
+        ("spec/routing/shadow", "min_ttft", "spec.routing.shadow"),
+        ("spec/routing/shadow", ["min_ttft", "best"], "spec.routing.shadow[1]"),
+        ("spec/routing/shadow", ["min_ttft", "min_ttft"], "spec.routing.shadow[1]"),
+        ("spec/routing/shadow", ["min_ttft", "random", "ear", "preble", "chwbl"], "spec.routing.shadow"),
+        ("spec/routing/shadow", [7], "spec.routing.shadow[0]"),
+        ("spec/routing/shadowSample", 1.1, "spec.routing.shadowSample"),
+        ("spec/routing/shadowSample", "10%", "spec.routing.shadowSample"),
         ("spec/routing/maxBodyBytes", 1023, "spec.routing.maxBodyBytes"),
         ("spec/routing/fairness/header", "X-Tenant", "spec.routing.fairness.header"),
         ("spec/routing/fairness/weight", 1, "spec.routing.fairness.weight"),

@@ -9,7 +9,15 @@ import builders
 from dualmap.engines.source import SourceState
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, PrefillReceipt, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, EventsStatus, FirstToken, PoolSnapshot
+from dualmap.requests import (
+    Completion,
+    Decision,
+    EndpointStatus,
+    EventsStatus,
+    FirstToken,
+    PoolSnapshot,
+    ShadowStatus,
+)
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint
 from dualmap_extproc.request.ending import Ending
@@ -92,6 +100,10 @@ def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
         endpoints=endpoints,
         hotness_nodes=12,
         split_prefixes=2,
+        shadows=(
+            ShadowStatus(policy="dualmap", agreed=9, predicted_ttft_s=2.25, predicted_cached_tokens=900),
+            ShadowStatus(policy="ear", agreed=5, differed=4, predicted_ttft_s=2.5, predicted_cached_tokens=450),
+        ),
     )
 
 

@@ -105,6 +105,27 @@ async def test_metrics_page_has_counters_and_loads() -> None:
     assert float(wish.rsplit(" ", 1)[1]) > 0
 
 
+async def test_metrics_page_compares_the_shadow_policies() -> None:
+    pool = builders.pool(2)
+    routing = replace(pool.routing, shadow=("cache_affinity", "least_loaded"), shadow_sample=1.0)
+    router = PoolRouter(replace(pool, routing=routing))
+    async with serving(router, metrics=fresh()) as session:
+        for n in range(4):
+            router.on_request(float(n), builders.request(f"r-{n}", builders.text_of(1000, "a"), now=float(n)))
+        async with session.get("/metrics") as response:
+            page = await response.text()
+    shown = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("dualmap_shadow_"))
+    for policy in ("dualmap", "cache_affinity", "least_loaded"):
+        of = f'policy="{policy}",pool="llm/qwen"'
+        counts = [shown[f'dualmap_shadow_decisions_total{{agreed="{each}",{of}}}'] for each in ("true", "false")]
+        assert sum(map(float, counts)) == 4
+        assert float(shown[f"dualmap_shadow_predicted_ttft_seconds_count{{{of}}}"]) == 4
+    own, other = (f'{{policy="{each}",pool="llm/qwen"}}' for each in ("dualmap", "least_loaded"))
+    cached = "dualmap_shadow_predicted_cached_tokens_total"
+    assert float(shown[cached + own]) == 3 * 896
+    assert float(shown[cached + other]) < 3 * 896
+
+
 async def test_pool_page_has_the_documented_fields() -> None:
     of = builders.pool(2)
     leaving = replace(of.members[1], leave_at_s=1_764_277_200.0)

@@ -40,6 +40,23 @@ class TestLoads:
         }
         assert not [name for name in samples(made, status()) if name.startswith("dualmap_endpoint_")]
 
+    def test_shadow_metrics_are_the_totals_of_each_policy(self) -> None:
+        got = samples(metrics(), status())
+        shown = {name: value for name, value in got.items() if name.startswith("dualmap_shadow_")}
+        own, other = f"policy=dualmap,pool={POOL}", f"policy=ear,pool={POOL}"
+        assert shown == {
+            f"dualmap_shadow_decisions_total{{agreed=true,{own}}}": 9,
+            f"dualmap_shadow_decisions_total{{agreed=false,{own}}}": 0,
+            f"dualmap_shadow_decisions_total{{agreed=true,{other}}}": 5,
+            f"dualmap_shadow_decisions_total{{agreed=false,{other}}}": 4,
+            f"dualmap_shadow_predicted_ttft_seconds_sum{{{own}}}": 2.25,
+            f"dualmap_shadow_predicted_ttft_seconds_count{{{own}}}": 9,
+            f"dualmap_shadow_predicted_ttft_seconds_sum{{{other}}}": 2.5,
+            f"dualmap_shadow_predicted_ttft_seconds_count{{{other}}}": 9,
+            f"dualmap_shadow_predicted_cached_tokens_total{{{own}}}": 900,
+            f"dualmap_shadow_predicted_cached_tokens_total{{{other}}}": 450,
+        }
+
 
 class TestSignals:
     """Tests of the input of the rule for desired replicas; tests/core/test_scaling.py tests the rule."""

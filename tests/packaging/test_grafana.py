@@ -37,7 +37,7 @@ SHARES = (
 
 
 def asked(query: str) -> set[str]:
-    return {name.removesuffix("_bucket") for name in re.findall(r"(?:dualmap|envoy)_\w+", query)}
+    return {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:dualmap|envoy)_\w+", query)}
 
 
 def test_grafana_dashboard_file_matches_the_panel_definitions() -> None:

@@ -1,6 +1,8 @@
 """Tests of capacity plans: the search for sizes, and plans by fitted engines beside full searches with the true one."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +11,10 @@ from dualmap_sim.experiment import Experiment
 from dualmap_sim.fitting.fit import fit_engine
 from dualmap_sim.planning.capacity import Capacity, Engines
 from dualmap_sim.planning.sizes import LARGEST, Unattainable, least_instances
-from dualmap_sim.presets import PRESETS, EngineConfig, PrefillCost
-from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.presets import PRESETS, DecodeCost, EngineConfig, PrefillCost
+from dualmap_sim.workloads.catalog import WORKLOADS, Workload
+from dualmap_sim.workloads.pacing import Phase, paced, wave
+from recorded import write
 
 BASE = Experiment(requests_per_s=4.0, workload=Workload(requests=500), instances=4, warmup=50, slo_ttft_s=4.0)
 
@@ -37,19 +41,41 @@ def test_search_without_a_result_names_the_largest_size() -> None:
     assert (raised.value.instances, raised.value.share) == (LARGEST, 0.5)
 
 
-@pytest.mark.parametrize("workload", ["default", "tool_agent", "zipf_bursts", "poisson_chats"])
-def test_plan_by_a_fitted_engine_is_the_least_size_or_one_more(workload: str) -> None:
-    base = replace(BASE, workload=Workload(name=workload, requests=500))
-    recorded = simulated_recording.recorded(replace(base, instances=6, requests_per_s=2.0, warmup=0))
+DAY_S = 300.0
+STEADY = (Phase(seconds=DAY_S, rate=1.0),)
+DAYS = {
+    "steady": ("default", STEADY),
+    "daily cycle": ("default", wave(period_s=DAY_S, low=0.3, high=1.7)),
+    "launch spike": ("poisson_chats", (Phase(seconds=200.0, rate=0.7), Phase(seconds=40.0, rate=3.0))),
+    "agentic": ("tool_agent", STEADY),
+}
+
+
+@cache
+def fitted_engine() -> EngineConfig:
+    """Return the engine 7b as fitted to a recording of other traffic."""
+    recorded = simulated_recording.recorded(replace(BASE, instances=6, requests_per_s=2.0, warmup=0))
     found = fit_engine(simulated_recording.POOL, recorded, known=None, base=PRESETS["7b"]).parameters
-    prefill = PrefillCost(
-        overhead_s=found["o"].value or 0.0,
-        tokens_per_s=found["r"].value or 0.0,
-        attention=found["a"].value or 0.0,
-        load_tokens_per_s=found["l"].value or 0.0,
+    values = [found[name].value for name in ("o", "r", "a", "l", "d0", "d1", "d2")]
+    overhead_s, tokens_per_s, attention, load, step_s, per_kv_token_s, per_request_s = (
+        value or 0.0 for value in values
     )
-    true, fitted = PRESETS["7b"], replace(PRESETS["7b"], prefill=prefill)
-    planned, full = capacity(base, fitted).least(), capacity(base, true)
+    return replace(
+        PRESETS["7b"],
+        prefill=PrefillCost(
+            overhead_s=overhead_s, tokens_per_s=tokens_per_s, attention=attention, load_tokens_per_s=load
+        ),
+        decode=DecodeCost(step_s=step_s, per_kv_token_s=per_kv_token_s, per_request_s=per_request_s),
+    )
+
+
+@pytest.mark.parametrize("day", DAYS)
+def test_plan_by_a_fitted_engine_is_the_least_size_or_one_more(day: str, tmp_path: Path) -> None:
+    name, phases = DAYS[day]
+    trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
+    path = write(tmp_path / "day.jsonl", *simulated_recording.imported(trace))
+    base = replace(BASE, workload=Workload(recording=path), requests_per_s=len(trace.requests) / trace.duration_s)
+    planned, full = capacity(base, fitted_engine()).least(), capacity(base, PRESETS["7b"])
     least = next(n for n in range(1, 20) if full.size(n).slo_attainment.value >= 0.9)
     assert least <= planned <= least + 1
 

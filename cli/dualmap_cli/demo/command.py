@@ -98,6 +98,11 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     help="Let the engines publish KV events, and add a run of the last policy that uses them. The results compare the "
     "predicted with the measured cached tokens.",
 )
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Let the routers of the last run record its requests, and print the commands that analyse the recording.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
     "--out",
@@ -125,6 +130,7 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
       dualmap demo
       dualmap demo --policies round_robin,least_loaded,dualmap --engines 4 --out /tmp/demo
       dualmap demo --kv-events
+      dualmap demo --record
       dualmap demo --serve
     """
     if serving and as_json:
@@ -226,7 +232,7 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     """Write demo.json and demo.png and print the results."""
     # Imported here because the chart's library takes half a second to load.
     from dualmap_cli.demo.chart import draw
-    from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, predictions, table
+    from dualmap_cli.demo.printing import LEGEND, as_document, next_commands, notes, preamble, predictions, table
     from dualmap_cli.demo.report import report
 
     reports = [report(run, plan) for run in runs]
@@ -238,5 +244,7 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     else:
         sections = (f"{table(reports)}\n{LEGEND}", predictions(reports), notes(reports, plan))
         click.echo("\n\n".join(section for section in (preamble(plan), *sections) if section))
+    if plan.recordings:
+        click.echo(f"{next_commands(plan)}\n", err=as_json)
     written = f"chart: {plan.out / 'demo.png'}   data: {plan.out / 'demo.json'}   logs: {plan.out / 'logs'}"
     click.echo(written, err=as_json)

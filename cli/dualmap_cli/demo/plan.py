@@ -63,7 +63,8 @@ class Plan:
     """One demo. ``rate`` is requests per model second; ``speed`` is model seconds per wall-clock second.
 
     ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut. With ``kv_events``, the
-    engines publish KV events in every run, and another run of the last policy uses them.
+    engines publish KV events in every run, and another run of the last policy uses them. With ``record``, the routers
+    of the last run record its requests.
     """
 
     engines: int
@@ -77,6 +78,15 @@ class Plan:
     seed: int | None
     out: Path
     kv_events: bool = False
+    record: bool = False
+
+    @property
+    def recordings(self) -> tuple[Path, ...]:
+        """The folders of the recordings, one for each router; empty without ``record``."""
+        if not self.record:
+            return ()
+        names = [f"recording-{number}" for number in range(self.routers)] if self.routers > 1 else ["recording"]
+        return tuple(self.out / name for name in names)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -106,6 +116,7 @@ def make_plan(
     seed: int,
     out: Path,
     kv_events: bool = False,
+    record: bool = False,
 ) -> Plan:
     """Read or generate the workload and set its rate, by default for HALF_REUSE_LOAD. Raises TraceError."""
     engine = PRESETS[PRESET]
@@ -134,6 +145,7 @@ def make_plan(
         seed=seed if trace_file is None else None,
         out=out,
         kv_events=kv_events,
+        record=record,
     )
 
 

@@ -141,6 +141,23 @@ def preamble(plan: Plan) -> str:
     )
 
 
+def next_commands(plan: Plan) -> str:
+    """Return the commands that analyse the recording of a demo."""
+    engine, recording = plan.out / "engine.yaml", plan.recordings[0]
+    commands = []
+    if len(plan.recordings) > 1:
+        recording = plan.out / "recording.jsonl.gz"
+        commands.append(f"dualmap trace merge {' '.join(map(str, plan.recordings))} -o {recording}")
+    commands += [
+        f"dualmap trace show {recording}",
+        f"dualmap fit {recording} -o {engine}",
+        f"dualmap simulate --recording {recording} --engine {engine}",
+        f"dualmap plan --recording {recording} --engine {engine}",
+    ]
+    lines = "\n".join(f"  {command}" for command in commands)
+    return f"The routers recorded the run {plan.runs[-1].name}, in wall-clock time. Next:\n{lines}"
+
+
 def notes(reports: Sequence[PolicyReport], plan: Plan) -> str:
     """Return notes on the reliability of the figures."""
     lines = [lag_note(reports, plan)]

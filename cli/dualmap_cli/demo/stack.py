@@ -6,6 +6,7 @@ processes, so that no cache contains blocks of an earlier run.
 """
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Final
 
 import aiohttp
 
-from dualmap_cli.demo.children import Children
+from dualmap_cli.demo.children import Child, Children
 from dualmap_cli.demo.plan import MODEL, PRESET, Plan, Run, pool_document
 
 _HOST: Final = "127.0.0.1"
@@ -49,16 +50,7 @@ async def start_stack(children: Children, plan: Plan, run: Run, folder: Path, so
     renderer = await _start_renderer(children) if run.kv_events else None
     pool_file.write_text(json.dumps(pool_document(plan, run.policy, engines, renderer=renderer), indent=2))
     redis_url = await _start_redis(children, sockets)
-    routers = [
-        await children.start(
-            f"router-{number}",
-            _dualmap(
-                *("router", "--pool", str(pool_file), "--redis", redis_url, "--replica-id", f"router-{number}"),
-                *_ROUTER_PORTS,
-            ),
-        )
-        for number in range(plan.routers)
-    ]
+    routers = await _start_routers(children, plan, run, pool_file, redis_url)
     ports = [await router.ready(within_s=_READY_WITHIN_S) for router in routers]
     bootstrap = folder / "envoy.yaml"
     await children.run(
@@ -76,6 +68,26 @@ async def start_stack(children: Children, plan: Plan, run: Run, folder: Path, so
         metrics_urls=tuple(f"http://{each['metrics']}/metrics" for each in ports),
         dashboard_urls=tuple(f"http://{each['metrics']}/" for each in ports),
     )
+
+
+async def _start_routers(children: Children, plan: Plan, run: Run, pool_file: Path, redis_url: str) -> list[Child]:
+    """Start the routers; those of the last run record its requests, if the plan says so."""
+    folders = plan.recordings if run == plan.runs[-1] else ()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    routers: list[Child] = []
+    for number in range(plan.routers):
+        record: tuple[str, ...] = ()
+        if folders:
+            record = ("--record", str(folders[number]))
+            if number:
+                # With the key of the first router, equal prompts have equal hashes in all recordings.
+                await routers[0].ready(within_s=_READY_WITHIN_S)
+                folders[number].mkdir()
+                shutil.copy(folders[0] / "key", folders[number] / "key")
+        command = ("router", "--pool", str(pool_file), "--redis", redis_url, "--replica-id", f"router-{number}")
+        routers.append(await children.start(f"router-{number}", _dualmap(*command, *_ROUTER_PORTS, *record)))
+    return routers
 
 
 def _dualmap(*arguments: str) -> tuple[str, ...]:

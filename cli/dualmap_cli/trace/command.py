@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from dualmap_cli.running import command_errors, plot_option, require_matplotlib, writing, writing_results
+from dualmap_extproc.app.hash_key import hash_key_option
 from dualmap_sim.recordings.errors import RecordingError
 
 _PATH: Final = click.Path(path_type=Path)
@@ -166,3 +167,57 @@ def export(path: Path, format_name: str, output: Path) -> None:
         warn(reading)
         warn_of_changes(exported.changes)
         click.echo(f"{output}: {count:,} requests", err=True)
+
+
+@trace.command("import")
+@click.argument("file", type=_PATH)
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["mooncake", "openai"]),
+    required=True,
+    help="The format of FILE: Mooncake's JSONL traces, or a log of OpenAI requests and responses.",
+)
+@_output
+@click.option(
+    "--key",
+    "key_file",
+    type=_PATH,
+    metavar="FILE",
+    help="Hash with the key in this file, which is DIR/key of a router.  [default: a new key, which is not kept]",
+)
+@hash_key_option(default="the key that a router makes of --key")
+def import_(file: Path, format_name: str, output: Path, key_file: Path | None, hash_key: bytes | None) -> None:
+    """Convert FILE to a recording.
+
+    A line of a log (openai) is {"timestamp": TIME, "request": BODY, "response": BODY}. TIME is in seconds since the
+    epoch or in ISO 8601, and the response's usage has the counts of tokens. No text is kept. Equal prompts have equal
+    hashes in the import and in a router's recording if both have the same keys and the same name of the model, and
+    the pool's blockTokens is 128. The keys are DIR/key, and the router's --hash-key-file if it has one.
+
+    What FILE lacks is absent from the recording: a log has no receipts and no TTFT, and a trace no times since the
+    epoch, so that its first request arrives in 1970. Lines that cannot be used are left out with a warning.
+
+    \b
+    Example:
+      dualmap trace import trace.jsonl --format mooncake -o imported.jsonl.gz
+      dualmap trace import log.jsonl --format openai -o imported.jsonl.gz --key recording/key
+    """
+    with _errors("import"):
+        from dualmap_cli.trace.keys import recording_key
+        from dualmap_cli.trace.output import check_output, write_lines
+        from dualmap_cli.trace.warnings import warn_of_left_out
+        from dualmap_sim.recordings.from_mooncake import MooncakeReader
+        from dualmap_sim.recordings.from_openai import OpenAiReader
+        from dualmap_sim.recordings.imports import Import
+
+        check_output(output, [file] if key_file is None else [file, key_file])
+        key = recording_key(key_file, hash_key)
+        reader = MooncakeReader(file, key) if format_name == "mooncake" else OpenAiReader(key)
+        imported = Import(file, reader, key=key, program=version("dualmap"))
+        with writing(str(output)):
+            count = write_lines(output, imported.lines())
+        if isinstance(reader, MooncakeReader):
+            click.echo(f"a block has {reader.block_tokens} tokens", err=True)
+        warn_of_left_out(imported)
+        click.echo(f"{output}: {count - 1:,} requests", err=True)

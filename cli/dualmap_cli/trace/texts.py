@@ -10,6 +10,7 @@ from dualmap_sim.recordings.reader import Reading
 from dualmap_sim.summary import percentile
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
+_ABSENT: Final = "not in this recording"
 _NAMED: Final = 10
 """At most this many pools, models and members are listed."""
 
@@ -33,11 +34,12 @@ def _lines(reading: Reading, figures: Figures) -> Iterator[str]:
     named = figures.requests_with_session / figures.requests
     yield _line("sessions", f"{figures.sessions:,} named, with {named:.1%} of the requests")
     yield _line("reuse at best", f"{_share(figures.reuse_at_best)} of the prompt tokens, in one cache without a limit")
-    yield _line("hit rate", f"{_share(figures.hit_rate)} of the prompt tokens were cached, as engines reported")
+    hits = f"{_share(figures.hit_rate)} of the prompt tokens were cached, as engines reported"
+    yield _line("hit rate", _ABSENT if figures.hit_rate is None else hits)
     yield _line("TTFT", _latencies(figures.ttft_s))
     slos = " or ".join(f"{slo_s:g} s" for slo_s in sorted(set(figures.slo_ttft_s.values())))
-    within = f" had a first token within {slos}" if slos else ""
-    yield _line("within SLO", f"{_share(figures.slo_attainment)} of streamed and refused requests{within}")
+    within = f"{_share(figures.slo_attainment)} of streamed and refused requests had a first token within {slos}"
+    yield _line("within SLO", _ABSENT if figures.slo_attainment is None else within)
     yield _line("outcomes", ", ".join(f"{name} {count:,}" for name, count in figures.outcomes.items()))
     yield from _members(figures)
     yield from _prefixes(figures)
@@ -88,7 +90,7 @@ def _shares(counts: Mapping[str, int], total: int) -> str:
 
 def _lengths(tokens: Sequence[int]) -> str:
     if not tokens:
-        return "not in this recording"
+        return _ABSENT
     return (
         f"{sum(tokens) / len(tokens):,.0f} on average, p50 {percentile(tokens, 0.5):,.0f}, "
         f"p99 {percentile(tokens, 0.99):,.0f}, at most {tokens[-1]:,}"
@@ -97,7 +99,7 @@ def _lengths(tokens: Sequence[int]) -> str:
 
 def _latencies(seconds: Sequence[float]) -> str:
     if not seconds:
-        return "not in this recording"
+        return _ABSENT
     return (
         f"p50 {percentile(seconds, 0.5):.3f} s, p90 {percentile(seconds, 0.9):.3f} s, "
         f"p99 {percentile(seconds, 0.99):.3f} s over {len(seconds):,} streamed answers"

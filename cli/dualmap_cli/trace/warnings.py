@@ -40,10 +40,10 @@ def _warn_of_lines(lines: Sequence[Damage], count: int) -> None:
 
 def warn_of_changes(changes: Changes) -> None:
     """Print warnings about what an exported trace lacks of its recording."""
-    for count, what in (
-        (changes.without_prompt, "requests have no prompt and are left out"),
-        (changes.without_output, "requests have no known output"),
-        (changes.adjusted, "prompts have another length than recorded, because of their number of blocks"),
+    for what, count in (
+        ("requests without a prompt, which are left out", changes.without_prompt),
+        ("requests without a known output", changes.without_output),
+        ("prompts with another length than recorded, because of their number of blocks", changes.adjusted),
     ):
         if count:
-            click.echo(f"warning: {count:,} {what}", err=True)
+            click.echo(f"warning: {what}: {count:,}", err=True)

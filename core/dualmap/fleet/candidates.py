@@ -1,6 +1,6 @@
 """The members that a request may use, and their state for the request's prompt."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -202,6 +202,10 @@ class Candidates:
         if tokens <= 0 or not self._pool.fetches_kv:
             return None
         return StoreTier(tokens, self._ledger.fetches.token_s, stored.held_at)
+
+    def keep(self, now: float) -> Sequence[Callable[[], None]]:
+        """Return functions that take back the effects that views have on the members' loads from now on."""
+        return self._ledger.keep(now)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring for the view's prompt."""

@@ -1,7 +1,7 @@
 """The KV memory that requests in flight use at one member."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 
 from dualmap.fleet.distinct_blocks import DistinctBlocks
@@ -100,6 +100,12 @@ class KvAccount:
             if self._distinct is not None:
                 self._distinct.remove(request.chain)
             self._later_tokens -= self._later.pop(request.request_id, 0)
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that puts the account back to its present state."""
+        # The distinct blocks are built again at their next use.
+        kept = vars(self) | {"decoding": self.decoding.copy(), "_later": self._later.copy(), "_distinct": None}
+        return lambda: vars(self).update(kept)
 
     def learn_silence(self, silence_s: float) -> None:
         """Add the time between a request's last report and its end to the mean."""

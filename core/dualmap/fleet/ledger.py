@@ -5,7 +5,7 @@ IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefil
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -86,6 +86,12 @@ class Ledger:
                 self._update_s = min(self._update_s, until_s)
             else:
                 self._outdated[load] = None
+
+    def keep(self, now: float) -> Sequence[Callable[[], None]]:
+        """Return functions that take back what reading the loads ends from now on (``MemberLoad.end_overdue``)."""
+        # The summaries of all other loads are valid, so they have nothing overdue.
+        perhaps_overdue = self._outdated if now < self._update_s else self.loads.values()
+        return [load.keep() for load in perhaps_overdue if load.is_overdue(now)]
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""

@@ -288,6 +288,27 @@ class MemberLoad:
             else:
                 self.first_token(overdue_s, head)
 
+    def is_overdue(self, now: float) -> bool:
+        """Return whether ``end_overdue`` would end anything."""
+        return self._next_overdue_s() <= now
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that takes back what ``end_overdue`` ends from now on."""
+        accounts = self.prefills.keep(), self.kv.keep()
+        requests = [
+            (each, each.stage, each.silent_since_s, each.prefilled)
+            for each in (*self.prefills.pending.values(), *self.kv.decoding.values())
+        ]
+
+        def restore() -> None:
+            for restore_account in accounts:
+                restore_account()
+            for each, stage, silent_since_s, prefilled in requests:
+                each.stage, each.silent_since_s, each.prefilled = stage, silent_since_s, prefilled
+            self._changed()
+
+        return restore
+
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
         """Return the seconds of prefill that all replicas and other sources have sent, without an observed end."""
         return self.prefills.backlog_s(now, decode_stall_s) + self.others.load.backlog_s

@@ -1,6 +1,7 @@
 """The pending prefills of one member: their tokens and their expected compute time."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest
@@ -93,6 +94,11 @@ class PrefillAccount:
             if interval_s > compute_s + decode_stall_s:
                 backlog_s += interval_s
         return backlog_s if backlog_s > 0.0 else 0.0
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that puts the account back to its present state."""
+        kept = vars(self) | {"pending": self.pending.copy()}
+        return lambda: vars(self).update(kept)
 
     def forecast(self, now: float, decode_stall_s: float) -> tuple[float, float, float]:
         """Return ``backlog_s`` as a function of time: ``max(ends_s - t, least_s)`` for every t before ``until_s``."""

@@ -135,6 +135,7 @@ class Everyone:
     def __init__(self, view: View, find_roster: Callable[[], Roster]) -> None:
         self._view = view
         self._find_roster = find_roster
+        self._looked: dict[int, Candidate] = {}
 
     @cached_property
     def _roster(self) -> Roster:
@@ -145,7 +146,11 @@ class Everyone:
         return len(self._roster.instances)
 
     def __getitem__(self, position: int) -> Candidate:
-        return self._view.look(self._roster.instances[position])
+        # Policies that are compared with each other often choose the same member.
+        candidate = self._looked.get(position)
+        if candidate is None:
+            candidate = self._looked[position] = self._view.look(self._roster.instances[position])
+        return candidate
 
     def __iter__(self) -> Iterator[Candidate]:
         return map(self._view.look, self._roster.instances)
@@ -163,7 +168,7 @@ class Everyone:
             for each in summaries
         ]
         if self._view.stored is None:
-            for position, cached in self._cached_tokens().items():
+            for position, cached in self._cached_tokens.items():
                 each = summaries[position]
                 costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
         else:
@@ -198,7 +203,7 @@ class Everyone:
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
         matched_tokens = [0] * len(self._roster.instances)
-        for position, cached in self._cached_tokens().items():
+        for position, cached in self._cached_tokens.items():
             matched_tokens[position] = cached
         return matched_tokens
 
@@ -222,6 +227,7 @@ class Everyone:
                 saved_s = max(saved_s, in_full_s - fetched_s)
             costs_s[position] -= weight * saved_s
 
+    @cached_property
     def _cached_tokens(self) -> dict[int, int]:
         """Return the cached tokens of the prompt by position, without most members that cache none."""
         positions, chain = self._roster.positions, self._view.chain

@@ -46,6 +46,7 @@ from dualmap.pools.pool import (
 GROUP: Final = "serving.dualmap.dev"
 API_VERSION: Final = f"{GROUP}/v1alpha1"
 ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
+SHADOWS_MAX: Final = 4
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
 # The fields of ``spec`` that only the operator reads.
 _OPERATORS_OWN: Final = ("replicas", "workload", "drain")
@@ -325,6 +326,8 @@ def _read_routing(fields: Fields) -> Routing:
     fairness = fields.sub("fairness")
     routing = Routing(
         policy=fields.choice("policy", "dualmap", POLICIES),
+        shadow=_read_shadow(fields),
+        shadow_sample=fields.number("shadowSample", 0.1, 0.0, 1.0),
         receipt_header=fields.flag("receiptHeader", default=True),
         receipt_fields=ReceiptFields(
             fields.choice("receiptFields", ReceiptFields.FULL, [each.value for each in ReceiptFields])
@@ -355,6 +358,19 @@ def _read_routing(fields: Fields) -> Routing:
     for each in (ring, spill, rebalance, fairness, fields):
         each.refuse_others()
     return routing
+
+
+def _read_shadow(fields: Fields) -> tuple[str, ...]:
+    """Return the names of the shadow policies."""
+    shadow = fields.texts("shadow")
+    if len(shadow) > SHADOWS_MAX:
+        raise PoolError(fields.at("shadow"), list(shadow), f"at most {SHADOWS_MAX} policies")
+    for position, policy in enumerate(shadow):
+        if policy not in POLICIES:
+            raise PoolError(f"{fields.at('shadow')}[{position}]", policy, f"one of {', '.join(POLICIES)}")
+        if policy in shadow[:position]:
+            raise PoolError(f"{fields.at('shadow')}[{position}]", policy, "a policy that is given once")
+    return shadow
 
 
 def _read_prefix(fields: Fields) -> Prefix:

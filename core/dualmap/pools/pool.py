@@ -263,10 +263,13 @@ class Routing:
     """All settings that decide the member of a request.
 
     ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body. With
-    ``continues``, the sidecar of the member learns which member can continue its stream.
+    ``continues``, the sidecar of the member learns which member can continue its stream. ``shadow`` are the policies
+    that are compared with ``policy`` for the share ``shadow_sample`` of the requests; they decide nothing.
     """
 
     policy: str = "dualmap"
+    shadow: tuple[str, ...] = ()
+    shadow_sample: float = 0.1
     receipt_header: bool = True
     receipt_fields: ReceiptFields = ReceiptFields.FULL
     max_body_bytes: int = BODY_BYTES

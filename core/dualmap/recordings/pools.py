@@ -20,7 +20,7 @@ from dualmap.recordings.fields import Fields
 LEFT_OUT: Final[Mapping[type, frozenset[str]]] = {
     Pool: frozenset({"objectives", "foreign_names"}),
     Engine: frozenset({"port", "kv_events", "tokenizer", "discovery"}),
-    Routing: frozenset({"receipt_header", "receipt_fields", "max_body_bytes"}),
+    Routing: frozenset({"receipt_header", "receipt_fields", "max_body_bytes", "shadow", "shadow_sample"}),
     KvStore: frozenset({"endpoint", "hash", "seed", "key", "timeout_s"}),
 }
 """The fields that no line has, by the class of the value."""

@@ -40,7 +40,7 @@ class RecordingFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         self.close()
         self._lock = _locked(self.path)
-        secret = _read_secret(self.path / KEY_FILE)
+        secret = read_secret(self.path / KEY_FILE)
         if secret is None:
             secret = secrets.token_bytes(SECRET_BYTES) if self.secret is None else self.secret
             _write_secret(self.path / KEY_FILE, secret)
@@ -80,7 +80,7 @@ def _locked(folder: Path) -> int:
     return lock
 
 
-def _read_secret(file: Path) -> bytes | None:
+def read_secret(file: Path) -> bytes | None:
     """Return the secret in a file; None without the file."""
     try:
         text = file.read_bytes().strip()

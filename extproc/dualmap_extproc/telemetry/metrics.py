@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Info, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from dualmap.engines.source import SourceState
@@ -25,6 +25,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
+_POLICY: Final = ("pool", "policy")
 
 _EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float | None]]
 _PoolGauge = tuple[str, str, Callable[[PoolSnapshot], float]]
@@ -272,6 +273,7 @@ class _Scrape(Collector):
             yield family
         yield from _load_gauges(self._statuses, self._signals)
         yield _owners(self._statuses, self._replica_id)
+        yield from _shadows(self._statuses)
 
 
 def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
@@ -317,6 +319,33 @@ def _owners(statuses: Sequence[PoolSnapshot], replica_id: str) -> Metric:
     for status in statuses:
         family.add_metric((status.pool, replica_of(status.owner) or replica_id), 1)
     return family
+
+
+def _shadows(statuses: Sequence[PoolSnapshot]) -> Iterator[Metric]:
+    """Yield the comparison of policies of each pool with shadow policies."""
+    decisions = CounterMetricFamily(
+        "dualmap_shadow_decisions",
+        "Requests for which the policy chose, by whether it agrees with the pool's own choice of endpoint.",
+        labels=(*_POLICY, "agreed"),
+    )
+    ttft_s = SummaryMetricFamily(
+        "dualmap_shadow_predicted_ttft_seconds",
+        "Predicted time to first token at the endpoint that the policy chose, in seconds.",
+        labels=_POLICY,
+    )
+    cached_tokens = CounterMetricFamily(
+        "dualmap_shadow_predicted_cached_tokens",
+        "Prompt tokens predicted to be cached at the endpoint that the policy chose.",
+        labels=_POLICY,
+    )
+    for status in statuses:
+        for shadow in status.shadows:
+            labels = status.pool, shadow.policy
+            decisions.add_metric((*labels, "true"), shadow.agreed)
+            decisions.add_metric((*labels, "false"), shadow.differed)
+            ttft_s.add_metric(labels, shadow.agreed + shadow.differed, shadow.predicted_ttft_s)
+            cached_tokens.add_metric(labels, shadow.predicted_cached_tokens)
+    yield from (decisions, ttft_s, cached_tokens)
 
 
 def _members(statuses: Sequence[PoolSnapshot]) -> Metric:
