@@ -29,16 +29,17 @@ class Site:
         self.now = 0.0
         self._ids = count()
 
-    def ask(self, member: int, change: Callable[[Request], Request] = lambda asked: asked) -> str:
-        """Send a request to a member; return its id."""
+    def ask(self, member: int | None, change: Callable[[Request], Request] = lambda asked: asked) -> str:
+        """Send a request to a member, or to the one that the router chooses; return its id."""
         name = str(next(self._ids))
-        asked = request(name, text_of(TOKENS, name), now=self.now, subset=frozenset({self.endpoints[member]}))
+        subset = None if member is None else frozenset({self.endpoints[member]})
+        asked = request(name, text_of(TOKENS, name), now=self.now, subset=subset)
         decision = self.router.on_request(self.now, change(asked._replace(streamed=False))).answer
         assert isinstance(decision, Decision)
         return name
 
     def answer(
-        self, member: int, *, seconds: float = 0.7, change: Callable[[Request], Request] = lambda each: each
+        self, member: int | None, *, seconds: float = 0.7, change: Callable[[Request], Request] = lambda each: each
     ) -> None:
         """Send a request to a member, and answer it after ``seconds``."""
         name = self.ask(member, change)
@@ -197,6 +198,18 @@ def test_whole_answers_speed_returns_without_new_answers_of_the_member() -> None
     assert site.speeds[0] == pytest.approx(SPEED, rel=0.05)
     site.ask(0)
     assert site.speeds[0] == pytest.approx(SPEED / AGREEMENT), "until the answer arrives, the member counts as slow"
+
+
+def test_whole_answer_that_never_ends_does_not_keep_the_speed_low() -> None:
+    """After two minutes of silence, the router assumes that it missed the answer's end."""
+    site = Site()
+    site.warm()
+    for _ in range(15):
+        site.answer(0, seconds=2.8)
+    site.ask(0)
+    for _ in range(400):
+        site.answer(None)
+    assert site.speeds[0] == pytest.approx(SPEED, rel=0.05)
 
 
 def test_whole_answer_to_an_old_member_shows_that_it_is_fast_again() -> None:

@@ -23,8 +23,6 @@ from dualmap.fleet.samples import (
 
 # The old samples that count beside the first new one, so that one answer shows whether the member is still slow.
 _KEPT: Final = 2
-
-
 # The prefill counts as at least this part of an answer, which limits how much a difference of durations can mean.
 _LEAST_PREFILL: Final = 0.25
 # A difference counts as far as it exceeds the width of the middle half of the samples times this factor, divided by the
