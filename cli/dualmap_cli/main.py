@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Print an Envoy bootstrap for the given pools.",
     ),
     "explain": (
-        "dualmap_extproc.app.explain",
+        "dualmap_cli.explain.command",
         "explain",
         "Print which instance the router chooses for a request, and why.",
     ),

@@ -12,7 +12,8 @@ from dualmap.keys.sessions import session_key
 from dualmap.policies.registry import POLICIES
 from dualmap.prompts.blocks import chain_root
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap_extproc.app.explain import explain, policies
+from dualmap_cli.explain.command import explain
+from dualmap_extproc.app.explain import policies
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Claim, Post
 from dualmap_extproc.store.redis import RedisStore

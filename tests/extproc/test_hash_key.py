@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 from crafted_prompts import BLOCK_TOKENS, crafted_ids
 from dualmap.pools.pool import Prefix
 from dualmap.prompts.blocks import PUBLIC_KEY, chain_root
-from dualmap_extproc.app.explain import explain
+from dualmap_cli.explain.command import explain
 from dualmap_extproc.app.main import router
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits

@@ -29,6 +29,10 @@ class RecordingKey:
         """Return the keyed hash of a session."""
         return self._hashes.one(value, Purpose.SESSION)
 
+    def request(self, request_id: str) -> int:
+        """Return the keyed hash of a request's x-request-id."""
+        return self._hashes.text(request_id, Purpose.REQUEST)
+
 
 def recording_key(file: Path | None, hash_key: bytes | None) -> RecordingKey:
     """Return the key in a file of a router's folder, or a new key. Raises a usage error."""

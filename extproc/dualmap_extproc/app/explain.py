@@ -1,82 +1,32 @@
-"""``dualmap explain`` and ``dualmap policies``: print the decision for a request, and the list of policies.
+"""Prints the decision for a request, for ``dualmap explain``, and the list of policies, for ``dualmap policies``.
 
-The module ``explanation`` makes the decision.
+The module ``explanation`` makes the decision. ``dualmap_cli.explain`` has the options of ``dualmap explain``.
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import click
 
 from dualmap.errors import PoolError
 from dualmap.policies.registry import POLICIES
 from dualmap.prompts.blocks import PUBLIC_KEY
-from dualmap_extproc.app.hash_key import hash_key_option
-from dualmap_extproc.store.options import redis_options, redis_settings
+from dualmap_extproc.settings import RedisSettings
 
 
-def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    headers = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        if not name or not separator:
-            raise click.BadParameter(f"{text!r} is not accepted; give NAME=VALUE")
-        headers[name.strip().lower()] = value
-    return headers
-
-
-@click.command(short_help="Print which instance the router chooses for a request, and why.")
-@click.option(
-    "--pool",
-    "pool_files",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    metavar="FILE",
-    help="Pool file (InferencePool as YAML). Repeat the option for several files.",
-)
-@click.option(
-    "--request",
-    "request_file",
-    type=click.File("rb"),
-    required=True,
-    metavar="FILE",
-    help="File with the JSON body of the request. The value - stands for standard input.",
-)
-@click.option(
-    "--header",
-    "headers",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_read_headers,
-    help="Header of the request, such as the session header. Repeat the option for several headers.",
-)
-@redis_options
-@hash_key_option(default="the public key")
-@click.option("--json", "as_json", is_flag=True, help="Print the decision as JSON instead of text.")
-def explain(
+def explain_request(
     pool_files: tuple[Path, ...],
-    request_file: BinaryIO,
-    headers: dict[str, str],
-    redis: str | None,
-    redis_password: str | None,
-    redis_password_file: Path | None,
-    redis_ca: Path | None,
+    request_file: IO[bytes],
+    headers: Mapping[str, str],
+    *,
     hash_key: bytes | None,
+    redis: RedisSettings | None,
     as_json: bool,
 ) -> None:
-    """Print which instance a newly started router chooses for a request, and why.
-
-    With --redis, the command first reads the state that running routers share in Redis. A running router
-    selects the same pair only if both have the same hash key.
-
-    \b
-    Example:
-        echo '{"model": "qwen", "prompt": "Once upon a time"}' | dualmap explain --pool pool.yaml --request -
-    """
-    shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    """Print which instance a newly started router chooses for a request, and why; exit with 1 or 2 after an error."""
     # These imports are here because gRPC and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.app.explanation import decide, in_words
     from dualmap_extproc.errors import Refused
@@ -85,7 +35,7 @@ def explain(
 
     try:
         pools, body = load_pool_files(pool_files), request_file.read()
-        outcome = decide(pools, body, headers=headers, hash_key=hash_key or PUBLIC_KEY, redis=shared)
+        outcome = decide(pools, body, headers=headers, hash_key=hash_key or PUBLIC_KEY, redis=redis)
     except PoolError as error:
         click.echo(f"dualmap explain: {error}", err=True)
         sys.exit(2)
