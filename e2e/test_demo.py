@@ -117,7 +117,7 @@ def test_demo_with_recording_ends_with_commands_that_work_on_it(tmp_path):
         )
         assert step.returncode == 0, step.stderr
         printed[name] = json.loads(step.stdout) if step.stdout else None
-    assert printed["show"]["requests"] == printed["fit"]["requests"] == 150
+    assert printed["show"]["requests"] == 150
     assert printed["show"]["damaged"] == []
     assert printed["fit"]["parameters"]["r"]["value"] > 0
     assert printed["simulate"]["as_it_was"]["ttft_p50_s"]["measured"] > 0

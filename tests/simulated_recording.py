@@ -1,6 +1,6 @@
 """Recordings of simulated runs: what a router in front of simulated engines would record."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from xxhash import xxh3_64_intdigest
 
@@ -14,7 +14,8 @@ POOL = "simulation/qwen"
 
 def recorded(experiment: Experiment) -> list[RecordedRequest]:
     """Return the requests of an experiment in order of arrival."""
-    return list(_requests(run_experiment(experiment).records))
+    members = {member.endpoint: member.id for member in pool_of(experiment).members}
+    return list(_requests(run_experiment(experiment).records, members))
 
 
 def pool_line(experiment: Experiment) -> PoolChanged:
@@ -22,13 +23,14 @@ def pool_line(experiment: Experiment) -> PoolChanged:
     return PoolChanged(at_s=0.0, pool=pool_of(experiment))
 
 
-def _requests(records: tuple[Record, ...]) -> Iterator[RecordedRequest]:
+def _requests(records: tuple[Record, ...], members: Mapping[str, str]) -> Iterator[RecordedRequest]:
     for each in sorted(records, key=lambda record: record.arrival.at_s):
         chain, work = each.arrival.chain, each.arrival.work
         if each.endpoint is None or each.dispatched_s is None or each.finished_s is None:
             continue
+        chosen = members[each.endpoint]
         receipt = RecordedReceipt(
-            policy="dualmap", rule="pair-cold", pair=(each.endpoint, each.endpoint), chosen=each.endpoint,
+            policy="dualmap", rule="pair-cold", pair=(chosen, chosen), chosen=chosen,
             prompt_tokens=chain.tokens, matched_tokens=0, key_blocks=1, key_tokens=1, predicted_ttft_s=0.0,
         )  # fmt: skip
         yield RecordedRequest(

@@ -116,7 +116,10 @@ def _values(
         bound = None if end is None else each.get(end[name in _TIMES])
         if bound is not None and not _is_number(bound):
             raise EngineFileError(f"{path}: {where}.{name}: {bound!r} is not accepted; give a number or null")
-        values.append((name, value if bound is None or name in _SIZES_OF_STEPS else float(bound)))
+        if bound is not None and name not in _SIZES_OF_STEPS:
+            # An interval may be wider than what simulations accept.
+            value = min(max(float(bound), PARAMETERS[name].least), PARAMETERS[name].most)
+        values.append((name, round(value) if PARAMETERS[name].whole and end is not None else value))
     return tuple(values)
 
 

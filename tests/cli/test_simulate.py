@@ -224,6 +224,7 @@ def test_goodput_warns_if_a_window_is_too_short() -> None:
         windows=(base.workload,),
         pool=None,
         traffic=None,
+        differing=(),
         model="7b",
         processes=1,
         plot=None,

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,9 +107,9 @@ def plan(
         if plot is not None:
             require_matplotlib()
         made = _made(recording, engine_file, pool, pool_name, growth, slo_ttft_s, requests, model)
-        usual = PRESETS[model]
+        usual = made.base.engine
         engines = Engines(
-            usual=changed(usual, engine_file.parameters, hint="--engine"),
+            usual=usual,
             slowest=changed(usual, engine_file.slowest, hint="--engine"),
             fastest=changed(usual, engine_file.fastest, hint="--engine"),
         )
@@ -122,7 +121,9 @@ def plan(
 
         try:
             with bar(None, "simulating") as shown:
-                result = make_capacity_plan(made, engines, attainment, on_run=lambda: shown.done(1))
+                result = make_capacity_plan(
+                    made, engines, attainment, known=dict(engine_file.parameters), on_run=lambda: shown.done(1)
+                )
         except Unattainable as error:
             click.echo(f"dualmap plan: {_reason(error, attainment, made.base.slo_ttft_s)}", err=True)
             sys.exit(1)
@@ -152,11 +153,10 @@ def _made(
     model: str,
 ) -> Plan:
     """Return the options of the simulations. Raises UsageError or BadParameter."""
-    equal = replace(engine_file, members={})
     return make_plan(
         trace_file=None, recording=recording, pool_name=pool_name, scale=growth, workload=None, sessions=None,
         requests=requests, warmup=None, starts=(0,), seeds=(0,), pool=pool, policies=None, instances=None,
-        prefillers=0, model=model, engine_file=equal, parameters=(), slow=(), slo_ttft_s=slo_ttft_s, routers=1,
+        prefillers=0, model=model, engine_file=engine_file, parameters=(), slow=(), slo_ttft_s=slo_ttft_s, routers=1,
         decide="owner", hop_delay_s=0.001, view_delay_s=0.1, feedback_delay_s=0.0, believed_speed=None,
         store_tokens_per_s=None, processes=None, plot=None, as_json=False,
     )  # fmt: skip

@@ -35,13 +35,13 @@ def _share(share: Share) -> dict[str, float]:
 
 
 def _lines(plan: CapacityPlan, attainment: float, slo_ttft_s: float) -> Iterator[str]:
-    between = f"{plan.low} to {plan.high}" if plan.low < plan.high else f"{plan.low}"
+    between = f"{plan.low} or more" if plan.high is None else f"{plan.low} to {plan.high}"
     yield (
         f"{plan.instances} instances serve {attainment:.1%} of the requests within {slo_ttft_s:g} s "
         f"(engines within the fit's intervals: {between})."
     )
     yield ""
-    yield f"{'instances':>9}  {'within SLO':>10}  90 % interval"
+    yield f"{'instances':>9}  {'within SLO':>10}  range"
     for size in (plan.size, *plan.smaller):
         yield _size(size)
     yield ""

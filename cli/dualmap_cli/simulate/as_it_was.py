@@ -7,7 +7,8 @@ from typing import Final
 
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
 from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate
-from dualmap_sim.experiment import Experiment, load_trace
+from dualmap_cli.simulate.pool_option import of_pool
+from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.recordings.replays import Traffic, was_measured
 from dualmap_sim.summary import Summary, percentile
 
@@ -48,7 +49,17 @@ class AsItWas:
 def as_it_was_experiment(plan: Plan) -> Experiment | None:
     """Return the experiment that repeats the recording of a plan: its pool at its own times; None without times."""
     assert plan.traffic is not None
-    pool, base = plan.traffic.pool, replace(plan.base, workload=replace(plan.base.workload, scale=1.0))
+    pool, instances = plan.traffic.pool, plan.traffic.instances or plan.base.instances
+    base = Experiment(
+        requests_per_s=1.0,
+        workload=replace(plan.base.workload, scale=1.0),
+        instances=instances,
+        engine=plan.base.engine,
+        engines=tuple(zip(member_ids(instances), plan.differing, strict=False)),
+        slo_ttft_s=plan.base.slo_ttft_s,
+        warmup=plan.base.warmup,
+        sessions=plan.base.sessions,
+    )
     requests_per_s = recorded_rate(base)
     if requests_per_s is None:
         return None
@@ -57,12 +68,8 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
         base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
         return base
-    return replace(
-        base,
-        policy=pool.routing.policy,
-        instances=plan.traffic.instances or plan.base.instances,
-        slo_ttft_s=pool.slo.ttft_s,
-    )
+    recorded = replace(of_pool(base, pool), block_tokens=None)
+    return replace(recorded, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
 
 
 def compare_with(traffic: Traffic, experiment: Experiment, simulated: Summary) -> AsItWas:
@@ -87,6 +94,8 @@ def compare_with(traffic: Traffic, experiment: Experiment, simulated: Summary) -
     elif not measured_s:
         believable, reason = None, "the recording has no times to the first token, which streamed answers have"
     elif reasons:
+        if traffic.membership_changes:
+            reasons.append(f"the members changed {traffic.membership_changes} times, which is not simulated")
         believable, reason = False, "; ".join(reasons)
     else:
         believable, reason = True, "the simulation repeats what was measured"

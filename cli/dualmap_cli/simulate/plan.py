@@ -16,6 +16,7 @@ from dualmap.pools.pool import Pool, Slo
 from dualmap_cli.simulate.engine_options import changed
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
+from dualmap_cli.trace.warnings import warn
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
@@ -52,6 +53,8 @@ class Plan:
     """The pool of ``--pool`` or ``--recording``, whose settings ``base`` has."""
     traffic: Traffic | None
     """What ``--recording`` contains."""
+    differing: tuple[EngineConfig, ...]
+    """The engines of the members that differ in the file of ``--engine``."""
     model: str
     """A key of ``PRESETS``. ``base`` has the preset's engine, with the changes of ``--set``."""
     processes: int
@@ -97,6 +100,11 @@ def make_plan(
     traffic = _traffic(source)
     if traffic is not None:
         pool = pool or traffic.pool
+        if "cap" not in dict(parameters):
+            # The recorded engines accepted these prompts.
+            longest = max(each.input_tokens for each in traffic.trace.requests)
+            engine = replace(engine, input_tokens_max=max(engine.input_tokens_max, longest))
+            differing = tuple(replace(each, input_tokens_max=engine.input_tokens_max) for each in differing)
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
@@ -157,6 +165,7 @@ def make_plan(
         windows=windows,
         pool=pool,
         traffic=traffic,
+        differing=differing,
         model=model,
         processes=processes or os.cpu_count() or 1,
         plot=plot,
@@ -236,11 +245,19 @@ def _traffic(workload: Workload) -> Traffic | None:
     if workload.recording is None:
         return None
     try:
-        return read_traffic(workload.recording, workload.recorded_pool)
+        traffic = read_traffic(workload.recording, workload.recorded_pool)
     except SeveralPools as error:
         raise click.BadParameter(str(error), param_hint="--pool-name") from error
     except RecordingError as error:
         raise click.BadParameter(str(error), param_hint="--recording") from error
+    warn(traffic.reading)
+    if traffic.unknown_outputs:
+        click.echo(
+            f"warning: {traffic.unknown_outputs:,} of {len(traffic.requests):,} answers have no recorded length; the "
+            "mean length of the others is simulated for them",
+            err=True,
+        )
+    return traffic
 
 
 def _check_split(

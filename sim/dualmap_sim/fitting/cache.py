@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Final
 
@@ -18,14 +19,23 @@ _REQUESTS_MOST: Final = 5000
 _LEAST_EVICTED: Final = 0.01
 """The share of prompt tokens by which an unlimited cache must differ from the engines' for an eviction to be seen."""
 _SMALLEST_BLOCKS: Final = 8
+_LEAST_COUNTS: Final = 10
+_DIVIDED: Final = 0.95
+"""The share of cached-token counts that the block length must divide: a few may be wrong."""
 
 
 def fit_block(members: Mapping[str, Sequence[Served]]) -> Estimate:
     """Estimate the block length of the engines' prefix caches, in tokens: cached tokens are whole blocks."""
-    seen = {each.cached_tokens for served in members.values() for each in served if each.sound and each.cached_tokens}
-    length = gcd(*seen)
-    if len(seen) < 10 or length == 1:
+    # A prompt that is cached whole says nothing, because the engine computes its last token again.
+    seen = sorted(
+        {each.cached_tokens for own in members.values() for each in own if each.sound and each.new_tokens > 1} - {0}
+    )
+    if len(seen) < _LEAST_COUNTS:
         return Estimate.absent("fewer than ten different numbers of cached tokens; prompts of many lengths show it")
+    lengths = {gcd(*seen), *(gcd(one, other) for one, other in pairwise(seen))}
+    length = max(each for each in lengths if sum(not count % each for count in seen) >= _DIVIDED * len(seen))
+    if length == 1:
+        return Estimate.absent("the numbers of cached tokens have no common divisor, so engines do not cache blocks")
     return Estimate.of(
         length, length, length, reason=f"divides {len(seen)} different numbers of cached tokens", missing=""
     )
@@ -88,14 +98,19 @@ def _prompts(
 
 
 def _error(prompts: Iterable[Iterable[_Prompt]], size: int | None, block_tokens: float) -> float:
-    """Return the sum of the differences between predicted and measured cached tokens with caches of ``size`` blocks."""
+    """Return the sum of the differences between predicted and measured cached tokens with caches of ``size`` blocks.
+
+    What the engine had cached before the recording does not count.
+    """
     error = 0.0
     for own in prompts:
-        cache = PrefixCache(size)
+        cache, whole = PrefixCache(size), PrefixCache(None)
         for each in own:
             if each.served.sound:
                 # An engine always computes the last token of a prompt.
                 usable = each.blocks[: int((each.served.prompt_tokens - 1) / block_tokens)]
-                error += abs(cache.match(usable) * block_tokens - each.served.cached_tokens)
+                measured = min(each.served.cached_tokens, whole.match(usable) * block_tokens)
+                error += abs(cache.match(usable) * block_tokens - measured)
             cache.insert(each.blocks)
+            whole.insert(each.blocks)
     return error

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from dualmap_sim.fitting.estimates import Estimate, FitError
+from dualmap_sim.fitting.estimates import Estimate, FitError, Verdict
 from dualmap_sim.fitting.least_squares import Problem
 from dualmap_sim.fitting.service import Decode, Prefill
 from dualmap_sim.presets import DecodeCost, PrefillCost
@@ -59,10 +59,13 @@ def prefill_samples(prefills: Sequence[Prefill], speeds: Mapping[str, float], *,
 
 
 def prefill_cost(samples: Samples) -> PrefillCost:
-    """Return the cost of a prefill that fits the samples best. Raises FitError."""
+    """Return the cost of a prefill that fits the samples best.
+
+    If the times do not grow with the prompts, the new tokens alone explain them.
+    """
     overhead_s, per_token_s, per_pair_s, load_s, _ = map(float, samples.problem.best())
     if not per_token_s:
-        raise FitError("the times of prefills do not grow with their tokens; record prompts of different lengths")
+        overhead_s, per_token_s, per_pair_s, load_s = 0.0, samples.problem.alone(1), 0.0, 0.0
     return PrefillCost(
         overhead_s=overhead_s,
         tokens_per_s=1 / per_token_s,
@@ -72,8 +75,13 @@ def prefill_cost(samples: Samples) -> PrefillCost:
 
 
 def prefill_estimates(samples: Samples) -> dict[str, Estimate]:
-    """Return the parameters ``o``, ``r``, ``a`` and ``l`` with their intervals. Raises FitError."""
+    """Return the parameters ``o``, ``r``, ``a`` and ``l`` with their intervals."""
     cost, drawn, source = prefill_cost(samples), samples.problem.resampled(), samples.source
+    if not samples.problem.best()[1]:
+        flat = f"{source}, whose times do not grow with the prompts; {_LENGTHS}"
+        absent = Estimate.absent(flat)
+        speed = Estimate(value=cost.tokens_per_s, low=None, high=None, verdict=Verdict.WEAK, reason=flat)
+        return {"o": absent, "r": speed, "a": absent, "l": absent}
     token_s = np.maximum(drawn.column(1), 1e-12)
     estimates = {
         "o": Estimate.of(cost.overhead_s, *drawn.interval(drawn.column(0)), reason=source, missing=_LENGTHS),

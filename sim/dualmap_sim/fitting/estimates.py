@@ -28,7 +28,8 @@ class Verdict(StrEnum):
 class Estimate:
     """A parameter: its value and its 90 % interval, in the unit of ``dualmap simulate --set``.
 
-    All three numbers are None if the parameter is absent. ``high`` is None if the recording gives no upper bound.
+    All three numbers are None if the parameter is absent. An end of the interval is None if the recording does not
+    bound the parameter.
     ``reason`` says what the value is from, and for a weak or absent one what traffic would show it.
     """
 

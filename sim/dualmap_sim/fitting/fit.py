@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Final
 
 import numpy as np
@@ -204,7 +204,7 @@ def _speeds(prefills: Sequence[Prefill], speeds: Mapping[str, _Speed]) -> dict[s
     enough = {name: np.array(own) for name, own in sorted(ratios.items()) if len(own) >= LEAST_SAMPLES}
     if not enough:
         return {}
-    usual = median(float(np.median(own)) for own in enough.values())
+    usual = median_low(float(np.median(own)) for own in enough.values())
     generator = np.random.default_rng(_SEED)
     found = {}
     for name, own in enough.items():

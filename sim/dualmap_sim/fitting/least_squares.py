@@ -59,6 +59,10 @@ class Problem:
         coefficients: _Matrix = _robust(self._matrix) / self._scale
         return coefficients
 
+    def alone(self, column: int) -> float:
+        """Return the coefficient of a column that predicts without the others. It must have values."""
+        return float(_robust(self._matrix[:, [column]])[0] / self._scale[column])
+
     def resampled(self) -> Resampled:
         """Return the fits to rows that are drawn with replacement."""
         generator, count = np.random.default_rng(_SEED), len(self._matrix)

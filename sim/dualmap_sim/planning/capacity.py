@@ -76,11 +76,16 @@ class Capacity:
             first=first or self._lower_bound(base.engine),
         )
 
-    def least_range(self, instances: int) -> tuple[int, int]:
-        """Return the least numbers of instances with the fastest and with the slowest engine. Raises Unattainable."""
-        fastest = self.least(first=max(1, instances // 2), engine=self._engines.fastest)
-        slowest = self.least(first=instances, engine=self._engines.slowest)
-        return min(instances, fastest), max(instances, slowest)
+    def least_range(self, instances: int) -> tuple[int, int | None]:
+        """Return the least numbers of instances with the fastest and with the slowest engine.
+
+        The second is None if no number of the slowest ones suffices. Raises Unattainable.
+        """
+        fastest = min(instances, self.least(first=max(1, instances // 2), engine=self._engines.fastest))
+        try:
+            return fastest, max(instances, self.least(first=instances, engine=self._engines.slowest))
+        except Unattainable:
+            return fastest, None
 
     def size(self, instances: int) -> Size:
         """Return what a number of instances attains."""
@@ -101,9 +106,12 @@ class Capacity:
         )
 
     def with_double_cache(self, instances: int) -> int:
-        """Return the least number of instances if their caches were twice as large. Raises Unattainable."""
+        """Return the least number of instances up to ``instances`` if their caches were twice as large."""
         usual = self._engines.usual
-        return self.least(first=instances, engine=replace(usual, cache_tokens=2 * usual.cache_tokens))
+        doubled = replace(self._base, engine=replace(usual, cache_tokens=2 * usual.cache_tokens))
+        while instances > 1 and self._attained(replace(doubled, instances=instances - 1)) >= self._target:
+            instances -= 1
+        return instances
 
     def gain(self, changed: Experiment, instances: int) -> float | None:
         """Return how much more ``changed`` attains than the base with the same instances and engine.
@@ -121,9 +129,11 @@ class Capacity:
         """Return the instance hours of an autoscaler without delay, as a share of those of ``instances``.
 
         In each of ``windows`` equal windows of time, the autoscaler runs the share of instances that the work of the
-        window's requests is of the busiest window's work.
+        window's requests is of the busiest window's work: the time of their prefills without a cache.
         """
         trace, engine = load_trace(self._base), self._engines.usual
+        if not trace.duration_s:
+            return 1.0
         start_s, width_s = trace.requests[0].arrival_s, trace.duration_s / windows
         parts: list[list[int]] = [[] for _ in range(windows)]
         for number, request in enumerate(trace.requests):

@@ -7,7 +7,7 @@ each recorded prompt is complete.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import lcm
@@ -34,29 +34,33 @@ class Changes:
 
 
 class Export:
-    """The trace of a recording. A full block has ``block_tokens`` tokens, as the engines count them on average.
+    """The trace of a recording, or of its requests for ``pool``.
 
-    ``router_block_tokens`` is the length by the routers' estimate. ``changes`` is complete after ``lines``. Raises
-    RecordingError if the recording has no requests.
+    A full block has ``block_tokens`` tokens, as the engines count them on average, and ``router_block_tokens`` by the
+    routers' estimate. ``changes`` is complete after ``lines``. Raises RecordingError if there are no requests.
     """
 
-    def __init__(self, reading: Reading, format: ExportFormat) -> None:
+    def __init__(self, reading: Reading, format: ExportFormat, *, pool: str = "") -> None:
         self._reading = reading
+        self._pool = pool
         self._format = format
-        self.router_block_tokens, self.block_tokens = _block_tokens(reading)
+        self.router_block_tokens, self.block_tokens = _block_tokens(self._requests())
         self.changes = Changes()
         self._ids: dict[int, int] = {}
         self._last_tokens: dict[int, int] = {}
 
     def prompts(self) -> Iterator[tuple[RecordedRequest, Sequence[int], int]]:
         """Yield each request that has a prompt, with one id for each block of the prompt, and the prompt's length."""
-        for request in self._reading.requests():
+        for request in self._requests():
             if not request.blocks:
                 self.changes.without_prompt += 1
                 continue
             blocks, full = self._blocks(request)
             ids = [self._ids.setdefault(block, len(self._ids)) for block in blocks]
             yield request, ids, self._input_length(request, blocks, full)
+
+    def _requests(self) -> Iterator[RecordedRequest]:
+        return (each for each in self._reading.requests() if self._pool in ("", each.pool))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the trace, once."""
@@ -101,14 +105,14 @@ class Export:
         return tokens
 
 
-def _block_tokens(reading: Reading) -> tuple[int, int]:
+def _block_tokens(requests: Iterable[RecordedRequest]) -> tuple[int, int]:
     """Return the tokens of a full block by the routers' estimate, and by the engines' counts where there are any.
 
     Blocks of pools with different lengths are joined to blocks of a common length.
     """
     lengths: set[int] = set()
     estimated = counted = 0
-    for request in reading.requests():
+    for request in requests:
         lengths.add(request.block_tokens)
         if request.engine_prompt_tokens is not None:
             estimated += request.prompt_tokens

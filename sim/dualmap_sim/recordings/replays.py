@@ -17,15 +17,23 @@ class Traffic:
     """The requests of one pool. ``trace`` has one request for each of ``requests``, in the same order.
 
     ``pool`` is the pool's last object in the recording, None if it has none. ``instances`` is the largest number of
-    members at one time, or else the number of members that were chosen, 0 for an import. ``sample`` is the smallest
-    recorded share of the sessions.
+    members at one time, or else the number of members that were chosen, 0 for an import. ``membership_changes`` counts
+    the changes of its members. The answers of ``unknown_outputs`` requests have no known length, and the trace has the
+    mean of the others for them. ``reading`` has been read completely.
     """
 
     trace: Trace
     requests: tuple[RecordedRequest, ...]
     pool: Pool | None
     instances: int
-    sample: float
+    membership_changes: int
+    unknown_outputs: int
+    reading: Reading
+
+    @property
+    def sample(self) -> float:
+        """The smallest recorded share of the sessions."""
+        return self.reading.samples[0]
 
 
 class SeveralPools(RecordingError):
@@ -41,8 +49,13 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
     pools: dict[str, Pool] = {}
     instances: dict[str, int] = {}
     names = dict[str, None]()
+    members: dict[str, list[frozenset[str]]] = {}
     for event in reading.events():
         if isinstance(event, PoolChanged):
+            present = members.setdefault(event.pool.id, [])
+            now_present = frozenset(member.id for member in event.pool.members)
+            if present[-1:] != [now_present]:
+                present.append(now_present)
             pools[event.pool.id] = event.pool
             instances[event.pool.id] = max(instances.get(event.pool.id, 0), len(event.pool.members))
         elif isinstance(event, RecordedRequest):
@@ -52,12 +65,12 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
     if pool and pool not in names:
         raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
     name = pool or next(iter(names), "")
-    export = Export(reading, ExportFormat.MOONCAKE)
+    export = Export(reading, ExportFormat.MOONCAKE, pool=name)
+    outputs = [each.output_tokens for each in reading.requests() if each.pool == name and each.output_tokens]
+    usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
     sessions: dict[int, int] = {}
     requests, traced = [], []
     for request, ids, input_tokens in export.prompts():
-        if request.pool != name:
-            continue
         session = request.session
         requests.append(request)
         traced.append(
@@ -65,7 +78,7 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
                 arrival_s=request.arrived_s,
                 blocks=tuple(ids),
                 input_tokens=input_tokens,
-                output_tokens=request.output_tokens or 1,
+                output_tokens=request.output_tokens or usual_output,
                 session=None if session is None else sessions.setdefault(session, len(sessions)),
             )
         )
@@ -76,7 +89,9 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
         requests=tuple(requests),
         pool=pools.get(name),
         instances=instances.get(name) or len({each.receipt.chosen for each in requests if each.receipt is not None}),
-        sample=reading.samples[0],
+        membership_changes=max(0, len(members.get(name, ())) - 1),
+        unknown_outputs=sum(not each.output_tokens for each in requests),
+        reading=reading,
     )
 
 
