@@ -18,7 +18,7 @@ _FIELDS: Final = ("value", "low", "high", "verdict", "reason")
 _TIMES: Final = ("o", "a", "d0", "d1", "d2")
 _SIZES_OF_STEPS: Final = ("block", "chunk")
 """More of these is neither slower nor faster."""
-_BYTES_MOST: Final = 4 * 1024 * 1024
+BYTES_MOST: Final = 4 * 1024 * 1024
 
 
 class EngineFileError(Exception):
@@ -57,7 +57,7 @@ def read_engine(path: Path) -> EngineFile:
     """Read an engine's file. Raises EngineFileError."""
     try:
         data = path.read_bytes()
-        if len(data) > _BYTES_MOST:
+        if len(data) > BYTES_MOST:
             raise EngineFileError(f"{path} has {len(data):,} bytes; give a file of `dualmap fit`")
         document = yaml.safe_load(data)
     except OSError as error:
@@ -116,6 +116,9 @@ def _values(
         bound = None if end is None else each.get(end[name in _TIMES])
         if bound is not None and not _is_number(bound):
             raise EngineFileError(f"{path}: {where}.{name}: {bound!r} is not accepted; give a number or null")
+        low, high = each.get("low"), each.get("high")
+        if _is_number(low) and _is_number(high) and low > high:
+            raise EngineFileError(f"{path}: {where}.{name}: low {low} is above high {high}; exchange them")
         if bound is not None and name not in _SIZES_OF_STEPS:
             # An interval may be wider than what simulations accept.
             value = min(max(float(bound), PARAMETERS[name].least), PARAMETERS[name].most)

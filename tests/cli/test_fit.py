@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 import simulated_recording
 from dualmap.recordings.values import RecordedRequest
+from dualmap_cli.engine_file import BYTES_MOST
 from dualmap_cli.main import main
 from dualmap_cli.simulate.engine_options import PARAMETERS
 from dualmap_sim.experiment import Experiment
@@ -131,6 +132,14 @@ def test_engine_is_not_written_over_the_recording(recording: Path) -> None:
     assert file.read_bytes() == before
 
 
+def test_link_to_the_recording_is_not_written(recording: Path, tmp_path: Path) -> None:
+    (file,) = recording.iterdir()
+    before, link = file.read_bytes(), tmp_path / "link.yaml"
+    link.symlink_to(file)
+    assert invoke("fit", recording, "-o", link).exit_code == 2
+    assert file.read_bytes() == before
+
+
 def test_engine_with_nothing_but_parameters_is_accepted(tmp_path: Path) -> None:
     parameters = {"r": known(3500), "o": known(0.1, "weak"), "c": known(None, "absent"), "chunk": known(2048)}
     path = engine_file(tmp_path, parameters)
@@ -164,6 +173,7 @@ def test_members_of_an_engine_are_the_first_instances(tmp_path: Path) -> None:
         ({"c": known(0.5)}, "c=0.5 is not accepted; give a whole number"),
         ({"r": {**known(1), "verdict": "sure"}}, "parameters.r.verdict: 'sure' is not accepted; give known, weak"),
         ({"r": {**known(1), "unit": "s"}}, "parameters.r.unit is not a field; give value, low"),
+        ({"r": {**known(5), "low": 9, "high": 3}}, "parameters.r: low 9 is above high 3; exchange them"),
         ({"r": 7000}, "parameters.r is no mapping"),
         (None, "parameters is missing"),
     ],
@@ -174,7 +184,13 @@ def test_engine_file_with_a_fault_is_rejected(parameters: object, told: str, tmp
     assert told in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[" * 5000, b"!!python/object:os.system {}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\xff\xfe", b"{", b"[" * 5000, b"!!python/object:os.system {}"),
+        pytest.param(b"#" * (BYTES_MOST + 1), id="large"),
+    ],
+)
 def test_file_that_is_no_engine_is_rejected(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_bytes(content)

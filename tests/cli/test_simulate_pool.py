@@ -86,8 +86,9 @@ def test_fields_without_effect_are_named(tmp_path: Path) -> None:
     file = pool_file(tmp_path, spec)
     said = invoke("simulate", *FEW, "--pool", file).stderr
     assert (
-        "settings of pool llm/qwen; without effect here: spec.engine.kvEvents, spec.engine.tokenizer, spec.kvStore "
-        "(without --kv-store), spec.routing.session.migration.pull (without --set pull=NUMBER), spec.prefillPool "
+        "settings of pool llm/qwen, 8 instances; without effect here: spec.engine.kvEvents, spec.engine.tokenizer, "
+        "spec.kvStore (without --kv-store), spec.routing.session.migration.pull (without --set pull=NUMBER), "
+        "spec.prefillPool "
         "(without --prefill-instances)" in said
     )
     assert "spec.kvStore" not in invoke("simulate", *FEW, "--pool", file, "--kv-store", "100000").stderr

@@ -149,3 +149,42 @@ def test_recording_that_cannot_be_replayed_is_rejected(requests: list[RecordedRe
         assert told in " ".join(result.stderr.split())
     named = invoke("simulate", "--recording", several, "--pool-name", simulated_recording.POOL, "--json")
     assert json.loads(named.stdout)["runs"][0]["requests"] == 400
+
+
+def test_another_pool_of_the_recording_changes_nothing(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    alone = simulated(recording(tmp_path / "alone", requests))
+    others = [
+        each._replace(pool="llm/other", block_tokens=300, prompt_tokens=100 * each.prompt_tokens)
+        for each in requests[:30]
+    ]
+    both = recording(tmp_path / "both", [*requests, *others])
+    named = simulated(both, "--pool-name", simulated_recording.POOL)
+    assert named["as_it_was"] == alone["as_it_was"]
+
+
+def test_what_if_options_do_not_change_how_it_was(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    once = simulated(path)["as_it_was"]
+    options = ("--kv-store", "100000", "--feedback-delay", "2s", "--slow", "qwen-0=0.3", "--routers", "2")
+    assert simulated(path, *options)["as_it_was"] == once
+
+
+def test_answers_of_unknown_length_get_the_mean_length(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    unknown = [each._replace(output_tokens=None) if number % 2 else each for number, each in enumerate(requests)]
+    result = invoke("simulate", "--recording", recording(tmp_path, unknown), "--json")
+    assert "warning: 200 of 400 answers have no recorded length" in " ".join(result.stderr.split())
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["e2e_p50_s"] > 1.5
+
+
+def test_damaged_lines_of_a_recording_are_named(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    (path / "cut.jsonl").write_bytes(b'{"kind":"recording","version":7}\n')
+    assert f"warning: {path / 'cut.jsonl'}:1: left out" in invoke("simulate", "--recording", path).stderr
+
+
+def test_idle_days_count_as_an_hour(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    week_s = 7 * 86_400.0
+    later = [each._replace(arrived_s=each.arrived_s + week_s) for each in requests[200:]]
+    (run,) = simulated(recording(tmp_path, [*requests[:200], *later]))["runs"]
+    assert 400 / run["qps"] == pytest.approx(3600 + 400 / 1.5, rel=0.05)

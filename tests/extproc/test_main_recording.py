@@ -83,6 +83,7 @@ async def test_second_router_with_the_same_folder_ends_with_status_2(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--record", ""), "'' is not accepted; give a folder"),
         (("--record", "FILE"), "--record FILE: is not a folder; give the path of a folder"),
         (("--record", "FILE/inside"), "--record FILE/inside: is not a folder"),
         (("--record", "BADKEY"), "BADKEY/key: is not accepted; give a file with 64 hex digits, or delete it"),

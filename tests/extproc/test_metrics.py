@@ -13,7 +13,16 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
 from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
 from dualmap_extproc.errors import no_endpoint, refused_by_router
-from dualmap_extproc.request.observations import Enqueued, FanOut, MembersDeparted, Observation, OwnerChanged
+from dualmap_extproc.request.observations import (
+    Accepted,
+    Enqueued,
+    FanOut,
+    Logged,
+    MembersDeparted,
+    Observation,
+    OwnerChanged,
+    PoolsChanged,
+)
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -40,14 +49,15 @@ class TestCounting:
                 assert callable(getattr(made, name))
         assert ports[0] is made
 
-    def test_metrics_subscribe_to_every_observation_of_requests(self) -> None:
+    def test_metrics_subscribe_to_every_observation_that_is_counted(self) -> None:
         class Kinds(FanOut):
             def subscribe(self, kind: type[Any], handler: Callable[[Any], None]) -> None:
                 kinds.add(kind)
 
         kinds: set[type] = set()
         metrics().metrics.subscribe(Kinds())
-        assert kinds == set(get_args(Observation)) - {Enqueued, MembersDeparted, OwnerChanged}
+        uncounted = {Accepted, Enqueued, Logged, MembersDeparted, OwnerChanged, PoolsChanged}
+        assert kinds == set(get_args(Observation)) - uncounted
 
     @pytest.mark.parametrize("queued_s", [None, 3.0])
     def test_metrics_measure_queue_time_only_of_queued_requests(self, queued_s: float | None) -> None:

@@ -173,3 +173,30 @@ def test_fit_is_reproducible() -> None:
 )
 def test_verdict_follows_the_width_of_the_interval(estimate: Estimate, verdict: Verdict) -> None:
     assert estimate.verdict is verdict
+
+
+def test_cache_content_of_before_the_recording_is_no_eviction() -> None:
+    found = fit(light()[300:]).parameters["c"]
+    assert found.verdict is Verdict.ABSENT
+
+
+def test_single_odd_count_of_cached_tokens_leaves_the_block_length() -> None:
+    odd = [each._replace(cached_tokens=(each.engine_prompt_tokens or 0) - 1) for each in light()[:1]]
+    assert fit([*odd, *light()[1:]]).parameters["block"].value == 512
+
+
+def test_times_that_do_not_grow_with_prompts_leave_a_weak_speed() -> None:
+    flat = [each._replace(ttft_s=0.5, duration_s=0.6 + 0.001 * (each.output_tokens or 0)) for each in light()]
+    found = fit(flat).parameters
+    assert found["r"].verdict is Verdict.WEAK
+    assert (found["r"].value or 0.0) > 0
+
+
+def test_requests_that_overlap_on_one_prompt_are_no_eviction() -> None:
+    twins = [
+        [each, each._replace(arrived_s=each.arrived_s + 0.001, cached_tokens=0)]
+        for each in light()
+        if not each.cached_tokens
+    ]
+    found = fit(sorted((each for pair in twins for each in pair), key=lambda each: each.arrived_s))
+    assert found.parameters["c"].verdict is Verdict.ABSENT

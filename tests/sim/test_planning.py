@@ -117,7 +117,19 @@ def test_prompts_that_alone_miss_the_slo_are_unattainable() -> None:
     capacity(BASE, PRESETS["7b"]).check()
 
 
-def test_autoscaler_saves_nothing_on_steady_traffic_and_much_on_a_spike() -> None:
-    steady = capacity(BASE, PRESETS["7b"]).busy_share(20, windows=4)
-    assert steady > 0.8
-    assert capacity(BASE, PRESETS["7b"]).busy_share(1, windows=4) == 1.0
+def test_autoscaler_saves_little_on_steady_traffic_and_much_on_a_spike(tmp_path: Path) -> None:
+    def share(day: str) -> float:
+        name, phases = DAYS[day]
+        trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
+        path = write(tmp_path / f"{day}.jsonl", *simulated_recording.imported(trace))
+        return capacity(replace(BASE, workload=Workload(recording=path)), PRESETS["7b"]).busy_share(20, windows=6)
+
+    assert share("steady") > 0.75
+    assert share("launch spike") < 0.6
+
+
+def test_autoscaler_of_requests_at_one_time_saves_nothing(tmp_path: Path) -> None:
+    (first, *_) = simulated_recording.imported(WORKLOADS["default"](3))
+    path = write(tmp_path / "one.jsonl", first)
+    base = replace(BASE, workload=Workload(recording=path), warmup=0)
+    assert capacity(base, PRESETS["7b"]).busy_share(3, windows=6) == 1.0

@@ -61,6 +61,8 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         from dualmap_sim.recordings.reader import Reading
 
         check_output(output, [path])
+        if plot is not None and plot.resolve() == output.resolve():
+            raise click.UsageError("--plot and --output name the same file; give two files")
         try:
             reading = Reading([path])
             requests: dict[str, list[RecordedRequest]] = {}

@@ -129,7 +129,7 @@ def make_plan(
         hop_delay_s=hop_delay_s,
         view_delay_s=view_delay_s,
         feedback_delay_s=feedback_delay_s,
-        sessions=trace_file is None if sessions is None else sessions,
+        sessions=_has_sessions(trace_file, traffic) if sessions is None else sessions,
         kv_moves=engine.pull_tokens_per_s is not None and not prefillers,
         believed_tokens_per_s=believed_speed,
         store=None if store_tokens_per_s is None else StoreConfig(tokens_per_s=store_tokens_per_s),
@@ -240,6 +240,13 @@ def _source(
     return Workload(name=workload or "default", trace=trace_file, requests=requests)
 
 
+def _has_sessions(trace_file: Path | None, traffic: Traffic | None) -> bool:
+    """Return whether the requests name their sessions, as all generated ones do."""
+    if traffic is not None:
+        return any(request.session is not None for request in traffic.requests)
+    return trace_file is None
+
+
 def _traffic(workload: Workload) -> Traffic | None:
     """Return what a recording contains, None for another workload. Raises BadParameter."""
     if workload.recording is None:
@@ -325,6 +332,11 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         trace = load_trace(replace(base, workload=window))
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
+    if not trace.requests and window.scale == 1:
+        raise click.BadParameter(
+            f"{window.start} is not accepted; {window.recording} has no request {window.start}, give a lower number",
+            param_hint="--start",
+        )
     if not trace.requests:
         raise click.BadParameter(
             f"{window.scale:g} is not accepted; no session of the recording is left, give more", param_hint="--scale"
@@ -345,6 +357,6 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         raise click.BadParameter(
             f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
             f"KV memory, give m={needed} or more, or a lower cap (maximum length of a prompt)",
-            param_hint="--set",
+            param_hint="--set or --engine",
         )
     return len(trace.requests)

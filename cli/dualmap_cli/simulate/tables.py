@@ -72,7 +72,8 @@ def _pool(plan: Plan) -> str:
     if plan.pool is None:
         return ""
     ignored = ", ".join(ignored_fields(plan.base, plan.pool))
-    return f"settings of pool {plan.pool.id}{f'; without effect here: {ignored}' if ignored else ''}\n"
+    without = f"; without effect here: {ignored}" if ignored else ""
+    return f"settings of pool {plan.pool.id}, {plan.base.instances} instances{without}\n"
 
 
 def _routers(experiment: Experiment) -> str:

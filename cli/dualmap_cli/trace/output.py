@@ -21,6 +21,8 @@ def check_output(output: Path, inputs: Iterable[Path]) -> None:
         raise click.BadParameter(f"{str(output)!r}: the folder {str(folder)!r} does not exist", param_hint="-o")
     if output.exists() and not output.is_file():
         raise click.BadParameter(f"{str(output)!r} is not a regular file; give another name", param_hint="-o")
+    # A link leads to the file that would be replaced.
+    folder = output.resolve().parent
     for path in inputs:
         if _is_same(path, output) or _is_same(path, folder):
             raise click.BadParameter(f"{str(output)!r} is in what is read; give a file elsewhere", param_hint="-o")

@@ -29,6 +29,15 @@ class _Share(click.ParamType[float]):
         return share
 
 
+class _Folder(click.Path):
+    """The parameter type of a folder; an empty name, as of an unset variable, is no folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("'' is not accepted; give a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def record_options(function: _Function) -> _Function:
     """Add the options of the recording."""
     for option in (
@@ -38,7 +47,7 @@ def record_options(function: _Function) -> _Function:
         click.option("--record-sample", default="1", type=_Share(), help="Share of the sessions to record."),
         click.option(
             "--record",
-            type=click.Path(path_type=Path),
+            type=_Folder(path_type=Path),
             metavar="DIR",
             help="Record each request in this folder, without its text. No other router may record there.",
         ),

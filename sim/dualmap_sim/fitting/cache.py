@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 from math import gcd
 from typing import Final
@@ -100,17 +101,22 @@ def _prompts(
 def _error(prompts: Iterable[Iterable[_Prompt]], size: int | None, block_tokens: float) -> float:
     """Return the sum of the differences between predicted and measured cached tokens with caches of ``size`` blocks.
 
-    What the engine had cached before the recording does not count.
+    A prompt is in the cache from its first token on. What the engine had cached before the recording does not count.
     """
     error = 0.0
     for own in prompts:
         cache, whole = PrefixCache(size), PrefixCache(None)
-        for each in own:
+        computing: list[tuple[float, int, Sequence[int]]] = []
+        for number, each in enumerate(own):
+            while computing and computing[0][0] <= each.served.sent_s:
+                _, _, blocks = heappop(computing)
+                cache.insert(blocks)
+                whole.insert(blocks)
             if each.served.sound:
                 # An engine always computes the last token of a prompt.
                 usable = each.blocks[: int((each.served.prompt_tokens - 1) / block_tokens)]
                 measured = min(each.served.cached_tokens, whole.match(usable) * block_tokens)
                 error += abs(cache.match(usable) * block_tokens - measured)
-            cache.insert(each.blocks)
-            whole.insert(each.blocks)
+            computed_s = each.served.end_s if each.served.first_s is None else each.served.first_s
+            heappush(computing, (computed_s, number, each.blocks))
     return error

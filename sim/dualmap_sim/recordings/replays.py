@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
@@ -10,6 +11,9 @@ from dualmap_sim.recordings.errors import RecordingError
 from dualmap_sim.recordings.exports import Export, ExportFormat
 from dualmap_sim.recordings.reader import Reading
 from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+IDLE_MOST_S: Final = 3600.0
+"""A longer time without requests is shortened to this time, after which routers have forgotten what they forget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +68,23 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
         raise SeveralPools(list(names))
     if pool and pool not in names:
         raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
-    name = pool or next(iter(names), "")
+    if not names:
+        raise RecordingError("the recording has no requests, so there is nothing to replay")
+    name = pool or next(iter(names))
     export = Export(reading, ExportFormat.MOONCAKE, pool=name)
     outputs = [each.output_tokens for each in reading.requests() if each.pool == name and each.output_tokens]
     usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
     sessions: dict[int, int] = {}
-    requests, traced = [], []
+    requests: list[RecordedRequest] = []
+    traced, idle_s = [], 0.0
     for request, ids, input_tokens in export.prompts():
         session = request.session
+        if requests:
+            idle_s += max(0.0, request.arrived_s - requests[-1].arrived_s - IDLE_MOST_S)
         requests.append(request)
         traced.append(
             TraceRequest(
-                arrival_s=request.arrived_s,
+                arrival_s=request.arrived_s - idle_s,
                 blocks=tuple(ids),
                 input_tokens=input_tokens,
                 output_tokens=request.output_tokens or usual_output,
