@@ -139,8 +139,8 @@ def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     # A counter with a label has no series before its first increment. Another test compares the names with
     # docs/metrics.md.
     unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total", "dualmap_http2_goaways_total"}
-    # The recorded pools have no KV store and no prefill pool.
-    unseen |= {"dualmap_kv_store_up", "dualmap_prefills_total"}
+    # The recorded pools have no KV store and no prefill pool, and the recorded routers record no requests.
+    unseen |= {"dualmap_kv_store_up", "dualmap_prefills_total", "dualmap_recording_up"}
     assert asked - recorded - unseen == set()
 
 
@@ -239,6 +239,13 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
             f'dualmap_kv_store_up{{{ROUTER.replace("router-0", "router-1")},pool="llm/qwen"}}': Series(1),
         },
         {"DualMapKvStoreLeftAlone"},
+    ),
+    "one router cannot record": (
+        {
+            f"dualmap_recording_up{{{ROUTER}}}": Series(0),
+            f"dualmap_recording_up{{{ROUTER.replace('router-0', 'router-1')}}}": Series(1),
+        },
+        {"DualMapRecordingStopped"},
     ),
     "the prefill pool is full for a tenth of the prompts": (
         {

@@ -56,6 +56,14 @@ class TestReading:
         )
         assert read(entry()).ending is Ending.FINISHED
 
+    def test_access_log_entry_has_duration_and_attempts(self) -> None:
+        message = entry(total_us="1.5e+06")
+        message.common_properties.upstream_request_attempt_count = 2
+
+        assert (read(message).total_s, read(message).attempts) == (1.5, 2)
+        assert read(entry(total_us="-")).total_s is None
+        assert read(entry(total_us="1e300")).total_s is None
+
     @pytest.mark.parametrize("absent", ["-", ""])
     def test_access_log_entry_missing_values_are_none(self, absent: str) -> None:
         assert read(entry(prompt_tokens=absent, completion_tokens=absent, cached_tokens=absent)).usage is None

@@ -155,6 +155,8 @@ ENTRIES = st.builds(
     served_endpoint=st.none() | TEXTS,
     usage=st.none() | USAGES,
     sender=TEXTS,
+    total_s=st.none() | st.floats(0, 1e9),
+    attempts=st.none() | COUNTS,
 )
 CHAIN = BlockChain(hashes=(1, 2), block_tokens=128, tokens=300)
 REQUEST = Request(id="a-1-0", chain=CHAIN, arrived_s=0.0)

@@ -124,6 +124,8 @@ def encode_entry(entry: AccessLogEntry) -> bytes:
         served_endpoint=None if entry.served_endpoint is None else _text(entry.served_endpoint),
         usage=_usage(entry.usage),
         sender=_text(entry.sender or ""),
+        total_s=None if entry.total_s is None else _bounded(entry.total_s),
+        attempts=entry.attempts,
     )
     return wire.Frame(entries=(told,)).SerializeToString()
 
@@ -498,6 +500,8 @@ def _read_entry(told: wire.AccessLogEntry) -> AccessLogEntry:
         served_endpoint=_read_text(told.served_endpoint, "endpoint") if told.HasField("served_endpoint") else None,
         usage=_read_usage(told.usage) if told.HasField("usage") else None,
         sender=_read_text(told.sender, "sender"),
+        total_s=_seconds(told.total_s) if told.HasField("total_s") else None,
+        attempts=told.attempts if told.HasField("attempts") else None,
     )
 
 

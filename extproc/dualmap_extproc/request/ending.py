@@ -62,7 +62,7 @@ class AccessLogEntry:
     that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file. ``sender`` is
     the identity (``wire.peer``) of the Envoy that sent the entry to another router, which forwarded it; None otherwise.
     ``total_s`` is the time from the request's first byte to the response's last byte. ``attempts`` is the number of
-    members that Envoy tried. Forwarded entries have neither of them.
+    members that Envoy tried.
     """
 
     request_id: str

@@ -333,17 +333,21 @@ class Left(_message.Message):
     def __init__(self) -> None: ...
 
 class AccessLogEntry(_message.Message):
-    __slots__ = ("request_id", "status", "flags", "served_endpoint", "usage", "sender")
+    __slots__ = ("request_id", "status", "flags", "served_endpoint", "usage", "sender", "total_s", "attempts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     SERVED_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     status: int
     flags: _containers.RepeatedScalarFieldContainer[str]
     served_endpoint: str
     usage: Usage
     sender: str
-    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[int] = ..., flags: _Optional[_Iterable[str]] = ..., served_endpoint: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sender: _Optional[str] = ...) -> None: ...
+    total_s: float
+    attempts: int
+    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[int] = ..., flags: _Optional[_Iterable[str]] = ..., served_endpoint: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sender: _Optional[str] = ..., total_s: _Optional[float] = ..., attempts: _Optional[int] = ...) -> None: ...
