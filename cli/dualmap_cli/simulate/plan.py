@@ -101,10 +101,8 @@ def make_plan(
     if traffic is not None:
         pool = pool or traffic.pool
         if "cap" not in dict(parameters):
-            # The recorded engines accepted these prompts.
-            longest = max(each.input_tokens for each in traffic.trace.requests)
-            engine = replace(engine, input_tokens_max=max(engine.input_tokens_max, longest))
-            differing = tuple(replace(each, input_tokens_max=engine.input_tokens_max) for each in differing)
+            engine = _accepting(engine, traffic)
+            differing = tuple(_accepting(each, traffic) for each in differing)
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
@@ -139,29 +137,12 @@ def make_plan(
     if traffic is not None:
         # The recorded blocks are those of the router, in tokens as the engines count them.
         base = replace(base, block_tokens=None)
-    if base.store is not None and base.kv_moves:
-        raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
-    if base.store is not None and prefillers:
-        raise click.BadParameter("a prefill pool has no store; omit one of the options", param_hint="--kv-store")
-    if base.store is not None and any(policy in ORACLES for policy in policies):
-        raise click.BadParameter("the bounds have no store; omit --kv-store or them", param_hint="--kv-store")
-    if base.kv_moves and not base.sessions:
-        raise click.BadParameter(
-            "the parameter pull moves the KV cache of sessions and needs session ids; give --sessions",
-            param_hint="--set",
-        )
+    _check_moves(base, policies)
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
-    if warmup is None:
-        warmup = default_warmup(shortest)
-    elif warmup >= shortest:
-        raise click.BadParameter(
-            f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
-            param_hint="--warmup",
-        )
     return Plan(
         policies=policies,
-        base=replace(base, workload=windows[0], warmup=warmup),
+        base=replace(base, workload=windows[0], warmup=_warmup(warmup, shortest)),
         windows=windows,
         pool=pool,
         traffic=traffic,
@@ -171,6 +152,39 @@ def make_plan(
         plot=plot,
         as_json=as_json,
     )
+
+
+def _accepting(engine: EngineConfig, traffic: Traffic) -> EngineConfig:
+    """Return an engine that computes every recorded prompt whole, because the recorded engines accepted them."""
+    longest = max(each.input_tokens for each in traffic.trace.requests)
+    return replace(engine, input_tokens_max=max(engine.input_tokens_max, longest))
+
+
+def _check_moves(base: Experiment, policies: Sequence[str]) -> None:
+    """Check that the options allow the experiment's store, or moves of KV between engines. Raises BadParameter."""
+    if base.store is not None and base.kv_moves:
+        raise click.BadParameter("the parameter pull has no effect with --kv-store; omit one", param_hint="--kv-store")
+    if base.store is not None and base.prefillers:
+        raise click.BadParameter("a prefill pool has no store; omit one of the options", param_hint="--kv-store")
+    if base.store is not None and any(policy in ORACLES for policy in policies):
+        raise click.BadParameter("the bounds have no store; omit --kv-store or them", param_hint="--kv-store")
+    if base.kv_moves and not base.sessions:
+        raise click.BadParameter(
+            "the parameter pull moves the KV cache of sessions and needs session ids; give --sessions",
+            param_hint="--set",
+        )
+
+
+def _warmup(asked: int | None, shortest: int) -> int:
+    """Return the number of warm-up requests of windows of at least ``shortest`` requests. Raises BadParameter."""
+    if asked is None:
+        return default_warmup(shortest)
+    if asked >= shortest:
+        raise click.BadParameter(
+            f"{asked} is not accepted; a window has only {shortest} requests, give less than {shortest}",
+            param_hint="--warmup",
+        )
+    return asked
 
 
 def default_warmup(requests: int) -> int:
