@@ -58,9 +58,11 @@ help: ## list the targets
 demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside round robin (ARGS="--engines 8 ...")
 	@$(BIN)/dualmap demo $(ARGS)
 
+# Simulations fork, which may hang in a process with threads of gRPC, as end-to-end tests have them. So these run apart.
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
 	@e2e/debian.sh
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane --ignore e2e/gateways tests/chart tests/cli tests/contract tests/packaging tests/bench e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile tests/chart tests/cli tests/contract tests/packaging tests/bench
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane --ignore e2e/gateways e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")

@@ -55,6 +55,11 @@ async def answer(stream: GoStream) -> wire.ProcessingResponse:
     return wire.ProcessingResponse.FromString(await stream.read())
 
 
+def is_connected_once(client: GoClient) -> bool:
+    """Return whether a client connected and stayed connected. It may not see that it is CONNECTING for a moment."""
+    return [state for state in client.states if state != "CONNECTING"] == ["IDLE", "READY"]
+
+
 async def in_flight(router: Router) -> int:
     return sum(endpoint["in_flight"] for endpoint in (await router.page("qwen")).values())
 
@@ -78,7 +83,7 @@ async def test_many_streams_of_one_connection_get_picks(router: Router) -> None:
         for stream in streams:
             send(stream, response_headers(), response_body(end=True))
         assert {await stream.code() for stream in streams} == {"OK"}
-        assert client.states == ["IDLE", "CONNECTING", "READY"]
+        assert is_connected_once(client)
     assert await in_flight(router) == 0
 
 
@@ -119,7 +124,7 @@ async def test_silent_stream_lives_until_its_deadline_by_pings(router: Router) -
         stream = client.open(METHOD, timeout_s=14.0)
         send(stream, request_headers(NO_WAIT))
         assert await stream.code() == "DeadlineExceeded"
-        assert client.states == ["IDLE", "CONNECTING", "READY"]
+        assert is_connected_once(client)
 
 
 async def test_unknown_method_is_unimplemented(router: Router) -> None:
