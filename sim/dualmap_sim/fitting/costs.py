@@ -20,6 +20,9 @@ ENOUGH_ALONE: Final = 50
 """With so many prefills on idle engines, the others are not used."""
 FASTEST_TOKENS_PER_S: Final = 1e7
 """The speed of loading cached tokens if it is too high to be measured."""
+_SLOWEST_TOKENS_PER_S: Final = 1.0
+_ATTENTION_MOST: Final = 1000.0
+"""Simulations accept no slower engines, and no steeper growth."""
 _LEAST_STEPS: Final = 8
 """Decodes of fewer steps are too short to tell a step's time from the times at which the router sees tokens."""
 _LENGTHS: Final = "prompts from a hundred to many thousand uncached tokens show it"
@@ -68,8 +71,8 @@ def prefill_cost(samples: Samples) -> PrefillCost:
         overhead_s, per_token_s, per_pair_s, load_s = 0.0, samples.problem.alone(1), 0.0, 0.0
     return PrefillCost(
         overhead_s=overhead_s,
-        tokens_per_s=1 / per_token_s,
-        attention=per_pair_s / per_token_s,
+        tokens_per_s=max(_SLOWEST_TOKENS_PER_S, 1 / per_token_s),
+        attention=min(_ATTENTION_MOST, per_pair_s / per_token_s),
         load_tokens_per_s=1 / max(load_s, 1 / FASTEST_TOKENS_PER_S),
     )
 
