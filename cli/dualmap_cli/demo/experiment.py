@@ -12,7 +12,7 @@ from dualmap_cli.demo.plan import MODEL, Plan, Run
 from dualmap_cli.demo.predictions import EventCounts, read_event_counts
 from dualmap_cli.demo.replay import Outcome, replay
 from dualmap_cli.demo.report import PolicyRun
-from dualmap_cli.demo.sampling import LoadSample, metrics_pages, sample_until_cancelled
+from dualmap_cli.demo.sampling import LoadSample, metrics_pages, sample_until_cancelled, wait_until_idle
 from dualmap_cli.demo.stack import Stack, start_stack
 
 _SAMPLE_EVERY_WALL_S: Final = 0.25
@@ -93,4 +93,6 @@ async def _load(
     finally:
         sampler.cancel()
         await asyncio.gather(sampler, return_exceptions=True)
+    if plan.record:
+        await wait_until_idle(stack.metrics_urls)
     return outcomes, samples, read_event_counts(await metrics_pages(stack.metrics_urls))

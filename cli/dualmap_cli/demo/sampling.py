@@ -16,7 +16,10 @@ import aiohttp
 
 GAUGES: Final = ("dualmap_endpoint_pending_prefill_tokens", "dualmap_endpoint_held_prefill_tokens")
 _SAMPLE = re.compile(rf'^(?:{"|".join(GAUGES)})\{{[^}}]*endpoint="([^"]*)"[^}}]*\}} (\S+)$', re.MULTILINE)
+_IN_FLIGHT = re.compile(r"^dualmap_endpoint_in_flight_requests\{[^}]*\} (\S+)$", re.MULTILINE)
 _REQUEST_TIMEOUT_S: Final = 2.0
+_IDLE_TRIES: Final = 50
+_IDLE_EVERY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,15 @@ async def metrics_pages(metrics_urls: Sequence[str]) -> tuple[str, ...]:
             with suppress(TimeoutError, aiohttp.ClientError):
                 pages.append(await _page(session, url))
     return tuple(pages)
+
+
+async def wait_until_idle(metrics_urls: Sequence[str]) -> None:
+    """Wait until the routers know the ends of all requests, which Envoy reports late; for a few seconds at most."""
+    for _ in range(_IDLE_TRIES):
+        pages = await metrics_pages(metrics_urls)
+        if not any(float(value) for page in pages for value in _IN_FLIGHT.findall(page)):
+            return
+        await asyncio.sleep(_IDLE_EVERY_S)
 
 
 async def sample_until_cancelled(
