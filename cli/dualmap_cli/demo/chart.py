@@ -9,15 +9,15 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from dualmap_cli.chart_style import DPI, INK, SLO_COLOUR, finish
 from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
 from dualmap_cli.demo.report import PolicyReport, PolicyRun, percentile, ttfts_s
 from dualmap_sim.workloads.statistics import measure
 
 _COLOURS: Final = ("#8a94a3", "#0f766e", "#c2571a", "#6d4bc3", "#b8860b", "#2f6db5")
-_INK: Final = "#22303c"
-_SLO_COLOUR: Final = "#c0392b"
 _BINS: Final = 24
-_DPI: Final = 130
+_LARGER: Final = 1.0
+"""The letters of this chart are one point larger, because a page shows it smaller."""
 _LEVEL_LABELS: Final = 2
 """Number of policy names that fit side by side under a small chart."""
 
@@ -33,15 +33,15 @@ def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[Po
     _draw_shares(attainment, f"first token within {SLO_TTFT_S:g} s", [r.slo_attainment for r in reports], colours)
     ideal = measure(plan.trace).ideal_hit_rate
     _draw_shares(hits, f"hit rate (at best {ideal:.0%})", [r.hit_rate for r in reports], colours)
-    hits.axhline(ideal * 100, color=_INK, linewidth=1.2, linestyle="--", zorder=0.5)
+    hits.axhline(ideal * 100, color=INK, linewidth=1.2, linestyle="--", zorder=0.5)
     _draw_over_time(over_time, plan, runs, colours)
     figure.suptitle(
         f"workload {plan.trace.name}: {len(plan.trace.requests):,} requests at {plan.rate:.1f}/s through Envoy "
         f"to {plan.engines} simulated engines",
-        color=_INK,
+        color=INK,
         fontweight="bold",
     )
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict[str, str]) -> None:
@@ -57,7 +57,7 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
     axes.set_xlim(-0.55, len(names) - 0.25)
     axes.margins(y=0.15)
     _mark_slo(axes)
-    _finish(axes, "time to first token (s)")
+    finish(axes, "time to first token (s)", larger=_LARGER)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
@@ -68,7 +68,7 @@ def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[
     axes.set_xticks(range(len(shares)), list(colours), fontsize=9, rotation=0 if len(shares) <= _LEVEL_LABELS else 25)
     axes.set_ylim(0, 112)
     axes.set_yticks(range(0, 101, 25), [f"{tick}%" for tick in range(0, 101, 25)])
-    _finish(axes, title)
+    finish(axes, title, larger=_LARGER)
 
 
 def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: dict[str, str]) -> None:
@@ -90,14 +90,14 @@ def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: 
     _mark_slo(axes)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
-    axes.set_xlabel("arrival (model seconds)", color=_INK)
-    _finish(axes, "time to first token of each request (s)")
+    axes.set_xlabel("arrival (model seconds)", color=INK)
+    finish(axes, "time to first token of each request (s)", larger=_LARGER)
     axes.legend(frameon=False, fontsize=9, ncols=len(runs), loc="upper left")
 
 
 def _mark_slo(axes: Axes) -> None:
     """Draw the SLO as a line behind the data, with a label at the right end."""
-    axes.axhline(SLO_TTFT_S, color=_SLO_COLOUR, linewidth=1.2, linestyle="--", zorder=0.5)
+    axes.axhline(SLO_TTFT_S, color=SLO_COLOUR, linewidth=1.2, linestyle="--", zorder=0.5)
     axes.annotate(
         "SLO",
         (1, SLO_TTFT_S),
@@ -107,26 +107,17 @@ def _mark_slo(axes: Axes) -> None:
         ha="right",
         va="bottom",
         fontsize=9,
-        color=_SLO_COLOUR,
+        color=SLO_COLOUR,
         path_effects=[_halo()],
     )
 
 
 def _label(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
     """Write each bar's value above the bar, on white, so that no line crosses the number."""
-    for label in axes.bar_label(bars, texts, fontsize=9, color=_INK, padding=3):
+    for label in axes.bar_label(bars, texts, fontsize=9, color=INK, padding=3):
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
 
 
 def _halo() -> withStroke:
     """Return a white outline for letters that cross lines."""
     return withStroke(linewidth=3, foreground="white")
-
-
-def _finish(axes: Axes, title: str) -> None:
-    """Set the title of the axes and remove decoration."""
-    axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=9)

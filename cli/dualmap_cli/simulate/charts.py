@@ -9,6 +9,7 @@ from typing import Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dualmap_cli.chart_style import DPI, INK, SLO_COLOUR, finish
 from dualmap_cli.simulate.runs import Run
 
 _COLOURS: Final = (
@@ -16,9 +17,6 @@ _COLOURS: Final = (
 )
 _MARKERS: Final = "os^Dv"
 """After all colours are used, the same colours follow with the next marker."""
-_INK: Final = "#22303c"
-_SLO_COLOUR: Final = "#c0392b"
-_DPI: Final = 130
 _ROW_INCHES: Final = 3.3
 _COLUMNS: Final = 3
 _LINES_MOST: Final = 16
@@ -56,10 +54,10 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
     figure.suptitle(
         f"{base.workload.trace.name if base.workload.trace else base.workload.name}: {runs[0].requests:,} requests at "
         f"{', '.join(f'{rate:g}' for rate in rates)}/s on {base.instances} instances",
-        color=_INK,
+        color=INK,
         fontweight="bold",
     )
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def draw_goodputs(
@@ -71,13 +69,13 @@ def draw_goodputs(
     styles = _styles([policy for policy, _ in found])
     for place, (policy, rates) in enumerate(found):
         bars = axes.bar(place, fmean(rates), 0.62, color=styles[policy][0], alpha=0.85)
-        axes.bar_label(bars, [f"{fmean(rates):.2f}"], fontsize=9, color=_INK, padding=3, label_type="center")
-        axes.vlines(place, min(rates), max(rates), color=_INK, linewidth=1.4)
-        axes.plot([place] * len(rates), rates, "o", color=_INK, markersize=4)
+        axes.bar_label(bars, [f"{fmean(rates):.2f}"], fontsize=9, color=INK, padding=3, label_type="center")
+        axes.vlines(place, min(rates), max(rates), color=INK, linewidth=1.4)
+        axes.plot([place] * len(rates), rates, "o", color=INK, markersize=4)
     axes.set_xticks(range(len(found)), [policy for policy, _ in found], rotation=25, ha="right")
     axes.set_ylim(bottom=0)
-    _finish(axes, f"goodput (requests/s with {attainment:.0%} within {slo_ttft_s:g} s)")
-    figure.savefig(path, dpi=_DPI)
+    finish(axes, f"goodput (requests/s with {attainment:.0%} within {slo_ttft_s:g} s)")
+    figure.savefig(path, dpi=DPI)
 
 
 _Styles = Mapping[str, tuple[str, str]]
@@ -100,8 +98,8 @@ def _draw_ttft_over_rate(axes: Axes, runs: Sequence[Run], styles: _Styles) -> No
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     _mark_slo(axes, runs)
-    axes.set_xlabel("requests/s", color=_INK)
-    _finish(axes, "TTFT p50 (solid) and p90 (dashed), s")
+    axes.set_xlabel("requests/s", color=INK)
+    finish(axes, "TTFT p50 (solid) and p90 (dashed), s")
 
 
 def _draw_attainment_over_rate(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
@@ -110,8 +108,8 @@ def _draw_attainment_over_rate(axes: Axes, runs: Sequence[Run], styles: _Styles)
         rates = [run.experiment.requests_per_s for run in own]
         axes.plot(rates, [100 * run.summary.slo_attainment for run in own], marker=marker, color=colour, markersize=4)
     axes.set_ylim(0, 103)
-    axes.set_xlabel("requests/s", color=_INK)
-    _finish(axes, f"first token within {runs[0].experiment.slo_ttft_s:g} s, %")
+    axes.set_xlabel("requests/s", color=INK)
+    finish(axes, f"first token within {runs[0].experiment.slo_ttft_s:g} s, %")
 
 
 def _draw_percentiles(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
@@ -123,16 +121,16 @@ def _draw_percentiles(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
         axes.bar(at, heights, width * 0.92, color=styles[run.experiment.policy][0])
     axes.set_xticks(range(3), ["p50", "p90", "p99"])
     _mark_slo(axes, runs)
-    _finish(axes, "TTFT, s")
+    finish(axes, "TTFT, s")
 
 
 def _draw_attainment(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
     shares = [100 * run.summary.slo_attainment for run in runs]
     bars = axes.bar(range(len(runs)), shares, 0.62, color=[styles[run.experiment.policy][0] for run in runs])
-    axes.bar_label(bars, [f"{share:.1f}" for share in shares], fontsize=8, color=_INK, padding=2)
+    axes.bar_label(bars, [f"{share:.1f}" for share in shares], fontsize=8, color=INK, padding=2)
     axes.set_xticks([])
     axes.set_ylim(0, 112)
-    _finish(axes, f"first token within {runs[0].experiment.slo_ttft_s:g} s, %")
+    finish(axes, f"first token within {runs[0].experiment.slo_ttft_s:g} s, %")
 
 
 def _draw_balance(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
@@ -143,9 +141,9 @@ def _draw_balance(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
         axes.plot(across, up, "-", color=colour, alpha=0.4, linewidth=1)
         sizes = [18.0 + 30.0 * (number + 1) / len(own) for number in range(len(own))]
         axes.scatter(across, up, s=sizes, marker=marker, color=colour, zorder=3)
-    axes.set_xlabel("load imbalance (CV of pending tokens)", color=_INK)
+    axes.set_xlabel("load imbalance (CV of pending tokens)", color=INK)
     axes.margins(0.15)
-    _finish(axes, "hit rate, %" if len(runs) == len(styles) else "hit rate, % (larger dots: higher rates)")
+    finish(axes, "hit rate, %" if len(runs) == len(styles) else "hit rate, % (larger dots: higher rates)")
 
 
 def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
@@ -160,9 +158,9 @@ def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
     else:
         axes.fill_between(at_s, [min(load) for load in loads], [max(load) for load in loads], color=colour, alpha=0.3)
         axes.plot(at_s, [median(load) for load in loads], color=colour, linewidth=1)
-    axes.set_xlabel("seconds", color=_INK)
+    axes.set_xlabel("seconds", color=INK)
     what = "of each instance" if len(members) <= _LINES_MOST else "of the instances (range, median)"
-    _finish(axes, f"{run.experiment.policy} at {run.experiment.requests_per_s:g}/s: pending ktokens {what}")
+    finish(axes, f"{run.experiment.policy} at {run.experiment.requests_per_s:g}/s: pending ktokens {what}")
 
 
 def _draw_legend(figure: Figure, styles: _Styles) -> None:
@@ -176,7 +174,7 @@ def _draw_legend(figure: Figure, styles: _Styles) -> None:
 
 
 def _mark_slo(axes: Axes, runs: Sequence[Run]) -> None:
-    axes.axhline(runs[0].experiment.slo_ttft_s, color=_SLO_COLOUR, linewidth=1, linestyle=":", zorder=0.5)
+    axes.axhline(runs[0].experiment.slo_ttft_s, color=SLO_COLOUR, linewidth=1, linestyle=":", zorder=0.5)
     axes.annotate(
         "SLO",
         (1, runs[0].experiment.slo_ttft_s),
@@ -185,19 +183,10 @@ def _mark_slo(axes: Axes, runs: Sequence[Run]) -> None:
         textcoords="offset points",
         ha="right",
         fontsize=8,
-        color=_SLO_COLOUR,
+        color=SLO_COLOUR,
     )
 
 
 def _by_rate(runs: Sequence[Run], policy: str) -> list[Run]:
     own = [run for run in runs if run.experiment.policy == policy]
     return sorted(own, key=lambda run: run.experiment.requests_per_s)
-
-
-def _finish(axes: Axes, title: str) -> None:
-    """Set the title of the axes and remove decoration."""
-    axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=8)

@@ -7,13 +7,10 @@ from typing import Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dualmap_cli.chart_style import COLOUR, DPI, INK, SLO_COLOUR, finish
 from dualmap_sim.recordings.figures import Figures
 
-_COLOUR: Final = "#0f766e"
 _SECOND_COLOUR: Final = "#c2571a"
-_INK: Final = "#22303c"
-_SLO_COLOUR: Final = "#c0392b"
-_DPI: Final = 130
 _POINTS: Final = 1000
 """A curve of more values shows this many of them."""
 _MEMBERS: Final = 24
@@ -35,37 +32,37 @@ def draw_figures(path: Path, figures: Figures, *, title: str) -> None:
     reuse = "" if figures.reuse_at_best is None else f", {figures.reuse_at_best:.0%} of the prompt tokens reusable"
     # A dollar sign in a file's name would begin a formula.
     name = title.replace("$", r"\$")
-    figure.suptitle(f"{name}: {figures.requests:,} requests{reuse}", color=_INK, fontweight="bold")
-    figure.savefig(path, dpi=_DPI)
+    figure.suptitle(f"{name}: {figures.requests:,} requests{reuse}", color=INK, fontweight="bold")
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw_rate(axes: Axes, figures: Figures) -> None:
     width_s, counts = figures.rates()
     if width_s:
         edges_s = [number * width_s for number in range(len(counts) + 1)]
-        axes.stairs([count / width_s for count in counts], edges_s, fill=True, color=_COLOUR, alpha=0.8)
-    axes.set_xlabel("seconds", color=_INK)
+        axes.stairs([count / width_s for count in counts], edges_s, fill=True, color=COLOUR, alpha=0.8)
+    axes.set_xlabel("seconds", color=INK)
     axes.set_ylim(bottom=0)
-    _finish(axes, "requests per second")
+    finish(axes, "requests per second")
 
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
-    _draw_shares(axes, figures.prompt_tokens, _COLOUR, "prompt")
+    _draw_shares(axes, figures.prompt_tokens, COLOUR, "prompt")
     _draw_shares(axes, figures.output_tokens, _SECOND_COLOUR, "output")
     axes.set_xscale("log")
-    axes.set_xlabel("tokens", color=_INK)
+    axes.set_xlabel("tokens", color=INK)
     if figures.prompt_tokens or figures.output_tokens:
         axes.legend(frameon=False, fontsize=8)
-    _finish(axes, "requests with at most this length, %")
+    finish(axes, "requests with at most this length, %")
 
 
 def _draw_ttft(axes: Axes, figures: Figures) -> None:
-    _draw_shares(axes, figures.ttft_s, _COLOUR, "TTFT")
+    _draw_shares(axes, figures.ttft_s, COLOUR, "TTFT")
     for slo_s in sorted(set(figures.slo_ttft_s.values())):
-        axes.axvline(slo_s, color=_SLO_COLOUR, linewidth=1, linestyle=":")
+        axes.axvline(slo_s, color=SLO_COLOUR, linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlabel("seconds (dotted: the pools' SLO)", color=_INK)
-    _finish(axes, "streamed answers with at most this TTFT, %")
+    axes.set_xlabel("seconds (dotted: the pools' SLO)", color=INK)
+    finish(axes, "streamed answers with at most this TTFT, %")
 
 
 def _draw_shares(axes: Axes, ordered: Sequence[float], colour: str, label: str) -> None:
@@ -92,24 +89,15 @@ def _draw_members(axes: Axes, figures: Figures) -> None:
 def _draw_prefixes(axes: Axes, figures: Figures) -> None:
     names = [f"{each.tokens:,} tokens" for each in figures.hot_prefixes]
     shares = [100 * each.requests / figures.requests for each in figures.hot_prefixes]
-    axes.barh(range(len(names)), shares, 0.7, color=_COLOUR, alpha=0.85)
+    axes.barh(range(len(names)), shares, 0.7, color=COLOUR, alpha=0.85)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    _finish(axes, "hot prefixes: requests that share them, %")
+    finish(axes, "hot prefixes: requests that share them, %")
 
 
 def _draw_bars(axes: Axes, names: Sequence[str], counts: Sequence[int], title: str) -> None:
-    bars = axes.bar(range(len(names)), counts, 0.7, color=_COLOUR, alpha=0.85)
-    axes.bar_label(bars, [f"{count:,}" for count in counts], fontsize=8, color=_INK, padding=2)
+    bars = axes.bar(range(len(names)), counts, 0.7, color=COLOUR, alpha=0.85)
+    axes.bar_label(bars, [f"{count:,}" for count in counts], fontsize=8, color=INK, padding=2)
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
     axes.margins(y=0.15)
-    _finish(axes, title)
-
-
-def _finish(axes: Axes, title: str) -> None:
-    """Set the title of the axes and remove decoration."""
-    axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=8)
+    finish(axes, title)
