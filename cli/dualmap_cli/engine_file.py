@@ -6,7 +6,7 @@ A file with nothing but ``parameters`` is valid, so that it can be written by ha
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import yaml
 
@@ -126,7 +126,7 @@ def _values(
     return tuple(values)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -143,7 +143,7 @@ def _value(path: Path, where: str, name: object, found: object) -> float | None:
     value = fields.get("value")
     if verdict == Verdict.ABSENT:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not _is_number(value):
         raise EngineFileError(f"{path}: {where}.value: {value!r} is not accepted; give a number")
     return float(value)
 

@@ -12,6 +12,7 @@ rate share the cached traces and prompts.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 from dualmap.pools.kv_store import KvStore
@@ -24,7 +25,7 @@ from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.prefill_decode import SplitCluster, SplitConfig, split_pools
 from dualmap_sim.presets import PRESETS, EngineConfig
-from dualmap_sim.recordings.replays import read_traffic
+from dualmap_sim.recordings.replays import Traffic, read_traffic
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, summarise
@@ -160,6 +161,12 @@ def load_workload(workload: Workload) -> Trace:
     Raises UnknownWorkload, TraceError or RecordingError.
     """
     return _loaded(workload)
+
+
+@lru_cache(maxsize=_KEPT)
+def load_traffic(recording: Path, pool: str) -> Traffic:
+    """Return the traffic of a pool of a recording, read once per process. Raises RecordingError."""
+    return read_traffic(recording, pool)
 
 
 def member_ids(instances: int) -> tuple[str, ...]:
@@ -332,7 +339,7 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
 def _loaded(workload: Workload) -> Trace:
     if workload.recording is None:
         return workload.load()
-    trace = read_traffic(workload.recording, workload.recorded_pool).trace
+    trace = load_traffic(workload.recording, workload.recorded_pool).trace
     window = replace(trace, requests=trace.requests[workload.start :][: workload.requests])
     return window if workload.scale == 1 else scaled_sessions(window, workload.scale)
 

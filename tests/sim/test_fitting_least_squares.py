@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualmap_sim.fitting.least_squares import Problem, _not_negative
+from dualmap_sim.fitting.least_squares import Problem, _not_negative, interval
 
 ROWS = [(1.0, float(n), float(n * n)) for n in range(10, 210)]
 TRUE = (0.5, 0.02, 1e-4)
@@ -22,7 +22,7 @@ def test_exact_times_give_exact_coefficients_with_narrow_intervals() -> None:
     assert problem.best() == pytest.approx(TRUE, rel=1e-6)
     drawn = problem.resampled()
     for number, value in enumerate(TRUE):
-        assert drawn.interval(drawn.column(number)) == pytest.approx((value, value), rel=1e-5)
+        assert interval(drawn.column(number)) == pytest.approx((value, value), rel=1e-5)
 
 
 def test_few_slow_answers_hardly_matter() -> None:

@@ -18,7 +18,7 @@ from recorded import request, write
 def exported(
     folder: Path, *requests: RecordedRequest, format: ExportFormat = ExportFormat.MOONCAKE
 ) -> tuple[Export, list[dict[str, object]]]:
-    export = Export(Reading([write(folder / "a.jsonl", *requests)]), format)
+    export = Export(Reading([write(folder / "a.jsonl", *requests)]).requests, format)
     return export, [json.loads(line) for line in export.lines()]
 
 

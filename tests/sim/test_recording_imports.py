@@ -156,7 +156,7 @@ def test_exported_and_imported_recordings_agree(tmp_path: Path) -> None:
         ]
     )
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(Export(source, ExportFormat.MOONCAKE).lines()))
+    trace.write_text("".join(Export(source.requests, ExportFormat.MOONCAKE).lines()))
     conversion = Import(trace, MooncakeReader(trace, PlainKey()), key=PlainKey(), program="")
     again = tmp_path / "again.jsonl.gz"
     again.write_bytes(gzip.compress("".join(conversion.lines()).encode()))
@@ -167,7 +167,7 @@ def test_exported_and_imported_recordings_agree(tmp_path: Path) -> None:
         (each.blocks, each.requests) for each in after.hot_prefixes
     ]
     second = tmp_path / "second.jsonl"
-    second.write_text("".join(Export(Reading([again]), ExportFormat.MOONCAKE).lines()))
+    second.write_text("".join(Export(Reading([again]).requests, ExportFormat.MOONCAKE).lines()))
     assert second.read_text() == trace.read_text()
 
 
@@ -179,7 +179,7 @@ def test_mooncakes_own_trace_is_imported_and_exported_again(tmp_path: Path) -> N
         file.writelines(conversion.lines())
     assert conversion.left_out_lines == 0
     reading = Reading([again])
-    exported = [json.loads(line) for line in Export(reading, ExportFormat.MOONCAKE).lines()]
+    exported = [json.loads(line) for line in Export(reading.requests, ExportFormat.MOONCAKE).lines()]
     given = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["timestamp"] for each in exported] == [each["timestamp"] for each in given]
     assert [each["output_length"] for each in exported] == [each["output_length"] for each in given]

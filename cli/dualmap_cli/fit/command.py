@@ -51,7 +51,6 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         if plot is not None:
             require_matplotlib()
         # Imported here because --help and a usage error do not need them.
-        from dualmap.recordings.values import PoolChanged, RecordedRequest
         from dualmap_cli.engine_file import engine_lines
         from dualmap_cli.fit.documents import fit_document, fit_text
         from dualmap_cli.trace.output import check_output, write_lines
@@ -59,32 +58,22 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         from dualmap_sim.fitting.estimates import FitError
         from dualmap_sim.fitting.fit import fit_engine
         from dualmap_sim.recordings.reader import Reading
+        from dualmap_sim.recordings.replays import read_pools
 
         check_output(output, [path])
         if plot is not None and plot.resolve() == output.resolve():
             raise click.UsageError("--plot and --output name the same file; give two files")
         try:
             reading = Reading([path])
-            requests: dict[str, list[RecordedRequest]] = {}
-            pools = {}
-            for event in reading.events():
-                if isinstance(event, RecordedRequest):
-                    requests.setdefault(event.pool, []).append(event)
-                elif isinstance(event, PoolChanged):
-                    pools[event.pool.id] = event.pool
+            pools = read_pools(reading)
         except RecordingError as error:
             click.echo(f"dualmap fit: {error}", err=True)
             sys.exit(2)
         warn(reading)
-        name = _pool(pool_name, list(requests))
+        name = _pool(pool_name, [name for name, each in pools.items() if each.requests])
+        recorded, complete = pools[name], min(reading.samples) == 1.0
         try:
-            fitted = fit_engine(
-                name,
-                requests[name],
-                known=pools.get(name),
-                base=PRESETS["7b"],
-                complete=min(reading.samples) == 1.0,
-            )
+            fitted = fit_engine(name, recorded.requests, known=recorded.pool, base=PRESETS["7b"], complete=complete)
         except FitError as error:
             click.echo(f"dualmap fit: {path}: {error}", err=True)
             sys.exit(1)

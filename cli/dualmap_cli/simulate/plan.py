@@ -17,11 +17,11 @@ from dualmap_cli.simulate.engine_options import changed
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_cli.trace.warnings import warn
-from dualmap_sim.experiment import Experiment, load_trace, member_ids
+from dualmap_sim.experiment import Experiment, load_trace, load_traffic, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
 from dualmap_sim.recordings.errors import RecordingError
-from dualmap_sim.recordings.replays import SeveralPools, Traffic, read_traffic
+from dualmap_sim.recordings.replays import SeveralPools, Traffic
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.mooncake import TraceError
@@ -266,7 +266,7 @@ def _traffic(workload: Workload) -> Traffic | None:
     if workload.recording is None:
         return None
     try:
-        traffic = read_traffic(workload.recording, workload.recorded_pool)
+        traffic = load_traffic(workload.recording, workload.recorded_pool)
     except SeveralPools as error:
         raise click.BadParameter(str(error), param_hint="--pool-name") from error
     except RecordingError as error:

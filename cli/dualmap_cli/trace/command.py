@@ -158,7 +158,7 @@ def export(path: Path, format_name: str, output: Path) -> None:
 
         check_output(output, [path])
         reading = Reading([path])
-        exported = Export(reading, ExportFormat(format_name))
+        exported = Export(reading.requests, ExportFormat(format_name))
         with writing(str(output)):
             count = write_lines(output, exported.lines())
         estimate = exported.router_block_tokens

@@ -31,7 +31,7 @@ _ValueT = TypeVar("_ValueT")
 
 
 def pool_fields(pool: Pool) -> dict[str, object]:
-    """Return a pool as JSON values, with every field that is not left out. An infinite number is null."""
+    """Return a pool as JSON values without the fields that recordings leave out. An infinite number becomes null."""
     encoded: dict[str, object] = _encoded(pool)
     return encoded
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from dualmap_sim.fitting.estimates import Estimate, FitError, Verdict
-from dualmap_sim.fitting.least_squares import Problem
+from dualmap_sim.fitting.least_squares import Problem, interval
 from dualmap_sim.fitting.service import Decode, Prefill
 from dualmap_sim.presets import DecodeCost, PrefillCost
 
@@ -87,18 +87,18 @@ def prefill_estimates(samples: Samples) -> dict[str, Estimate]:
         return {"o": absent, "r": speed, "a": absent, "l": absent}
     token_s = np.maximum(drawn.column(1), 1e-12)
     estimates = {
-        "o": Estimate.of(cost.overhead_s, *drawn.interval(drawn.column(0)), reason=source, missing=_LENGTHS),
-        "r": Estimate.of(cost.tokens_per_s, *drawn.interval(1 / token_s), reason=source, missing=_LENGTHS),
+        "o": Estimate.of(cost.overhead_s, *interval(drawn.column(0)), reason=source, missing=_LENGTHS),
+        "r": Estimate.of(cost.tokens_per_s, *interval(1 / token_s), reason=source, missing=_LENGTHS),
         "a": Estimate.of(
             cost.attention,
-            *drawn.interval(drawn.column(2) / token_s),
+            *interval(drawn.column(2) / token_s),
             reason=source,
             missing="long prompts show it, above ten thousand tokens",
         ),
         "l": Estimate.absent("no prompt had cached tokens; repeated prompts and conversations show it"),
     }
     if samples.problem.has(3):
-        low, high = drawn.interval(1 / np.maximum(drawn.column(3), 1 / FASTEST_TOKENS_PER_S))
+        low, high = interval(1 / np.maximum(drawn.column(3), 1 / FASTEST_TOKENS_PER_S))
         estimates["l"] = Estimate.of(
             cost.load_tokens_per_s,
             low,
@@ -140,6 +140,6 @@ def decode_estimates(samples: Samples | None) -> dict[str, Estimate]:
     cost, drawn = decode_cost(samples), samples.problem.resampled()
     values = {"d0": cost.step_s, "d1": cost.per_kv_token_s, "d2": cost.per_request_s}
     return {
-        name: Estimate.of(value, *drawn.interval(drawn.column(column)), reason=samples.source, missing=_ANSWERS)
+        name: Estimate.of(value, *interval(drawn.column(column)), reason=samples.source, missing=_ANSWERS)
         for column, (name, value) in enumerate(values.items())
     }

@@ -22,6 +22,7 @@ from dualmap_sim.fitting.costs import (
     prefill_samples,
 )
 from dualmap_sim.fitting.estimates import EngineFit, Estimate, FitError, Prediction, Verdict
+from dualmap_sim.fitting.least_squares import RESAMPLES, SEED, interval
 from dualmap_sim.fitting.replay import predict
 from dualmap_sim.fitting.service import MemberTimes, Prefill, Served, served_requests
 from dualmap_sim.presets import EngineConfig, slowed
@@ -35,12 +36,9 @@ _AS_GOOD: Final = 1.1
 _TRIED_MOST: Final = 2000
 """The most requests of each member with which the sizes are tried."""
 _INCOMPLETE: Final = "the recording has a part of the sessions, and the others may have slowed the engines"
-_SEED: Final = 0
-_RESAMPLES: Final = 200
-_INTERVAL: Final = (0.05, 0.95)
 _UNBOUNDED_TOKENS: Final = 10**9
-_SLOWER: Final = ("o", "d0", "d1", "d2")
-_FASTER: Final = ("r", "l")
+_TIMES: Final = ("o", "d0", "d1", "d2")
+_SPEEDS: Final = ("r", "l")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +53,11 @@ class _Speed:
     def is_different(self) -> bool:
         """Whether the member certainly differs from the median member."""
         return self.low > 1 + _DIFFERENT or self.high < 1 / (1 + _DIFFERENT)
+
+    @property
+    def inverse(self) -> "_Speed":
+        """How much of the work of the median member this one does in the same time."""
+        return _Speed(value=1 / self.value, low=1 / self.high, high=1 / self.low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +208,12 @@ def _speeds(prefills: Sequence[Prefill], speeds: Mapping[str, _Speed]) -> dict[s
     if not enough:
         return {}
     usual = median_low(float(np.median(own)) for own in enough.values())
-    generator = np.random.default_rng(_SEED)
+    generator = np.random.default_rng(SEED)
     found = {}
     for name, own in enough.items():
-        drawn = np.median(own[generator.integers(0, len(own), (_RESAMPLES, len(own)))], axis=1) / usual
-        low, high = np.quantile(drawn, _INTERVAL)
-        found[name] = _Speed(value=float(np.median(own)) / usual, low=float(low), high=float(high))
+        drawn = np.median(own[generator.integers(0, len(own), (RESAMPLES, len(own)))], axis=1) / usual
+        low, high = interval(drawn)
+        found[name] = _Speed(value=float(np.median(own)) / usual, low=low, high=high)
     return found
 
 
@@ -218,17 +221,14 @@ def _of_member(parameters: Mapping[str, Estimate], speed: _Speed) -> dict[str, E
     """Return the parameters that differ for a member of another speed."""
     reason = f"this member takes {speed.value:.2f} times as long as the median member"
     changed = {}
-    for name in (*_SLOWER, *_FASTER):
-        each = parameters[name]
-        if each.value is None or each.low is None:
-            continue
-        if name in _SLOWER:
-            value, low = each.value * speed.value, each.low * speed.low
-            high = None if each.high is None else each.high * speed.high
-        else:
-            value, low = each.value / speed.value, each.low / speed.high
-            high = None if each.high is None else each.high / speed.low
-        changed[name] = Estimate(value=value, low=low, high=high, verdict=each.verdict, reason=reason)
+    for names, factor in ((_TIMES, speed), (_SPEEDS, speed.inverse)):
+        for name in names:
+            each = parameters[name]
+            if each.value is None or each.low is None:
+                continue
+            high = None if each.high is None else each.high * factor.high
+            value, low = each.value * factor.value, each.low * factor.low
+            changed[name] = Estimate(value=value, low=low, high=high, verdict=each.verdict, reason=reason)
     return changed
 
 

@@ -16,9 +16,9 @@ _ITERATIONS: Final = 20
 _HUBER: Final = 1.345
 _MAD_TO_SIGMA: Final = 1.4826
 _EXACT: Final = 1e-9
-_RESAMPLES: Final = 200
+RESAMPLES: Final = 200
 _INTERVAL: Final = (0.05, 0.95)
-_SEED: Final = 0
+SEED: Final = 0
 
 
 class Resampled:
@@ -32,10 +32,11 @@ class Resampled:
         column: _Matrix = self._fits[:, number]
         return column
 
-    def interval(self, of: _Matrix) -> tuple[float, float]:
-        """Return the 90 % interval of a quantity, given its value for each fit."""
-        low, high = np.quantile(of, _INTERVAL)
-        return float(low), float(high)
+
+def interval(of: _Matrix) -> tuple[float, float]:
+    """Return the 90 % interval of a quantity, given its value for each fit to resampled rows."""
+    low, high = np.quantile(of, _INTERVAL)
+    return float(low), float(high)
 
 
 class Problem:
@@ -65,8 +66,8 @@ class Problem:
 
     def resampled(self) -> Resampled:
         """Return the fits to rows that are drawn with replacement."""
-        generator, count = np.random.default_rng(_SEED), len(self._matrix)
-        draws = (self._matrix[generator.integers(0, count, count)] for _ in range(_RESAMPLES))
+        generator, count = np.random.default_rng(SEED), len(self._matrix)
+        draws = (self._matrix[generator.integers(0, count, count)] for _ in range(RESAMPLES))
         return Resampled(np.array([_robust(each) for each in draws]) / self._scale)
 
 

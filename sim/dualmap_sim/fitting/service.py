@@ -104,7 +104,7 @@ def _served(request: RecordedRequest, member: str) -> Served:
 
 
 class MemberTimes:
-    """The requests of one member, by time."""
+    """The requests of one member in order of time, and the prefills and decode steps that they show."""
 
     def __init__(self, served: Sequence[Served]) -> None:
         self._served = served

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 from random import Random
 from typing import Final
 
@@ -12,6 +12,8 @@ from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import Record
 from dualmap_sim.workloads.statistics import decode_work_s, ideal_cached_tokens, prefill_work_s
 
+_DECODE_MARGIN: Final = 8
+"""An assumption: only a part of the decode work delays first tokens."""
 _PARTS: Final = 20
 """A run is resampled in this many parts, because neighbouring requests share their fate."""
 _RESAMPLES: Final = 400
@@ -135,16 +137,10 @@ class Capacity:
         if not trace.duration_s:
             return 1.0
         start_s, width_s = trace.requests[0].arrival_s, trace.duration_s / windows
-        parts: list[list[int]] = [[] for _ in range(windows)]
-        for number, request in enumerate(trace.requests):
-            parts[min(windows - 1, int((request.arrival_s - start_s) / width_s))].append(number)
-        work_s = [
-            sum(
-                engine.prefill_s(new_tokens=trace.requests[number].input_tokens, cached_tokens=0, pulled_tokens=0)
-                for number in part
-            )
-            for part in parts
-        ]
+        work_s = [0.0] * windows
+        for request in trace.requests:
+            window = min(windows - 1, int((request.arrival_s - start_s) / width_s))
+            work_s[window] += engine.prefill_s(new_tokens=request.input_tokens, cached_tokens=0, pulled_tokens=0)
         busiest_s = max(work_s)
         return sum(max(1, ceil(instances * each / busiest_s)) for each in work_s) / (instances * windows)
 
@@ -162,10 +158,14 @@ class Capacity:
             raise Unattainable(share=within / len(counted), instances=None)
 
     def _lower_bound(self, engine: EngineConfig) -> int:
-        """Return a number of instances that hardly suffices: every possible cache hit occurs, and no time is lost."""
+        """Return a number of instances that hardly suffices: every possible cache hit occurs, and no time is lost.
+
+        The search begins with this number, which therefore changes only how long the search takes.
+        """
         trace = load_trace(self._base)
-        work_s = prefill_work_s(trace, engine.prefill, ideally_cached=True) + decode_work_s(trace, engine) / 8
-        return max(1, int(work_s / max(trace.duration_s, 1e-9)))
+        prefill_s = prefill_work_s(trace, engine.prefill, ideally_cached=True)
+        decode_s = decode_work_s(trace, engine) / _DECODE_MARGIN
+        return max(1, int((prefill_s + decode_s) / max(trace.duration_s, 1e-9)))
 
     def _attained(self, experiment: Experiment) -> float:
         within = self._within(experiment)
@@ -182,7 +182,7 @@ class Capacity:
 
 
 def _is_within(record: Record, slo_ttft_s: float) -> bool:
-    return (record.ttft_s if record.ttft_s is not None else inf) <= slo_ttft_s
+    return record.ttft_s is not None and record.ttft_s <= slo_ttft_s
 
 
 def _interval(values: Sequence[int]) -> tuple[float, float]:

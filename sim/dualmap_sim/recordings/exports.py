@@ -7,14 +7,13 @@ each recorded prompt is complete.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import lcm
 
 from dualmap.recordings.values import RecordedRequest
 from dualmap_sim.recordings.errors import RecordingError
-from dualmap_sim.recordings.reader import Reading
 
 
 class ExportFormat(StrEnum):
@@ -34,17 +33,16 @@ class Changes:
 
 
 class Export:
-    """The trace of a recording, or of its requests for ``pool``.
+    """The trace of recorded requests. Each call of ``requests`` returns all of them, in order of arrival.
 
     A full block has ``block_tokens`` tokens, as the engines count them on average, and ``router_block_tokens`` by the
     routers' estimate. ``changes`` is complete after ``lines``. Raises RecordingError if there are no requests.
     """
 
-    def __init__(self, reading: Reading, format: ExportFormat, *, pool: str = "") -> None:
-        self._reading = reading
-        self._pool = pool
+    def __init__(self, requests: Callable[[], Iterable[RecordedRequest]], format: ExportFormat) -> None:
+        self._requests = requests
         self._format = format
-        self.router_block_tokens, self.block_tokens = _block_tokens(self._requests())
+        self.router_block_tokens, self.block_tokens = _block_tokens(requests())
         self.changes = Changes()
         self._ids: dict[int, int] = {}
         self._last_tokens: dict[int, int] = {}
@@ -58,9 +56,6 @@ class Export:
             blocks, full = self._blocks(request)
             ids = [self._ids.setdefault(block, len(self._ids)) for block in blocks]
             yield request, ids, self._input_length(request, blocks, full)
-
-    def _requests(self) -> Iterator[RecordedRequest]:
-        return (each for each in self._reading.requests() if self._pool in ("", each.pool))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the trace, once."""

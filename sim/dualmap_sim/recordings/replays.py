@@ -1,7 +1,7 @@
 """A recording as a trace that simulations replay, and what was measured of its requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -47,32 +47,48 @@ class SeveralPools(RecordingError):
         super().__init__(f"the recording has several pools; name one of {', '.join(names)}")
 
 
+@dataclass(slots=True)
+class RecordedPool:
+    """A pool of a recording: its requests in order of arrival, and what its lines say.
+
+    ``pool`` is the pool's last object, None without a line about it. ``members`` has the ids of its members, once for
+    each change of them.
+    """
+
+    requests: list[RecordedRequest] = field(default_factory=list)
+    pool: Pool | None = None
+    members: list[frozenset[str]] = field(default_factory=list)
+
+
+def read_pools(reading: Reading) -> dict[str, RecordedPool]:
+    """Return the pools of a recording by name, in one pass. All requests are then in memory."""
+    pools: dict[str, RecordedPool] = {}
+    for event in reading.events():
+        if isinstance(event, RecordedRequest):
+            pools.setdefault(event.pool, RecordedPool()).requests.append(event)
+        elif isinstance(event, PoolChanged):
+            changed = pools.setdefault(event.pool.id, RecordedPool())
+            changed.pool = event.pool
+            members = frozenset(member.id for member in event.pool.members)
+            if changed.members[-1:] != [members]:
+                changed.members.append(members)
+    return pools
+
+
 def read_traffic(path: Path, pool: str = "") -> Traffic:
     """Return the traffic of a recording's only pool, or of ``pool``. Raises RecordingError."""
     reading = Reading([path])
-    pools: dict[str, Pool] = {}
-    instances: dict[str, int] = {}
-    names = dict[str, None]()
-    members: dict[str, list[frozenset[str]]] = {}
-    for event in reading.events():
-        if isinstance(event, PoolChanged):
-            present = members.setdefault(event.pool.id, [])
-            now_present = frozenset(member.id for member in event.pool.members)
-            if present[-1:] != [now_present]:
-                present.append(now_present)
-            pools[event.pool.id] = event.pool
-            instances[event.pool.id] = max(instances.get(event.pool.id, 0), len(event.pool.members))
-        elif isinstance(event, RecordedRequest):
-            names[event.pool] = None
+    pools = read_pools(reading)
+    names = [name for name, each in pools.items() if each.requests]
     if not pool and len(names) > 1:
-        raise SeveralPools(list(names))
+        raise SeveralPools(names)
     if pool and pool not in names:
         raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
     if not names:
         raise RecordingError("the recording has no requests, so there is nothing to replay")
-    name = pool or next(iter(names))
-    export = Export(reading, ExportFormat.MOONCAKE, pool=name)
-    outputs = [each.output_tokens for each in reading.requests() if each.pool == name and each.output_tokens]
+    recorded = pools[pool or names[0]]
+    export = Export(lambda: recorded.requests, ExportFormat.MOONCAKE)
+    outputs = [each.output_tokens for each in recorded.requests if each.output_tokens]
     usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
     sessions: dict[int, int] = {}
     requests: list[RecordedRequest] = []
@@ -96,9 +112,10 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
     return Traffic(
         trace=Trace(name=path.name, block_tokens=export.block_tokens, requests=tuple(traced)),
         requests=tuple(requests),
-        pool=pools.get(name),
-        instances=instances.get(name) or len({each.receipt.chosen for each in requests if each.receipt is not None}),
-        membership_changes=max(0, len(members.get(name, ())) - 1),
+        pool=recorded.pool,
+        instances=max(map(len, recorded.members), default=0)
+        or len({each.receipt.chosen for each in requests if each.receipt is not None}),
+        membership_changes=max(0, len(recorded.members) - 1),
         unknown_outputs=sum(not each.output_tokens for each in requests),
         reading=reading,
     )
