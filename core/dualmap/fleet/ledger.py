@@ -44,6 +44,16 @@ class _Ended(NamedTuple):
     prediction: Prediction
     lesson: Lesson | None
     answer: EndedAnswer | None = None
+    output_is_counted: bool = False
+
+
+class Counted(NamedTuple):
+    """What the engine's token counts of an ended request show for the first time."""
+
+    prediction: Prediction | None = None
+    """What was predicted for the prompt; None if the prompt's tokens are not counted."""
+    output_tokens: int | None = None
+    """The output tokens; None if they are not counted."""
 
 
 class Ledger:
@@ -140,30 +150,31 @@ class Ledger:
                 self._ended.popitem(last=False)
         return request
 
-    def on_usage(self, now: float, request_id: str, usage: Usage) -> Prediction | None:
-        """Learn from the engine's token counts of an ended request.
+    def on_usage(self, now: float, request_id: str, usage: Usage) -> Counted:
+        """Learn from the engine's token counts of an ended request; return what they show for the first time.
 
-        Return the request's prediction; None if it is unknown, or its prompt tokens are not counted or were counted
-        before. Learn no speed from a prompt with far other tokens than were estimated, and take back what was learnt.
+        The counts may arrive in several reports. Those of an unknown request show nothing. Learn no speed from a prompt
+        with far other tokens than were estimated, and take back what was learnt.
         """
         ended = self._ended.get(request_id)
         if ended is None:
-            return None
+            return Counted()
         prompt_tokens, prediction = usage.prompt_tokens, ended.prediction
         fewest, most = prediction.tokens / ESTIMATE_ERROR, prediction.tokens * ESTIMATE_ERROR
         is_estimated = prompt_tokens is None or fewest <= prompt_tokens <= most
-        if ended.answer is not None and usage.completion_tokens is not None:
-            self._ended[request_id] = ended._replace(answer=None)
-            if is_estimated:
-                _learn(now, ended.answer, prediction, usage.completion_tokens)
+        output_tokens = None if ended.output_is_counted else usage.completion_tokens
+        if output_tokens is not None:
+            self._ended[request_id] = ended._replace(answer=None, output_is_counted=True)
+            if ended.answer is not None and is_estimated:
+                _learn(now, ended.answer, prediction, output_tokens)
         if prompt_tokens is None:
-            return None
+            return Counted(output_tokens=output_tokens)
         del self._ended[request_id]
         if ended.lesson is not None and not is_estimated:
             load = self.loads.get(ended.member)
             if load is not None:
                 load.retract(ended.lesson)
-        return prediction
+        return Counted(prediction, output_tokens)
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
