@@ -233,6 +233,49 @@ class TestPrefills:
             self.roles({"type": "disagg-profile-handler", "parameters": "prefill"})
 
 
+class TestLlmDsCharts:
+    """What `helm template` makes of llm-d's charts 0.9.0 (llm-d-router-gateway and -standalone)."""
+
+    # The plugins of the default configuration, and those that the value latencyPredictor.enabled adds.
+    DEFAULT = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer", "metrics-data-source")
+    PREDICTED = (
+        *("core-metrics-extractor", "predicted-latency-producer", "prefix-cache-affinity-filter", "latency-scorer"),
+        *("weighted-random-picker", "slo-headroom-tier-filter", "latency-slo-admitter"),
+    )
+
+    @pytest.mark.parametrize(
+        ("more", "single_destination"),
+        [
+            ((), False),
+            (("--ha-enable-leader-election", "--metrics-endpoint-auth=false", "--v=2"), False),
+            (("--single-destination=true",), True),
+        ],
+        ids=["one-replica", "replicas-without-metrics-authentication", "standalone"],
+    )
+    def test_arguments_are_accepted(self, more: tuple[str, ...], single_destination: bool) -> None:
+        chart = [
+            *("--pool-name", "qwen", "--pool-namespace", "llm", "--pool-group", "inference.networking.k8s.io"),
+            *("--zap-encoder", "json", "--config-file", "/config/default-plugins.yaml"),
+            *("--grpc-health-port", "9003", "--tracing=false"),
+        ]
+        parameters = epp.make_context("epp", [*chart, *more]).params
+        assert (parameters["pool_name"], parameters["pool_namespace"]) == ("qwen", "llm")
+        assert parameters["config_file"] == Path("/config/default-plugins.yaml")
+        assert parameters["single_destination"] is single_destination
+
+    def test_default_configurations_have_no_effect(self) -> None:
+        plugins: list[dict[str, Any]] = [{"type": each} for each in self.DEFAULT]
+        plugins[-1]["parameters"] = {"scheme": "http", "path": "/metrics", "insecureSkipVerify": True}
+        # The chart uses one type twice, by names.
+        affinity = [
+            {"name": f"{name}-affinity-filter", "type": "prefix-cache-affinity-filter"} for name in ("strict", "loose")
+        ]
+        plugins += [*({"type": each} for each in self.PREDICTED), *affinity]
+        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+        read = read_plugins([{**head, "plugins": plugins, "schedulingProfiles": [{"name": "default", "plugins": []}]}])
+        assert (read.unneeded, read.roles) == ((*self.DEFAULT, *self.PREDICTED), ANY_ROLE)
+
+
 class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "said"),
