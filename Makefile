@@ -58,18 +58,22 @@ help: ## list the targets
 demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside round robin (ARGS="--engines 8 ...")
 	@$(BIN)/dualmap demo $(ARGS)
 
+# End-to-end tests run real programs on a shared machine. A failed one gets a second run, and pytest prints "RERUN" with
+# its first failure. Both runs share one time limit, so a test that exceeds the limit gets no second run.
+AGAIN := --reruns 1 --rerun-except "Timeout \(" --max-suite-reruns 4 --rerun-show-tracebacks --timeout 300
+
 # Simulations fork, which may hang in a process with threads of gRPC, as end-to-end tests have them. So these run apart.
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
 	@e2e/debian.sh
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile tests/chart tests/cli tests/contract tests/packaging tests/bench
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane --ignore e2e/gateways e2e
-	@$(BIN)/pytest e2e/test_faults_*.py
+	@$(BIN)/pytest $(AGAIN) --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane --ignore e2e/gateways e2e
+	@$(BIN)/pytest $(AGAIN) e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
 	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests testing/tests/unit)
 
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
-	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
+	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest $(AGAIN) testing/tests/control_plane e2e/controlplane $(ARGS)
 
 gateways: $(VENV)/.dev ## tests behind Istio, Envoy Gateway and llm-d's Envoy configuration, built on the first run (ARGS="-k llm_d")
 	@e2e/debian.sh

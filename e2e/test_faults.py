@@ -26,9 +26,15 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]
 MEMBERS = {"left", "right"}
 
 
+async def dead_member_in_use(deployment: Deployment) -> None:
+    """Wait until the router uses the dead member, which earlier tests may have suspended for up to 30 s."""
+    await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
+
+
 async def test_request_to_dead_first_candidate_retries_at_second(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
+    await dead_member_in_use(deployment)
     elsewhere = await deployment.metric("dualmap_served_elsewhere_total", pool="llm/halved")
     retried = 0
     for number in range(40):
@@ -45,8 +51,7 @@ async def test_request_to_dead_first_candidate_retries_at_second(
 async def test_retried_request_load_moves_to_the_serving_member(engines: SharedEngines, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=first, then=rest)
-    # Other tests may have suspended this member.
-    await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
+    await dead_member_in_use(deployment)
     async with AsyncExitStack() as clients:
         chosen: list[str] = []
         while "dead" not in chosen and len(chosen) < 40:
@@ -68,6 +73,7 @@ async def test_retried_request_load_moves_to_the_serving_member(engines: SharedE
 
 
 async def test_retried_large_body_arrives_complete(engines: SharedEngines, deployment: Deployment) -> None:
+    await dead_member_in_use(deployment)
     retried = 0
     for number in range(20):
         text = f"{deployment.mode} large {number} " + "x" * 5_000_000
@@ -78,7 +84,7 @@ async def test_retried_large_body_arrives_complete(engines: SharedEngines, deplo
         retried += receipt(reply)["chosen"] == "dead"
         if retried == 2:
             break
-    assert retried
+    assert retried, "20 new prompts never chose the dead member first"
 
 
 async def unavailable(request: web.Request, received: Received) -> web.StreamResponse:

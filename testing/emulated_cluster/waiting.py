@@ -7,7 +7,7 @@ from typing import Final
 _POLL_S: Final = 0.02
 
 
-async def until(check: Callable[[], Awaitable[bool]], what: str, *, timeout_s: float = 30.0) -> None:
+async def until(check: Callable[[], Awaitable[bool]], what: str, *, timeout_s: float = 60.0) -> None:
     """Return when ``check`` returns True; after ``timeout_s``, raise AssertionError with ``what`` in the message."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

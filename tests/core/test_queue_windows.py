@@ -185,18 +185,36 @@ class TestKvMemory:
         assert isinstance(ask(router, "two", 2001, now=3.0), Queued)
         assert decided(router.on_finished(9.0, "one")) == ["two"]
 
-    def test_dispatch_needs_kv_memory_for_prompt_and_predicted_output(self) -> None:
+    @pytest.mark.parametrize("streamed", [True, False])
+    @pytest.mark.parametrize("late", [False, True], ids=["counts with the end", "counts after the end"])
+    def test_dispatch_needs_kv_memory_for_prompt_and_predicted_output(self, late: bool, streamed: bool) -> None:
         router = self.roomy(5000)
+        usage = Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0)
         for n in range(400):
-            ask(router, f"short {n}", 10)
-            router.on_first_token(0.0, f"short {n}")
-            router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
+            name = f"short {n}"
+            router.on_request(0.0, request(name, text_of(10, name))._replace(streamed=streamed))
+            if streamed:
+                router.on_first_token(0.0, name)
+            router.on_finished(0.0, name, None if late else usage)
+            if late:
+                router.on_usage(0.0, name, usage)
         # The rule assumes 150 output tokens for each of two requests, which is 1.5 times the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         assert isinstance(ask(router, "two", 1701, now=3.0), Queued)
         assert isinstance(ask(router, "three", 1500, now=3.0), Queued)
         assert decided(router.on_aborted(3.0, "two")) == ["three"]
+
+    def test_output_counted_by_several_reports_is_one_request_of_the_mean(self) -> None:
+        router = self.roomy(5000)
+        ask(router, "short", 10)
+        router.on_finished(0.0, "short")
+        for _ in range(400):
+            router.on_usage(0.0, "short", Usage(completion_tokens=100))
+        # The mean of one request with 100 tokens is still nearly the assumed 200.
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 1500, now=3.0), Queued)
 
     def test_aborted_request_frees_kv_memory_for_the_next(self) -> None:
         of = slow_pool(max_wait_s=20.0)

@@ -301,13 +301,13 @@ class Fleet:
                 self.has_computed(request)
             if usage is not None:
                 self.measured(now, request_id, usage)
-            if usage is not None and usage.completion_tokens is not None:
-                self.capacity.on_output(usage.completion_tokens)
         return request
 
     def measured(self, now: float, request_id: str, usage: Usage) -> None:
         """Learn from the tokens of an ended request that the engine counted."""
-        prediction = self._ledger.on_usage(now, request_id, usage)
+        prediction, output_tokens = self._ledger.on_usage(now, request_id, usage)
+        if output_tokens is not None:
+            self.capacity.on_output(output_tokens)
         if prediction is None:
             return
         if prediction.is_stored and usage.cached_tokens is not None:

@@ -44,6 +44,16 @@ class _Ended(NamedTuple):
     prediction: Prediction
     lesson: Lesson | None
     answer: EndedAnswer | None = None
+    output_is_counted: bool = False
+
+
+class Counted(NamedTuple):
+    """What the engine's token counts of an ended request show for the first time."""
+
+    prediction: Prediction | None = None
+    """What was predicted for the prompt; None if the prompt's tokens are not counted."""
+    output_tokens: int | None = None
+    """The output tokens; None if they are not counted."""
 
 
 class Ledger:
@@ -109,7 +119,7 @@ class Ledger:
         """Record a request that was dispatched to ``request.member``; its id must not be in flight."""
         assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
         self._in_flight[request.request_id] = request
-        load = self.loads[request.member]
+        load = self._load(now, request.member)
         if request.is_timed:
             load.await_answer(now, request)
         load.enter(now, request)
@@ -134,43 +144,44 @@ class Ledger:
     def _leave(self, now: float, request_id: str, answer: EndedAnswer | None) -> InFlightRequest | None:
         request = self._in_flight.pop(request_id, None)
         if request is not None:
-            self.loads[request.member].leave(now, request)
+            self._load(now, request.member).leave(now, request)
             self._ended[request_id] = _Ended(request.member, request.prediction, request.lesson, answer)
             if len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
         return request
 
-    def on_usage(self, now: float, request_id: str, usage: Usage) -> Prediction | None:
-        """Learn from the engine's token counts of an ended request.
+    def on_usage(self, now: float, request_id: str, usage: Usage) -> Counted:
+        """Learn from the engine's token counts of an ended request; return what they show for the first time.
 
-        Return the request's prediction; None if it is unknown, or its prompt tokens are not counted or were counted
-        before. Learn no speed from a prompt with far other tokens than were estimated, and take back what was learnt.
+        The counts may arrive in several reports. Those of an unknown request show nothing. Learn no speed from a prompt
+        with far other tokens than were estimated, and take back what was learnt.
         """
         ended = self._ended.get(request_id)
         if ended is None:
-            return None
+            return Counted()
         prompt_tokens, prediction = usage.prompt_tokens, ended.prediction
         fewest, most = prediction.tokens / ESTIMATE_ERROR, prediction.tokens * ESTIMATE_ERROR
         is_estimated = prompt_tokens is None or fewest <= prompt_tokens <= most
-        if ended.answer is not None and usage.completion_tokens is not None:
-            self._ended[request_id] = ended._replace(answer=None)
-            if is_estimated:
-                _learn(now, ended.answer, prediction, usage.completion_tokens)
+        output_tokens = None if ended.output_is_counted else usage.completion_tokens
+        if output_tokens is not None:
+            self._ended[request_id] = ended._replace(answer=None, output_is_counted=True)
+            if ended.answer is not None and is_estimated:
+                _learn(now, ended.answer, prediction, output_tokens)
         if prompt_tokens is None:
-            return None
+            return Counted(output_tokens=output_tokens)
         del self._ended[request_id]
         if ended.lesson is not None and not is_estimated:
             load = self.loads.get(ended.member)
             if load is not None:
                 load.retract(ended.lesson)
-        return prediction
+        return Counted(prediction, output_tokens)
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove and return a request that ended without an error, and learn from it; None if it is unknown."""
         request = self._in_flight.get(request_id)
         if request is None:
             return None
-        load = self.loads[request.member]
+        load = self._load(now, request.member)
         if request.prefilled:
             load.kv.learn_silence(now - request.silent_since_s)
         return self._leave(now, request_id, load.end_answer(now, request))
@@ -186,18 +197,18 @@ class Ledger:
         fetch_tokens: int = 0,
     ) -> None:
         """Move a request in flight to the member that serves it."""
-        self.loads[request.member].leave(now, request)
+        self._load(now, request.member).leave(now, request)
         request.member, request.prediction, request.compute_s = to, prediction, compute_s
         request.fetch_tokens = fetch_tokens
         request.matched_tokens = prediction.matched_tokens
-        self.loads[to].enter(now, request)
+        self._load(now, to).enter(now, request)
 
     def heard(self, now: float, request_id: str) -> InFlightRequest | None:
         """Record a report of a request, which postpones its expiry; return the request, or None if it is unknown."""
         request = self._in_flight.get(request_id)
         if request is not None:
             request.heard_s = now
-            self.loads[request.member].heard(now, request)
+            self._load(now, request.member).heard(now, request)
             self._in_flight.move_to_end(request_id)
         return request
 
@@ -214,6 +225,15 @@ class Ledger:
             assert request is not None
             expired.append(request)
         return expired
+
+    def _load(self, now: float, member: str) -> MemberLoad:
+        """Return a member's load before an event; what ended without a report before the event has ended.
+
+        The effect of an event therefore does not depend on when a decision last looked at the member.
+        """
+        load = self.loads[member]
+        load.end_overdue(now)
+        return load
 
     def retain(self, members: set[str]) -> None:
         """Remove the loads of members that have left the pool and have no request in flight."""
