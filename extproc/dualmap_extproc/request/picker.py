@@ -339,9 +339,12 @@ class Picker:
             max_body_bytes=pool.routing.max_body_bytes,
         )
 
-    def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
-        """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
-        return self._answers.reject(now, refused, Arrival(at_s=now, headers=headers))
+    def refuse(self, now: float, refused: Refused, headers: Mapping[str, str], request_id: str = "") -> Refused:
+        """Report a rejection that ``stream`` decided, and return it. ``headers`` are as in ``pick``.
+
+        ``request_id`` is the id of a request that was accepted before.
+        """
+        return self._answers.reject(now, refused, Arrival(at_s=now, headers=headers), request_id=request_id)
 
     def decided(self, now: float, seconds: float) -> None:
         """Report how long it took to read a large body and to choose a member."""
