@@ -14,6 +14,7 @@ import pytest_asyncio
 import builders
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.source import SourceState, SourceStatus
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import Engine, KvEvents, MemberState, Model, Pool, Slo, Tokenizer, TokenSource
 from harness.browser import Browser, missing
 from harness.fleet import Fleet
@@ -110,7 +111,14 @@ async def _fleet() -> AsyncIterator[Fleet]:
     members = (*many.members[:40], joining, *many.members[41:99], draining)
     tokenizer = Tokenizer(source=TokenSource.RENDERER, url="http://renderer:8000")
     engine = Engine(tokenizer=tokenizer, kv_events=KvEvents(enabled=True))
-    few = Pool(namespace="llm", name="other", model=Model(name="o"), engine=engine, members=builders.members(2))
+    few = Pool(
+        namespace="llm",
+        name="other",
+        model=Model(name="o"),
+        engine=engine,
+        kv_store=KvStore(type=StoreType.MOONCAKE, endpoint="http://mooncake:9003"),
+        members=builders.members(2),
+    )
     fleet = Fleet([replace(many, model=Model(name=HOSTILE), slo=Slo(ttft_s=2.0), members=members), few])
     fleet.speeds[many.members[3].endpoint] = 500.0
     async with fleet.served():
@@ -251,6 +259,16 @@ async def test_dashboard_shows_engines_and_their_kv_events(browser: Browser, fle
     assert await browser.run(tooltips) == [HOSTILE, HOSTILE]
     assert "The KV events of m-1 are incomplete" in await browser.text("main")
     assert await browser.run("return document.title") != "owned"
+
+
+@needs_browser
+async def test_dashboard_shows_fetched_kv_only_for_a_pool_that_fetches(browser: Browser, fleet: Fleet) -> None:
+    assert "Fetched KV" not in await browser.text("#tiles")
+    await browser.open(f"{fleet.url}#pool=llm/other")
+    await browser.until("document.querySelectorAll('tbody tr').length === 2")
+    tiles = await browser.text("#tiles")
+    assert "Fetched KV" in tiles
+    assert "Session moves" in tiles
 
 
 @needs_browser

@@ -3,6 +3,7 @@
 import pytest
 
 import builders
+from dualmap.receipt import SessionHost
 from dualmap.requests import Decision, FirstToken
 from dualmap.router import PoolRouter
 from dualmap_extproc.errors import model_not_found, no_endpoint
@@ -78,6 +79,18 @@ def test_history_counts_hits_per_member_and_in_total() -> None:
     past = view.endpoints[sent.receipt.chosen]
     assert (past.requests, past.prompt_tokens, past.hit_rate_predicted, past.hit_rate_measured) == (1, 1000, 0.0, None)
     assert (view.total.requests, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 300, 150)
+
+
+def test_history_counts_fetched_tokens_and_moved_sessions_at_their_new_member() -> None:
+    history, (old, new) = PoolHistory(), ("m-0", "m-1")
+    sent = decision()
+    for host, fetched in ((SessionHost(old, "10.0.0.1:8000"), 800), (SessionHost(new, ""), None)):
+        receipt = sent.receipt._replace(chosen=new, host=host, fetch_tokens=fetched)
+        history.routed(0.0, sent._replace(receipt=receipt))
+    view = history.view(3.0)
+    past = view.endpoints[new]
+    assert (past.fetch_tokens, past.fetched, past.moved_sessions) == (800, 0.4, 1)
+    assert (view.total.fetched, view.total.moved_sessions) == (0.4, 1)
 
 
 def test_history_measured_hit_rate_corrects_the_predicted_rate() -> None:

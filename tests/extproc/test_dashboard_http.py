@@ -15,6 +15,7 @@ import pytest
 import builders
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.source import SourceState, SourceStatus
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import KvEvents, MemberState, Model, Pool, Ring, RingAlgorithm, Tokenizer, TokenSource
 from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.demand import Demand
@@ -27,6 +28,7 @@ from dualmap_extproc.telemetry.dashboard.feed import Feed, TooManyWatchers
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs, Snapshots
+from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
 from waiting import until
@@ -397,6 +399,17 @@ def test_snapshot_ring_shares_equal_the_shares_of_keys(algorithm: RingAlgorithm)
         assert sum(shares) == pytest.approx(1.0, abs=0.002)
         assert shares[3] == 0.0
         assert shares[0] == pytest.approx(25 / 225, rel=0.5)
+
+
+def test_snapshot_shows_kv_fetches_and_a_lost_kv_store_of_its_pool_only() -> None:
+    store = KvStore(type=StoreType.MOONCAKE, endpoint="http://127.0.0.1:9003")
+    router = Router(replace(builders.pool(2), kv_store=store), replace(builders.pool(2), name="other"))
+    snapshots = Snapshots(replace(router.source(), reach=lambda pool: Reach(kv_store_lost=pool == "llm/qwen")))
+    wanted = ("llm/qwen", "llm/other")
+    documents = snapshots.tell(snapshots.look(), wanted)
+    found = [json.loads(documents[name])["pool"] for name in wanted]
+    assert [pool["fetches_kv"] for pool in found] == [True, False]
+    assert ["KV store fails" in str(pool["verdict"]["problems"]) for pool in found] == [True, False]
 
 
 def test_snapshot_ring_shares_update_with_the_members() -> None:

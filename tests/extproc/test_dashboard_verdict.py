@@ -271,6 +271,10 @@ def test_verdict_lists_the_most_severe_problem_first() -> None:
             Reach(watch_ages_s={"inferencepools": 3.0, "pods": 190.0}),
             "The Kubernetes API has sent no data about pods for 3 minutes: this router uses the last received state.",
         ),
+        (
+            Reach(kv_store_lost=True),
+            "The KV store fails: this router counts only the KV cache of instances. /pools has the reason.",
+        ),
     ],
 )
 def test_verdict_with_stale_data_source_has_a_warning(reach: Reach, text: str) -> None:

@@ -5,7 +5,6 @@ from struct import pack
 import pytest
 
 from dualmap_extproc.transport.http2 import frames
-from dualmap_extproc.transport.http2.connection import OPENINGS_MAX
 from dualmap_extproc.transport.http2.frames import (
     ACK,
     END_HEADERS,
@@ -18,6 +17,7 @@ from dualmap_extproc.transport.http2.frames import (
     rst_stream,
     window_update,
 )
+from dualmap_extproc.transport.http2.header_blocks import OPENINGS_MAX
 from dualmap_extproc.transport.http2.hpack import encode
 from dualmap_extproc.transport.http2.limits import Http2Limits
 from extproc.http2_client import (
@@ -238,7 +238,7 @@ def test_many_different_header_blocks_are_served() -> None:
     for number in range(200):
         client.send(headers(2 * number + 1, (*REQUEST, (b"x-request-id", b"%d" % number)), end=True))
     assert [call.half_closes for call in client.calls] == [1] * 200
-    assert len(client.server._openings) <= OPENINGS_MAX
+    assert len(client.server._blocks.openings) <= OPENINGS_MAX
 
 
 def test_trailers_of_the_client_half_close_the_call() -> None:

@@ -110,11 +110,13 @@ def dashboard_of(
     *,
     store_lost_s: Callable[[], float | None],
     watch_ages_s: Callable[[], Mapping[str, float]],
+    kv_store_lost: Callable[[str], bool],
 ) -> Dashboard:
     """Return the dashboard of a router.
 
-    ``store_lost_s`` returns the seconds since the last answer of an unreachable store (else None), and ``watch_ages_s``
-    those since the last answer about each resource that the source of pools watches.
+    ``store_lost_s`` returns the seconds since the last answer of an unreachable Redis (else None), and ``watch_ages_s``
+    those since the last answer about each resource that the source of pools watches. ``kv_store_lost`` returns whether
+    a pool's KV store is left alone.
     """
     inputs = SnapshotInputs(
         router=router,
@@ -124,6 +126,8 @@ def dashboard_of(
         demand=pool_demand.total,
         histories=histories,
         clock=time.time,
-        reach=lambda: Reach(store_lost_s=store_lost_s(), watch_ages_s=watch_ages_s()),
+        reach=lambda pool: Reach(
+            store_lost_s=store_lost_s(), watch_ages_s=watch_ages_s(), kv_store_lost=kv_store_lost(pool)
+        ),
     )
     return Dashboard(inputs)

@@ -185,6 +185,7 @@ def _status(
             observers.histories,
             store_lost_s=others.store_lost_s,
             watch_ages_s=source.ages_s,
+            kv_store_lost=kv_stores.is_left_alone,
         )
     return StatusServer(
         router=settings.replica_id,

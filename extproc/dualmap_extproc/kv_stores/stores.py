@@ -90,6 +90,11 @@ class KvStores:
         for store in before.values():
             self._close(store)
 
+    def is_left_alone(self, pool: str) -> bool:
+        """Return whether a pool has a store that is left alone after failures."""
+        store = self._stores.get(pool)
+        return store is not None and not store.lookups.availability.is_up
+
     def status(self, pool: str) -> dict[str, object] | None:
         """Return the state of a pool's store as JSON values; None for a pool without a store."""
         store = self._stores.get(pool)

@@ -43,11 +43,13 @@ class _Step:
 
 @dataclass(slots=True)
 class EndpointPast:
-    """Counts of one member's requests within a period."""
+    """Counts of one member's requests within a period; sessions count at the member that they move to."""
 
     requests: int = 0
     prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
+    fetch_tokens: int = 0
+    moved_sessions: int = 0
     checked_cached_tokens: int = 0
     measured_cached_tokens: int = 0
     first_tokens: int = 0
@@ -59,6 +61,8 @@ class EndpointPast:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.predicted_cached_tokens += other.predicted_cached_tokens
+        self.fetch_tokens += other.fetch_tokens
+        self.moved_sessions += other.moved_sessions
         self.checked_cached_tokens += other.checked_cached_tokens
         self.measured_cached_tokens += other.measured_cached_tokens
         self.first_tokens += other.first_tokens
@@ -69,6 +73,11 @@ class EndpointPast:
     def hit_rate_predicted(self) -> float | None:
         """The share of the prompt tokens that the router predicted to be cached."""
         return self.predicted_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def fetched(self) -> float | None:
+        """The share of the prompt tokens that the router predicted to be fetched from a KV store or another member."""
+        return self.fetch_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def hit_rate_measured(self) -> float | None:
@@ -186,6 +195,8 @@ class PoolHistory:
         past.requests += 1
         past.prompt_tokens += receipt.prompt_tokens
         past.predicted_cached_tokens += receipt.matched_tokens
+        past.fetch_tokens += receipt.fetch_tokens or 0
+        past.moved_sessions += bool(receipt.moved_from)
         self._happenings.append((self._happened, now, decision))
         self._happened += 1
 

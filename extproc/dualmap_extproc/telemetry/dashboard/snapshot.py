@@ -40,7 +40,7 @@ class SnapshotInputs:
     """The inputs of a snapshot: this router's name and version, its pools, their statuses and histories.
 
     ``demand`` returns a pool's demand, summed over all routers, or raises DemandUnknown. ``clock`` returns the time in
-    seconds since 1970. ``reach`` returns how recently the store and the Kubernetes API answered.
+    seconds since 1970. ``reach`` returns which of the other systems of a pool answer.
     """
 
     router: str
@@ -50,7 +50,7 @@ class SnapshotInputs:
     demand: Callable[[str], Share]
     histories: Histories
     clock: Callable[[], float]
-    reach: Callable[[], Reach] = Reach
+    reach: Callable[[str], Reach] = lambda _: Reach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,8 @@ class Snapshots:
     def look(self) -> tuple[Moment, ...]:
         """Return the current inputs of every pool; must run in the event loop's thread."""
         pools = {pool.id: pool for pool in self._source.pools()}
-        reach = self._source.reach()
         return tuple(
-            self._moment(pools[status.pool], status, reach)
-            for status in self._source.statuses()
-            if status.pool in pools
+            self._moment(pools[status.pool], status) for status in self._source.statuses() if status.pool in pools
         )
 
     def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
@@ -118,8 +115,8 @@ class Snapshots:
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolSnapshot, reach: Reach) -> Moment:
-        past = self._source.histories.view(pool.id)
+    def _moment(self, pool: Pool, status: PoolSnapshot) -> Moment:
+        past, reach = self._source.histories.view(pool.id), self._source.reach(pool.id)
         share, unknown = None, ""
         try:
             share = self._source.demand(pool.id)
@@ -149,6 +146,9 @@ class Snapshots:
                 "predicted": _short(past.total.hit_rate_predicted),
                 "measured": _short(past.total.hit_rate_measured),
             },
+            "fetches_kv": pool.fetches_kv,
+            "fetched": _short(past.total.fetched),
+            "moved_sessions": past.total.moved_sessions,
             "history": _history(past),
             "ttfts": {"bounds_s": [_short(bound) for bound in TTFT_BOUNDS_S], "counts": past.window.ttfts},
             "rules": past.rules,

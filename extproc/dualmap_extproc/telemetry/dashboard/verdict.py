@@ -61,15 +61,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Whether the store and the Kubernetes API answer.
+    """Whether Redis, the Kubernetes API and the pool's KV store answer.
 
-    ``store_lost_s`` is the time since the store became unreachable, or None while it is reachable or not used.
+    ``store_lost_s`` is the time since Redis became unreachable, or None while it is reachable or not used.
     ``watch_ages_s`` is the time since the Kubernetes API's last answer, by resource. ``watch_ages_s`` is empty for
-    pools from files.
+    pools from files. ``kv_store_lost`` is true while the router leaves the pool's KV store alone after failures.
     """
 
     store_lost_s: float | None = None
     watch_ages_s: Mapping[str, float] = field(default_factory=dict)
+    kv_store_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,11 @@ def _unreachable(reach: Reach) -> Iterator[Problem]:
         yield Problem(
             level=Level.WARN,
             text=f"Redis has been unreachable for {_lapse(lost_s)}: this router uses only its own state.",
+        )
+    if reach.kv_store_lost:
+        yield Problem(
+            level=Level.WARN,
+            text="The KV store fails: this router counts only the KV cache of instances. /pools has the reason.",
         )
 
 

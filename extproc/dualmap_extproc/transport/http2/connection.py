@@ -7,43 +7,20 @@ from typing import Final
 from dualmap_extproc.transport.http2 import frames, opening
 from dualmap_extproc.transport.http2.calls import Call, Factory
 from dualmap_extproc.transport.http2.ended import EndedStreams
+from dualmap_extproc.transport.http2.faults import ConnectionFault, above_limit, protocol_error, size_error
 from dualmap_extproc.transport.http2.flow import Bucket, Output
 from dualmap_extproc.transport.http2.frames import END_STREAM, FRAME_BYTES, HEADER_BYTES, ErrorCode
-from dualmap_extproc.transport.http2.hpack import Header, HpackDecoder, HpackError
+from dualmap_extproc.transport.http2.header_blocks import DEPENDS_ON_ITSELF, HeaderBlocks
+from dualmap_extproc.transport.http2.hpack import Header
+from dualmap_extproc.transport.http2.incoming import Incomplete, without_padding
 from dualmap_extproc.transport.http2.limits import Http2Counters, Http2Limits
 from dualmap_extproc.transport.http2.status import Status
 from dualmap_extproc.transport.http2.stream import PREFIX, PREFIX_BYTES, Stream, StreamError
 
-OPENINGS_MAX: Final = 64
-"""The number of header blocks whose openings a connection stores. One Envoy sends few different ones."""
-# The largest of these blocks.
-_OPENING_BYTES: Final = 1024
 # The least time between two checks of the calls' deadlines (grpc-timeout).
 _TIMEOUTS_S: Final = 0.1
 _IDLE_PING: Final = b"dualmap?"
 _DRAIN_PING: Final = b"dualmap!"
-
-
-class _ConnectionFault(Exception):
-    """The peer's frames end the connection with GOAWAY. ``reason`` is the name in ``Http2Counters.goaways``."""
-
-    def __init__(self, code: ErrorCode, text: str, reason: str = "") -> None:
-        super().__init__(text)
-        self.code = code
-        self.text = text
-        self.reason = reason or code.name.lower()
-
-
-def _protocol(text: str) -> _ConnectionFault:
-    return _ConnectionFault(ErrorCode.PROTOCOL_ERROR, text)
-
-
-def _size(text: str) -> _ConnectionFault:
-    return _ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, text)
-
-
-def _calm(reason: str) -> _ConnectionFault:
-    return _ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many " + reason.replace("_", " "), reason)
 
 
 class Http2Connection:
@@ -82,8 +59,8 @@ class Http2Connection:
         self._counters = counters
         self._on_failure = on_failure
         self._output = output = Output(limits.output_bytes, on_output)
-        self._decoder = HpackDecoder(limits.header_list_bytes)
-        self._openings: dict[bytes, opening.Opening] = {}
+        self._incomplete = Incomplete()
+        self._blocks = HeaderBlocks(limits)
         self._streams: dict[int, Stream] = {}
         self._ended = EndedStreams(limits.ended_ids)
         self._overflowed: list[Stream] = []
@@ -92,14 +69,6 @@ class Http2Connection:
         self._timeouts_s = math.inf
         self._last_id = 0
         self._recv_window = limits.connection_window_bytes
-        # Bytes that do not complete a frame yet.
-        self._rest = bytearray()
-        # The header block whose CONTINUATION frames are missing.
-        self._block = bytearray()
-        self._block_stream = 0
-        self._block_flags = 0
-        self._block_frames = 0
-        self._prefaced = False
         self._settled = False
         self._began_s = now
         self._heard_s = now
@@ -140,12 +109,14 @@ class Http2Connection:
         self._output.quiet = True
         view = memoryview(data)
         try:
-            if not self._prefaced or self._rest:
-                view = self._resume(now, view)
+            incomplete = self._incomplete
+            if incomplete.rest or not incomplete.prefaced:
+                frame, view = incomplete.complete(view)
+                self._frames(now, frame)
             at = self._frames(now, view)
             if at < len(view):
-                self._rest += view[at:]
-        except _ConnectionFault as fault:
+                incomplete.rest += view[at:]
+        except ConnectionFault as fault:
             self._shut(now, fault.code, fault.text, fault.reason)
         if self._overflowed:
             self._end_overflowed(now)
@@ -226,43 +197,12 @@ class Http2Connection:
 
     # Bytes to frames.
 
-    def _resume(self, now: float, view: memoryview) -> memoryview:
-        """Complete the preface or the frame whose beginning has arrived; return the bytes behind it."""
-        rest = self._rest
-        if not self._prefaced:
-            view = self._fill(len(frames.PREFACE), view)
-            if rest != frames.PREFACE[: len(rest)]:
-                raise _protocol("invalid preface")
-            if len(rest) < len(frames.PREFACE):
-                return view
-            self._prefaced = True
-            rest.clear()
-            return view
-        view = self._fill(HEADER_BYTES, view)
-        if len(rest) < HEADER_BYTES:
-            return view
-        length = frames.HEADER.unpack_from(rest)[0] >> 8
-        if length <= FRAME_BYTES:
-            view = self._fill(HEADER_BYTES + length, view)
-            if len(rest) < HEADER_BYTES + length:
-                return view
-        self._rest = bytearray()
-        self._frames(now, memoryview(rest))
-        return view
-
-    def _fill(self, size: int, view: memoryview) -> memoryview:
-        """Move bytes to the rest until it has ``size``; return the others."""
-        missing = size - len(self._rest)
-        if missing <= 0:
-            return view
-        self._rest += view[:missing]
-        return view[missing:]
-
     def _frames(self, now: float, view: memoryview) -> int:
-        """Process all whole frames; return the position behind them. Raises _ConnectionFault."""
+        """Process all whole frames; return the position behind them. Raises ConnectionFault."""
         streams = self._streams
         unpack = frames.HEADER.unpack_from
         unpack_prefix = PREFIX.unpack_from
+        blocks = self._blocks
         message_bytes = self.limits.message_bytes
         half_window = self.limits.stream_window_bytes // 2
         received = messages = at = 0
@@ -273,7 +213,7 @@ class Http2Connection:
             length = word >> 8
             stop = start + length
             if length > FRAME_BYTES:
-                raise _size("frame above SETTINGS_MAX_FRAME_SIZE")
+                raise size_error("frame above SETTINGS_MAX_FRAME_SIZE")
             if stop > end:
                 break
             at = stop
@@ -283,7 +223,7 @@ class Http2Connection:
             else:
                 received += length
                 # The usual frame: without padding, on an open stream, one or more whole messages of one.
-                if flags <= END_STREAM and length >= PREFIX_BYTES and not self._block_stream:
+                if flags <= END_STREAM and length >= PREFIX_BYTES and not blocks.stream_id:
                     stream = streams.get(stream_id)
                     if (
                         stream is not None
@@ -313,10 +253,11 @@ class Http2Connection:
         return at
 
     def _frame(self, now: float, kind: int, flags: int, stream_id: int, payload: memoryview) -> None:
-        if self._block_stream and (kind != frames.CONTINUATION or stream_id != self._block_stream):
-            raise _protocol("frame within a header block")
+        block_stream = self._blocks.stream_id
+        if block_stream and (kind != frames.CONTINUATION or stream_id != block_stream):
+            raise protocol_error("frame within a header block")
         if not self._settled and kind != frames.SETTINGS:
-            raise _protocol("the first frame is not SETTINGS")
+            raise protocol_error("the first frame is not SETTINGS")
         if kind < len(_HANDLERS):
             _HANDLERS[kind](self, now, flags, stream_id, payload)
         else:
@@ -327,58 +268,26 @@ class Http2Connection:
     def _headers(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if flags & ~END_STREAM == frames.END_HEADERS:
             block = bytes(payload)
-            known = self._openings.get(block)
+            known = self._blocks.openings.get(block)
             if known is not None and stream_id > self._last_id and stream_id & 1:
                 self._open(now, stream_id, known, flags)
             else:
                 self._block_complete(now, stream_id, flags, block)
             return
-        payload = _without_padding(flags, payload)
-        depends_on = 0
-        if flags & frames.PRIORITIZED:
-            if len(payload) < 5:
-                raise _size("HEADERS without its priority")
-            depends_on = frames.NUMBER.unpack_from(payload)[0] & frames.STREAM_MAX
-            payload = payload[5:]
-        if depends_on and depends_on == stream_id:
-            flags |= _DEPENDS_ON_ITSELF
-        if flags & frames.END_HEADERS:
-            self._block_complete(now, stream_id, flags, bytes(payload))
-        elif not stream_id:
-            raise _protocol("HEADERS on stream 0")
-        else:
-            self._block = bytearray(payload)
-            self._block_stream = stream_id
-            self._block_flags = flags
-            self._block_frames = 0
+        whole = self._blocks.begin(flags, stream_id, payload)
+        if whole is not None:
+            self._block_complete(now, stream_id, whole.flags, whole.data)
 
     def _continuation(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
-        if not self._block_stream:
-            raise _protocol("CONTINUATION without HEADERS")
-        self._block += payload
-        self._block_frames += 1
-        if self._block_frames > self.limits.continuations or len(self._block) > self.limits.header_block_bytes:
-            raise _calm("header_bytes")
-        if flags & frames.END_HEADERS:
-            block, self._block = bytes(self._block), bytearray()
-            self._block_stream = 0
-            self._block_complete(now, stream_id, self._block_flags, block)
+        whole = self._blocks.extend(flags, payload)
+        if whole is not None:
+            self._block_complete(now, stream_id, whole.flags, whole.data)
 
     def _block_complete(self, now: float, stream_id: int, flags: int, block: bytes) -> None:
         """Decode a whole header block. Blocks of ignored streams are decoded too: they may change the table."""
-        decoder = self._decoder
-        changes = decoder.changes
-        if len(block) > self.limits.header_block_bytes:
-            raise _calm("header_bytes")
-        try:
-            headers = decoder.decode(block)
-        except HpackError as error:
-            raise _ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(error)) from None
-        unchanged = changes == decoder.changes
-        if not unchanged:
-            self._openings.clear()
+        headers, repeatable = self._blocks.decode(block)
         if not stream_id & 1:
-            raise _protocol("HEADERS on a stream that a client cannot open")
+            raise protocol_error("HEADERS on a stream that a client cannot open")
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._trailers(now, stream, flags, headers)
@@ -389,14 +298,12 @@ class Http2Connection:
                 asked = opening.read(headers, self._methods)
             except opening.MalformedError:
                 asked = None
-            if asked is None or flags & _DEPENDS_ON_ITSELF:
+            if asked is None or flags & DEPENDS_ON_ITSELF:
                 self._last_id = stream_id
                 self._stream_error(now, stream_id, ErrorCode.PROTOCOL_ERROR, both=bool(flags & END_STREAM))
                 return
-            if unchanged and len(block) <= _OPENING_BYTES:
-                if len(self._openings) >= OPENINGS_MAX:
-                    self._openings.clear()
-                self._openings[block] = asked
+            if repeatable:
+                self._blocks.store(block, asked)
             self._open(now, stream_id, asked, flags)
 
     def _open(self, now: float, stream_id: int, asked: opening.Opening, flags: int) -> None:
@@ -436,7 +343,7 @@ class Http2Connection:
             opening.check_trailers(headers)
         except opening.MalformedError:
             flags = 0
-        if flags & END_STREAM and not flags & _DEPENDS_ON_ITSELF:
+        if flags & END_STREAM and not flags & DEPENDS_ON_ITSELF:
             self._half_close(now, stream)
         else:
             self._stream_error(now, stream.id, ErrorCode.PROTOCOL_ERROR, both=False)
@@ -446,21 +353,21 @@ class Http2Connection:
             return
         both = self._ended.ended_by_both(stream_id)
         if both:
-            raise _ConnectionFault(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+            raise ConnectionFault(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
         if both is None and not self._ended.may_be_forgotten(stream_id):
-            raise _protocol("HEADERS with a stream id that is not above the last one")
+            raise protocol_error("HEADERS with a stream id that is not above the last one")
         self._count_late(now)
         if both is None:
             self._output.frames.append(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
 
     def _data(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         """Process a DATA frame of any kind. Its bytes are counted on the connection's window by the caller."""
-        if self._block_stream:
-            raise _protocol("frame within a header block")
+        if self._blocks.stream_id:
+            raise protocol_error("frame within a header block")
         if not self._settled:
-            raise _protocol("the first frame is not SETTINGS")
+            raise protocol_error("the first frame is not SETTINGS")
         length = len(payload)
-        payload = _without_padding(flags, payload)
+        payload = without_padding(flags, payload)
         last = flags & END_STREAM
         stream = self._streams.get(stream_id)
         if stream is None:
@@ -490,7 +397,7 @@ class Http2Connection:
         self._check_not_idle(stream_id, "DATA")
         both = self._ended.ended_by_both(stream_id)
         if both:
-            raise _ConnectionFault(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
+            raise ConnectionFault(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
         if length < self.limits.small_update_bytes:
             self._count_late(now)
         else:
@@ -507,7 +414,7 @@ class Http2Connection:
 
     def _priority(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if not stream_id:
-            raise _protocol("PRIORITY on stream 0")
+            raise protocol_error("PRIORITY on stream 0")
         self._count_control(now)
         if len(payload) != 5:
             self._stream_error(now, stream_id, ErrorCode.FRAME_SIZE_ERROR, both=False)
@@ -516,7 +423,7 @@ class Http2Connection:
 
     def _rst_stream(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if len(payload) != 4:
-            raise _size("RST_STREAM")
+            raise size_error("RST_STREAM")
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._forget(stream, both=True)
@@ -528,17 +435,17 @@ class Http2Connection:
 
     def _window_update(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if len(payload) != 4:
-            raise _size("WINDOW_UPDATE")
+            raise size_error("WINDOW_UPDATE")
         increment = frames.NUMBER.unpack(payload)[0] & frames.WINDOW_MAX
         if increment < self.limits.small_update_bytes:
             self._count_control(now)
         output = self._output
         if not stream_id:
             if not increment:
-                raise _protocol("WINDOW_UPDATE of 0")
+                raise protocol_error("WINDOW_UPDATE of 0")
             output.window += increment
             if output.window > frames.WINDOW_MAX:
-                raise _ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "window above the maximum")
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "window above the maximum")
             return
         stream = self._streams.get(stream_id)
         if stream is None:
@@ -558,39 +465,39 @@ class Http2Connection:
 
     def _settings(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if stream_id:
-            raise _protocol("SETTINGS on a stream")
+            raise protocol_error("SETTINGS on a stream")
         if len(payload) % frames.SETTING.size or (flags & frames.ACK and payload):
-            raise _size("SETTINGS")
+            raise size_error("SETTINGS")
         self._count_control(now)
         if flags & frames.ACK:
             if not self._settled:
-                raise _protocol("the first frame is not SETTINGS")
+                raise protocol_error("the first frame is not SETTINGS")
             return
         if len(payload) // frames.SETTING.size > self.limits.settings_entries:
-            raise _calm("settings")
+            raise above_limit("settings")
         self._settled = True
         for name, value in frames.SETTING.iter_unpack(payload):
             if name == frames.INITIAL_WINDOW_SIZE:
                 if value > frames.WINDOW_MAX:
-                    raise _ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE")
+                    raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE")
                 self._output.set_initial_window(value)
             elif name == frames.MAX_FRAME_SIZE:
                 # Our frames stay at the least maximum.
                 if not FRAME_BYTES <= value < 2**24:
-                    raise _protocol("SETTINGS_MAX_FRAME_SIZE")
+                    raise protocol_error("SETTINGS_MAX_FRAME_SIZE")
             elif name == frames.ENABLE_PUSH and value > 1:
-                raise _protocol("SETTINGS_ENABLE_PUSH")
+                raise protocol_error("SETTINGS_ENABLE_PUSH")
         # Messages that a new window releases are cut when the output is taken, behind this frame.
         self._output.frames.append(frames.SETTINGS_ACK)
 
     def _push_promise(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
-        raise _protocol("PUSH_PROMISE from a client")
+        raise protocol_error("PUSH_PROMISE from a client")
 
     def _ping(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if stream_id:
-            raise _protocol("PING on a stream")
+            raise protocol_error("PING on a stream")
         if len(payload) != 8:
-            raise _size("PING")
+            raise size_error("PING")
         self._count_control(now)
         if not flags & frames.ACK:
             self._output.write_urgent(frames.ping_ack(bytes(payload)))
@@ -599,9 +506,9 @@ class Http2Connection:
 
     def _goaway(self, now: float, flags: int, stream_id: int, payload: memoryview) -> None:
         if stream_id:
-            raise _protocol("GOAWAY on a stream")
+            raise protocol_error("GOAWAY on a stream")
         if len(payload) < 8:
-            raise _size("GOAWAY")
+            raise size_error("GOAWAY")
         self._count_control(now)
         self._ending = True
         self._close_if_idle()
@@ -625,21 +532,21 @@ class Http2Connection:
 
     def _check_not_idle(self, stream_id: int, kind: str) -> None:
         if stream_id > self._last_id or not stream_id & 1:
-            raise _protocol(f"{kind} on an idle stream")
+            raise protocol_error(f"{kind} on an idle stream")
 
     def _count_received(self, size: int) -> None:
         """Count payloads of DATA on the connection's window, and return the credit at half of it."""
         window = self.limits.connection_window_bytes
         self._recv_window -= size
         if self._recv_window < 0:
-            raise _ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA above the connection's window")
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA above the connection's window")
         if self._recv_window < window // 2:
             self._output.frames.append(frames.window_update(0, window - self._recv_window))
             self._recv_window = window
 
     def _count_control(self, now: float) -> None:
         if not self.control.take(now):
-            raise _calm("control_frames")
+            raise above_limit("control_frames")
 
     def _count_late(self, now: float) -> None:
         self._counters.late_frames += 1
@@ -649,7 +556,7 @@ class Http2Connection:
         """Count a reset, unless its call is so old that many clients may leave together."""
         old = stream is not None and now >= stream.began_s + self.limits.reset_age_s
         if not old and not self._resets.take(now):
-            raise _calm("resets")
+            raise above_limit("resets")
 
     def _stream_error(self, now: float, stream_id: int, code: ErrorCode, *, both: bool) -> None:
         self._counters.stream_errors += 1
@@ -673,7 +580,7 @@ class Http2Connection:
                 if stream.id in self._streams:
                     self._counters.overflows += 1
                     self._reset(now, stream.id, ErrorCode.ENHANCE_YOUR_CALM, both=stream.peer_ended)
-        except _ConnectionFault as fault:
+        except ConnectionFault as fault:
             self._shut(now, fault.code, fault.text, fault.reason)
 
     def _end_expired(self, now: float) -> None:
@@ -708,16 +615,6 @@ class Http2Connection:
             stream.cancel(now)
 
 
-def _without_padding(flags: int, payload: memoryview) -> memoryview:
-    if not flags & frames.PADDED:
-        return payload
-    if not payload or payload[0] >= len(payload):
-        raise _protocol("padding longer than its frame")
-    return payload[1 : len(payload) - payload[0]]
-
-
-# A mark in the flags of a header block, beside the eight bits of the frame.
-_DEPENDS_ON_ITSELF: Final = 0x100
 # By the type of the frame. DATA has its own way.
 _HANDLERS: Final = (
     Http2Connection._data,

@@ -137,6 +137,7 @@ function showTiles(pool, endpoints) {
     ["Queued", count(pool.held), "requests in this router"],
     ["Pending prefill", short(sum("pending_tokens")), "prompt tokens not yet prefilled"],
     ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted, because the engines report no cached tokens" : `measured; predicted ${percent(hits.predicted)}`],
+    ...kvTiles(pool),
     ["Instances", count(serving), all ? `desired: ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
     ["Routers", count(1 + pool.peers), together(pool.peers, all)],
   ];
@@ -144,6 +145,14 @@ function showTiles(pool, endpoints) {
     setText(node.children[1], value);
     setText(node.children[2], note);
   });
+}
+
+/** What instances fetch instead of computing it, and sessions that changed their instance; empty for pools without these. */
+function kvTiles({ fetches_kv: fetches, fetched, moved_sessions: moved }) {
+  return [
+    ...(fetches ? [["Fetched KV", percent(fetched), "of prompt tokens, predicted, last 5 minutes"]] : []),
+    ...(fetches || moved ? [["Session moves", count(moved), "to another instance, last 5 minutes"]] : []),
+  ];
 }
 
 /** Figures of all routers together. */
