@@ -154,14 +154,19 @@ class Site:
     async def traffic(
         self, *, streams: int, plain: int, tokens: int, prompt: Callable[[int], str] = "Question {}.".format
     ) -> Traffic:
-        """Return clients of the gateway's Service. ``prompt`` returns a request's text by its number."""
+        """Return clients of the gateway's Service. ``prompt`` returns a request's text by its number.
+
+        The header ``x-request-id`` of a request is ``request-NUMBER``.
+        """
         url = await self.gateway()
 
         def body(number: int) -> dict[str, Any]:
             messages = [{"role": "user", "content": prompt(number)}]
             return {"model": MODEL, "messages": messages, "max_tokens": tokens}
 
-        return Traffic(lambda: url, body, streams=streams, plain=plain)
+        return Traffic(
+            lambda: url, body, streams=streams, plain=plain, headers=lambda number: {"x-request-id": request_id(number)}
+        )
 
     async def chat(self, url: str) -> tuple[int, str]:
         """Send a chat request; return the response's status and the router's decision ("" if missing)."""
@@ -261,6 +266,11 @@ class Site:
             for entry in self._cluster.audit()[self._audited :]
             if entry["user"].get("username") in accounts and entry.get("responseStatus", {}).get("code") == 403
         ]
+
+
+def request_id(number: int) -> str:
+    """Return the header ``x-request-id`` of a request of ``Site.traffic``."""
+    return f"request-{number}"
 
 
 async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:

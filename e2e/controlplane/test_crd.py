@@ -332,6 +332,13 @@ SCHEMA_REFUSALS = (
     ("spec.slo.ttft", 5, "spec.slo.ttft: Invalid value: "),
     ("spec.slo.tftt", "5s", 'unknown field "spec.slo.tftt"'),
     ("spec.routing.policy", "best", 'spec.routing.policy: Unsupported value: "best": supported values: "dualmap"'),
+    ("spec.routing.shadow", ["min_ttft", "best"],
+     'spec.routing.shadow[1]: Unsupported value: "best": supported values: "dualmap"'),
+    ("spec.routing.shadow", ["ear", "ear"], 'spec.routing.shadow[1]: Duplicate value: "ear"'),
+    ("spec.routing.shadow", ["ear", "preble", "llumnix", "chwbl", "random"],
+     "spec.routing.shadow: Too many: 5: must have at most 4 items"),
+    ("spec.routing.shadow", "ear", 'spec.routing.shadow: Invalid value: "string": '),
+    ("spec.routing.shadowSample", 1.5, "should be less than or equal to 1"),
     ("spec.routing.ring.algorithm", "Maglev", 'supported values: "Rendezvous", "VirtualNodes"'),
     ("spec.routing.queue.order", "FCFS", 'supported values: "Fcfs", "Deadline"'),
     ("spec.workload.template", {}, "spec.workload.template.spec: Required value"),
@@ -490,6 +497,18 @@ def test_crd_defaults_are_filled_in_and_equal_the_parsers(cluster: Cluster, name
     assert read_pools(kept) == read_pools(written)
     written["metadata"] = kept["metadata"]
     assert read_spec(kept) == read_spec(written)
+
+
+def test_shadow_policies_are_stored_and_read(cluster: Cluster, namespace: str) -> None:
+    shadow = ["llmd_default", "min_ttft", "dualmap", "random"]
+    document = pool("spec.routing", {"shadow": shadow, "shadowSample": 0.25})
+    create(cluster, namespace, {**document, "metadata": {"name": "shadowed"}})
+    (read,) = read_pools(get(cluster, namespace, "shadowed"))
+    assert (list(read.routing.shadow), read.routing.shadow_sample) == (shadow, 0.25)
+
+    patch(cluster, namespace, "shadowed", {"spec": {"routing": {"shadow": None, "shadowSample": None}}})
+    (read,) = read_pools(get(cluster, namespace, "shadowed"))
+    assert (read.routing.shadow, read.routing.shadow_sample) == ((), 0.1)
 
 
 def test_pod_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:

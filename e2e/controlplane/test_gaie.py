@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane import llm_d_chart
 from controlplane.chart_node import dualmap_images
 from controlplane.helm import CHART, binary, references
 from controlplane.pickers import (
@@ -18,7 +19,6 @@ from controlplane.pickers import (
     code,
     copy_gaie_chart,
     inference_pool,
-    llm_d_picker,
     restarts,
 )
 from controlplane.site import until_so
@@ -36,8 +36,9 @@ _TEST_S = 600
 
 @pytest.fixture(scope="module", name="kubelet")
 def _kubelet(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[ProcessKubelet]:
-    """A node with DualMap's images, one of them also under the name of GAIE's picker."""
-    yield from dualmap_images(request, cluster, also={GAIE_IMAGE: references().epp})
+    """A node with DualMap's images, one of them also under the names of GAIE's and llm-d's pickers."""
+    also = dict.fromkeys((GAIE_IMAGE, llm_d_chart.IMAGE), references().epp)
+    yield from dualmap_images(request, cluster, also=also)
 
 
 @pytest.fixture(name="site")
@@ -54,9 +55,9 @@ def _helm() -> Path:
     return helm
 
 
-async def image(site: PickerSite) -> str:
+async def image(site: PickerSite, selector: str = PICKER) -> str:
     """Return the image of the picker's only pod."""
-    (pod,) = await site.pods(PICKER)
+    (pod,) = await site.pods(selector)
     return str(pod["spec"]["containers"][0]["image"])
 
 
@@ -114,20 +115,55 @@ async def test_settings_of_gaies_chart_are_a_file_of_its_values(site: PickerSite
 @pytest.mark.timeout(_TEST_S, func_only=True)
 async def test_llm_d_arguments_wait_for_the_pool_without_restart(site: PickerSite, kubelet: ProcessKubelet) -> None:
     await site.start_engines()
-    await site.apply(*llm_d_picker(site.namespace, POOL, 2))
+    await site.apply(*llm_d_chart.picker(site.namespace, POOL, 2))
+    picker = llm_d_chart.label(POOL)
 
     async def waiting() -> bool:
-        running = [pod for pod in await site.pods(PICKER) if pod["status"]["phase"] == "Running"]
+        running = [pod for pod in await site.pods(picker) if pod["status"]["phase"] == "Running"]
         names = [pod["metadata"]["name"] for pod in running]
         logs = [kubelet.log(kubelet.pod(site.namespace, name)) for name in names]
         return len(logs) == 2 and all("does not exist" in log for log in logs)
 
     await until_so(waiting, "both pickers wait for their pool")
     await site.apply(inference_pool(POOL))
-    pods = await site.until_ready(PICKER, 2)
+    pods = await site.until_ready(picker, 2)
     assert restarts(pods) == [0, 0]
     await site.open_gateway(f"{POOL}-epp")
     await site.until_decided(PROMPT)
+
+
+@pytest.mark.timeout(_TEST_S, func_only=True)
+async def test_image_of_llm_ds_chart_is_changed_and_changed_back(
+    site: PickerSite, helm: Path, kubelet: ProcessKubelet
+) -> None:
+    llm_d_chart.copy_charts(site.directory)
+    picker, chart = llm_d_chart.label(POOL), llm_d_chart.CHART
+    await site.start_engines()
+    labels = f"--set router.modelServers.matchLabels.app={POOL}"
+    await site.run(f"helm dependency update {chart}\nhelm install qwen {chart} --namespace llm {labels}", helm=helm)
+    await site.until_ready(picker, 1)
+    assert await image(site, picker) == llm_d_chart.IMAGE
+    before = json.loads(await site.kubectl("get", f"deployment/{POOL}-epp", "-o", "json"))["spec"]
+
+    await site.run(code("llm-d's chart"), helm=helm)
+    pods = await site.until_ready(picker, 1)
+    assert await image(site, picker) == references().epp
+    after = json.loads(await site.kubectl("get", f"deployment/{POOL}-epp", "-o", "json"))["spec"]
+    after["template"]["spec"]["containers"][0]["image"] = llm_d_chart.IMAGE
+    assert after == before, "something else than the image changed"
+
+    await site.open_gateway(f"{POOL}-epp")
+    await site.until_decided("Hello.")
+    await site.ask(PROMPT)
+    assert 'rule="pair-warm"' in (await site.ask(f"{PROMPT} Continue.")).headers["x-dualmap-decision"]
+    assert "dualmap epp ready" in kubelet.log(kubelet.pod(site.namespace, pods[0]["metadata"]["name"]))
+    refused = [each for each in site.requests_of(f"{POOL}-epp") if each["responseStatus"]["code"] == 403]
+    assert {each["objectRef"]["apiGroup"] for each in refused} <= {SETTINGS_API}
+    assert restarts(await site.pods(picker)) == [0]
+
+    await site.run(code("The way back"), helm=helm)
+    await site.until_ready(picker, 1)
+    assert await image(site, picker) == llm_d_chart.IMAGE
 
 
 @pytest.mark.timeout(_TEST_S, func_only=True)

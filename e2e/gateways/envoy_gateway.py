@@ -22,6 +22,8 @@ _CONTROLLER = "gateway.envoyproxy.io/gatewayclass-controller"
 _GROUP = "gateway.envoyproxy.io"
 _API = f"{_GROUP}/v1alpha1"
 _GATEWAY_API = "gateway.networking.k8s.io/v1"
+# Envoy Gateway has Envoy write the address into this file of its state.
+_ADMIN_ADDRESS = "admin-address.txt"
 _STOP_GRACE_S = 10.0
 
 Address = tuple[str, int]
@@ -59,6 +61,12 @@ def running(
         yield
     finally:
         server.stop(grace_s=_STOP_GRACE_S)
+
+
+def admin(directory: Path) -> str:
+    """Return the URL of the admin interface of the Envoy that Envoy Gateway runs in ``directory``."""
+    (file,) = directory.rglob(_ADMIN_ADDRESS)
+    return f"http://{file.read_text().strip()}"
 
 
 def _config(objects: Path, homes: Mapping[str, Path]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gateways.build import GATEWAY_API_CRDS, GATEWAYS, ISTIO_CHART, ISTIO_CRDS, 
 
 NAMESPACE = "istio-system"
 CLASS = "istio"
+GATEWAY_LABEL = "gateway.networking.k8s.io/gateway-name"
 PORT = 80
 # The version of Istio's chart and proxies. The source is a commit of the main branch before this release.
 VERSION = "1.31.0"

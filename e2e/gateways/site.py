@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from dualmap.objects.gaie import ROLE
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.pods import FAKE_ANNOTATION
+from harness import fail_open
 from harness.upstream import Upstream
 from harness.waiting import until
 
@@ -30,14 +32,22 @@ _PICKER_LABELS = {"app": PICKER}
 
 
 class Site:
-    """A namespace with engines and a pool. The context deletes the namespace."""
+    """A namespace with engines and a pool. The context deletes the namespace.
 
-    def __init__(self, cluster: Cluster, *, engines: int = 3, failure_mode: str = "FailClose") -> None:
+    ``roles`` are the values of llm-d's label for the roles of the first engines.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, engines: int = 3, failure_mode: str = "FailClose", roles: Sequence[str] = ()
+    ) -> None:
         self.cluster = cluster
         self.namespace = cluster.namespace()
         self._names = tuple(f"engine-{number}" for number in range(engines))
+        self._labels = dict(zip(self._names, ({ROLE: each} for each in roles), strict=False))
         self._failure_mode = failure_mode
         self.engines: dict[str, Upstream] = {}
+        # The processes of pickers whose failures count, by the pod's uid.
+        self._pickers: dict[str, fail_open.Elsewhere] = {}
 
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Apply objects in the namespace."""
@@ -67,6 +77,9 @@ class Site:
             return len(found) == count and all(_is_ready(each) for each in found)
 
         await until(ready, f"{count} pickers are ready", timeout_s=WITHIN_S)
+        for pod in found:
+            process = self._pickers.setdefault(pod["metadata"]["uid"], fail_open.Elsewhere())
+            fail_open.watch_router(process, f"http://{pod['status']['podIP']}:{METRICS_PORT}")
         return found
 
     async def picker_restarted(self) -> None:
@@ -79,7 +92,7 @@ class Site:
         await until(restarted, "the picker runs again", timeout_s=WITHIN_S)
 
     async def __aenter__(self) -> Self:
-        self.apply(_pool(self._failure_mode), *(_engine(name) for name in self._names))
+        self.apply(_pool(self._failure_mode), *(_engine(name, self._labels.get(name, {})) for name in self._names))
 
         async def addressed() -> bool:
             pods = await asyncio.to_thread(self.objects, "pods", "-l", f"app={POOL}")
@@ -95,6 +108,8 @@ class Site:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for process in self._pickers.values():
+            fail_open.end(process)
         for engine in self.engines.values():
             await engine.stop()
         self.cluster.remove_namespace(self.namespace)
@@ -105,12 +120,12 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
     return conditions.get("Ready") == "True" and bool(pod["status"].get("podIP"))
 
 
-def _engine(name: str) -> dict[str, Any]:
+def _engine(name: str, labels: Mapping[str, str]) -> dict[str, Any]:
     container = {"name": "engine", "image": "scripted", "ports": [{"containerPort": ENGINE_PORT}]}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": _ENGINE_LABELS, "annotations": {FAKE_ANNOTATION: "true"}},
+        "metadata": {"name": name, "labels": {**_ENGINE_LABELS, **labels}, "annotations": {FAKE_ANNOTATION: "true"}},
         "spec": {"containers": [container]},
     }
 

@@ -12,6 +12,9 @@ from gateways import envoy_gateway, images, recordings
 from gateways.checks import Gateway
 from gateways.site import ENGINE_PORT, PICKER_PORT, Site
 from gateways.tap import Tap
+from harness import fail_open
+
+pytestmark = pytest.mark.always_picked
 
 
 @pytest_asyncio.fixture(name="gateway")
@@ -30,7 +33,8 @@ async def _running(
     with envoy_gateway.running(directory, images.ENVOY, engines=engines, picker=(host, port), retries=retries):
         gateway = Gateway(site, "127.0.0.1", envoy_gateway.PORT)
         await gateway.until_serving()
-        yield gateway
+        with fail_open.counting(envoy_gateway.admin(directory)):
+            yield gateway
 
 
 async def test_header_reaches_the_picked_engine(gateway: Gateway) -> None:

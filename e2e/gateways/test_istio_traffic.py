@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -11,10 +12,11 @@ from aiohttp import web
 
 from emulated_cluster.control_plane.cluster import ADVERTISED, Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
-from gateways import istio, recordings
+from gateways import images, istio, recordings
 from gateways.checks import Gateway, metric
 from gateways.site import MODEL, PICKER, PICKER_PORT, POOL, WITHIN_S, Site
 from gateways.tap import Tap
+from harness import fail_open
 from harness.traffic import END_OF_STREAM, Outcome, Traffic, tally
 from harness.upstream import Received, plain
 from harness.waiting import until
@@ -42,8 +44,16 @@ async def _gateway(site: Site) -> AsyncIterator[Gateway]:
 
     await until(addressed, "Istio has created the gateway's Service", timeout_s=WITHIN_S)
     gateway = Gateway(site, host, istio.PORT)
+    pods: list[dict[str, Any]] = []
+
+    async def created() -> bool:
+        pods[:] = await asyncio.to_thread(site.objects, "pods", "-l", f"{istio.GATEWAY_LABEL}=gateway")
+        return len(pods) == 1 and bool(pods[0]["status"].get("podIP"))
+
+    await until(created, "Istio has created the gateway's pod", timeout_s=WITHIN_S)
     await gateway.until_serving()
-    yield gateway
+    with fail_open.counting(f"http://{pods[0]['status']['podIP']}:{images.ADMIN_PORT}"):
+        yield gateway
 
 
 @pytest_asyncio.fixture(name="gateway")
@@ -55,6 +65,7 @@ async def _gateway_with_picker(site: Site, running_istio: None) -> AsyncIterator
         yield gateway
 
 
+@pytest.mark.always_picked
 async def test_picks_are_followed_and_counted_otherwise(gateway: Gateway) -> None:
     await gateway.check_picks()
     await gateway.check_forged_destination()
@@ -69,14 +80,17 @@ async def test_picks_are_followed_and_counted_otherwise(gateway: Gateway) -> Non
     await until(counted, "the request that the second engine served is counted")
 
 
+@pytest.mark.always_picked
 async def test_event_stream_is_forwarded_without_delay(gateway: Gateway) -> None:
     await gateway.check_event_stream()
 
 
+@pytest.mark.always_picked
 async def test_large_bodies_arrive_complete(gateway: Gateway) -> None:
     await gateway.check_large_bodies()
 
 
+@pytest.mark.always_picked
 @pytest.mark.xfail(
     strict=True, reason="the engine gets another body: Istio sets retries, and Envoy 1.40 repeats bodies"
 )
@@ -84,6 +98,7 @@ async def test_body_with_trailers_arrives_once(gateway: Gateway) -> None:
     await gateway.check_trailers()
 
 
+@pytest.mark.always_picked
 async def test_two_pickers_share_the_requests(site: Site, running_istio: None) -> None:
     site.deploy_picker(replicas=2)
     site.publish_picker()
@@ -124,6 +139,7 @@ async def test_traffic_recovers_from_a_killed_picker(
             assert Outcome.STUCK not in {each.outcome for each in incident.everyone}
 
 
+@pytest.mark.always_picked
 async def test_streams_are_as_recorded(site: Site, running_istio: None) -> None:
     site.deploy_picker("--secure-serving=false")
     (picker,) = await site.picker_pods(1)

@@ -9,10 +9,8 @@ import json
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
-
-from harness.processes import Child
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 # Envoy's counter of GOAWAYs is not read, because a draining router sends one. The router counts its GOAWAYs by reason.
 _ENVOY: Final = r"ext_proc\.(failure_mode_allowed|streams_failed|spurious_msgs_received|message_timeouts)$"
@@ -20,22 +18,56 @@ _GOAWAYS: Final = re.compile(r'^dualmap_http2_goaways_total\{reason="(?!drain")(
 _GOAWAY: Final = "goaway "
 _TIMEOUT_S: Final = 10.0
 
+
+class Process(Protocol):
+    """A process with counters; its exit status is None while it runs."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+
+class Elsewhere:
+    """A process that the harness did not start, such as one in a pod. Its watch must ``end`` before the process."""
+
+    returncode: int | None = None
+
+
 # How to read the counters of each running process, and what each process has counted.
-_running: dict[Child, Callable[[], Counter[str]]] = {}
-_counted: dict[Child, Counter[str]] = {}
+_running: dict[Process, Callable[[], Counter[str]]] = {}
+_counted: dict[Process, Counter[str]] = {}
+# What processes had counted before their failures began to matter.
+_forgiven: dict[Process, Counter[str]] = {}
 
 
-def watch_envoy(process: Child, admin: str) -> None:
+def watch_envoy(process: Process, admin: str) -> None:
     """Count the failures of an Envoy from now on; ``admin`` is the URL of its admin interface."""
     _running[process] = lambda: _of_envoy(admin)
 
 
-def watch_router(process: Child, status: str) -> None:
+def watch_router(process: Process, status: str) -> None:
     """Count the GOAWAYs of a router from now on; ``status`` is the URL of its metrics port."""
     _running[process] = lambda: _of_router(status)
 
 
-def end(process: Child) -> None:
+def forgive(process: Process) -> None:
+    """Leave out what a process has counted until now. Fails if its counters cannot be read."""
+    _forgiven[process] = _running[process]()
+    _counted.pop(process, None)
+
+
+@contextlib.contextmanager
+def counting(admin: str) -> Iterator[None]:
+    """Count the failures of an Envoy elsewhere while the context lasts; ``admin`` as for ``watch_envoy``."""
+    process = Elsewhere()
+    watch_envoy(process, admin)
+    forgive(process)
+    try:
+        yield
+    finally:
+        end(process)
+
+
+def end(process: Process) -> None:
     """Read the counters of a process for the last time, before it ends."""
     _read(process)
     _running.pop(process, None)
@@ -53,7 +85,7 @@ def goaways(failures: Counter[str]) -> Counter[str]:
     return Counter({name: count for name, count in failures.items() if name.startswith(_GOAWAY)})
 
 
-def _read(process: Child) -> None:
+def _read(process: Process) -> None:
     """Read the counters of a process. Those of a process that has ended or does not answer stay as they were.
 
     After the end of a process, another program may use its port, and answer with its own counters.
@@ -61,7 +93,7 @@ def _read(process: Child) -> None:
     read = _running.get(process)
     if read is not None and process.returncode is None:
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            _counted[process] = read()
+            _counted[process] = read() - _forgiven.get(process, Counter())
 
 
 def _of_envoy(admin: str) -> Counter[str]:

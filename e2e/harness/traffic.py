@@ -97,17 +97,28 @@ class Incident:
 
 
 Body = Callable[[int], Mapping[str, Any]]
+Headers = Callable[[int], Mapping[str, str]]
 
 
 class Traffic:
     """Clients that send requests without a pause.
 
-    ``body`` returns the body of a request by its number; ``url`` returns Envoy's address.
+    ``body`` returns the body of a request by its number, and ``headers`` its additional headers; ``url`` returns
+    Envoy's address.
     """
 
-    def __init__(self, url: Callable[[], str], body: Body, *, streams: int = 8, plain: int = 4) -> None:
+    def __init__(
+        self,
+        url: Callable[[], str],
+        body: Body,
+        *,
+        streams: int = 8,
+        plain: int = 4,
+        headers: Headers = lambda number: {},
+    ) -> None:
         self._url = url
         self._body = body
+        self._headers = headers
         self._clients = {Kind.STREAM: streams, Kind.PLAIN: plain}
         self._stop = asyncio.Event()
         self._asking: set[asyncio.Task[None]] = set()
@@ -192,7 +203,8 @@ class Traffic:
 
     async def _ask(self, session: aiohttp.ClientSession, exchange: Exchange) -> None:
         body = {**self._body(exchange.number), "stream": exchange.kind is Kind.STREAM}
-        async with session.post(self._url() + CHAT, json=body) as response:
+        headers = self._headers(exchange.number)
+        async with session.post(self._url() + CHAT, json=body, headers=headers) as response:
             exchange.status = response.status
             exchange.routed = "x-dualmap-decision" in response.headers
             exchange.engine = response.headers.get(ENGINE_HEADER, "")

@@ -10,6 +10,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dualmap_cli.main import main
+from dualmap_cli.simulate.pool_option import of_pool
+from dualmap_extproc.pools.file import load_pool_files
+from dualmap_sim.experiment import Experiment
 
 FEW = ("--requests", "120", "--warmup", "20", "--workload", "tool_agent")
 
@@ -81,17 +84,23 @@ def test_fields_without_effect_are_named(tmp_path: Path) -> None:
         "engine": {"kvEvents": {"enabled": True}, "tokenizer": {"source": "Files", "path": "/models/qwen"}},
         "kvStore": {"type": "Mooncake", "endpoint": "http://store:50051"},
         "prefillPool": "other",
-        "routing": {"session": {"migration": {"pull": True}}},
+        "routing": {"session": {"migration": {"pull": True}}, "shadow": ["min_ttft"]},
     }
     file = pool_file(tmp_path, spec)
     said = invoke("simulate", *FEW, "--pool", file).stderr
     assert (
         "settings of pool llm/qwen, 8 instances; without effect here: spec.engine.kvEvents, spec.engine.tokenizer, "
+        "spec.routing.shadow (give the policies to --policy), "
         "spec.kvStore (without --kv-store), spec.routing.session.migration.pull (without --set pull=NUMBER), "
-        "spec.prefillPool "
-        "(without --prefill-instances)" in said
+        "spec.prefillPool (without --prefill-instances)" in said
     )
     assert "spec.kvStore" not in invoke("simulate", *FEW, "--pool", file, "--kv-store", "100000").stderr
+
+
+def test_shadow_policies_are_left_out(tmp_path: Path) -> None:
+    (read,) = load_pool_files([Path(pool_file(tmp_path, {"routing": {"shadow": ["min_ttft"], "shadowSample": 1}}))])
+    assert read.routing.shadow == ("min_ttft",)
+    assert of_pool(Experiment(requests_per_s=1.0), read).routing.shadow == ()
 
 
 def test_file_that_is_not_one_pool_is_rejected(tmp_path: Path) -> None:

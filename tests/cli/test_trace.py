@@ -14,7 +14,18 @@ from dualmap_sim.recordings.reader import Reading
 from recorded import CHANGED, HEADER, POOL, START_S, request, write
 
 KEYS = {
-    *("version", "requests", "sample", "pools", "duration_s", "qps", "prompt_tokens", "output_tokens", "sessions"),
+    *(
+        "version",
+        "requests",
+        "sample",
+        "routers",
+        "pools",
+        "duration_s",
+        "qps",
+        "prompt_tokens",
+        "output_tokens",
+        "sessions",
+    ),
     *("reuse_at_best", "hit_rate", "slo_attainment", "ttft_s", "outcomes", "damaged"),
 }
 
@@ -50,10 +61,13 @@ def test_show_prints_figures_as_json(folder: Path) -> None:
     shown = json.loads(result.stdout)
     assert shown.keys() >= KEYS
     assert result.stderr == ""
-    assert {name: shown[name] for name in ("version", "requests", "sample", "pools", "duration_s", "qps")} == {
+    assert {
+        name: shown[name] for name in ("version", "requests", "sample", "routers", "pools", "duration_s", "qps")
+    } == {
         "version": 1,
         "requests": 4,
         "sample": 1.0,
+        "routers": ["router-a"],
         "pools": [POOL.id],
         "duration_s": 4.0,
         "qps": 1.0,

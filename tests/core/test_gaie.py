@@ -7,7 +7,10 @@ import pytest
 from dualmap.errors import PoolError
 from dualmap.objects.gaie import (
     ACTIVE_PORTS,
+    DECODE_ROLES,
     PORTS_MAX,
+    PREFILL_ROLES,
+    ROLE,
     GaiePod,
     GaiePool,
     gaie_members,
@@ -30,8 +33,10 @@ def pool_v1(**spec: Any) -> dict[str, Any]:
     return {"spec": {key: value for key, value in given.items() if value is not None}}
 
 
-def pod(name: str, *, ports: str = "", **fields: Any) -> GaiePod:
+def pod(name: str, *, ports: str = "", role: str = "", **fields: Any) -> GaiePod:
     body = pod_body(name, **fields)
+    if role:
+        body["metadata"]["labels"][ROLE] = role
     if ports:
         body["metadata"]["annotations"] = {"inference.networking.k8s.io/active-ports": ports}
     return gaie_pod(body)
@@ -100,6 +105,19 @@ class TestMembers:
         body = pod_body("m-0")
         body["metadata"]["annotations"] = {ACTIVE_PORTS[1]: "8000", ACTIVE_PORTS[0]: "8001"}
         assert list(self.members(TWO_PORTS, gaie_pod(body))) == ["m-0:8001"]
+
+    def test_role_of_a_pod_says_of_which_members_it_is_one(self) -> None:
+        roles = ("", "decode", "prefill", "both", "prefill-decode", "encode-prefill-decode", "encode-prefill", "encode")
+        pods = [pod(f"m-{number}", role=role) for number, role in enumerate(roles)]
+        decoding = [each.id for each in gaie_members(ONE_PORT, pods, (), DECODE_ROLES)]
+        assert decoding == ["m-0", "m-1", "m-3", "m-4", "m-5"]
+        assert [each.id for each in gaie_members(ONE_PORT, pods, (), PREFILL_ROLES)] == ["m-2", "m-6"]
+        assert len(gaie_members(ONE_PORT, pods, ())) == len(roles)
+
+    def test_member_that_gets_another_role_drains(self) -> None:
+        before = gaie_members(ONE_PORT, [pod("m-0", role="decode")], (), DECODE_ROLES)
+        (member,) = gaie_members(ONE_PORT, [pod("m-0", role="prefill")], before, DECODE_ROLES)
+        assert member.state is MemberState.DRAINING
 
     @pytest.mark.parametrize("ports", ["8001,", "eight", "0", "8001,70000", "8001;8000"])
     def test_invalid_active_ports_are_named(self, ports: str) -> None:

@@ -1,90 +1,23 @@
-"""Tests of the requests to engines, against a scripted HTTP server and the simulated engine."""
+"""Tests of the profiles of engines, against a scripted HTTP server and the simulated engine."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 import builders
 from dualmap.engines.profile import EngineProfile
 from dualmap.pools.pool import Discovery, Engine, Member, Model, Pool
 from dualmap_extproc.engines import client, profiles
-from dualmap_extproc.engines.client import DOCUMENT_MAX_BYTES, PAGE_MAX_BYTES, EngineClient, EngineConnection, Kind
-from dualmap_extproc.engines.http_answer import AnswerError
 from dualmap_extproc.engines.profiles import EngineProfiles
-from dualmap_extproc.request.picked import Picked
 from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
-from extproc.desks import Desk
-from extproc.envoy_messages import chat
+from extproc.scripted_engines import HOST, METRICS, MODELS, Scripted, hang, serving, vllm
 from waiting import until
-from web_server import WebServer
-
-HOST = "127.0.0.1"
-METRICS = """vllm:num_requests_running 2
-vllm:num_requests_waiting 1
-vllm:engine_sleep_state{sleep_state="awake"} 1
-vllm:cache_config_info{block_size="16",num_gpu_blocks="101"} 1
-process_start_time_seconds %s
-"""
-MODELS = {"data": [{"id": "m", "parent": None, "max_model_len": 4096}, {"id": "sql", "parent": "m"}]}
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-async def hang(_request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(30)
-    raise AssertionError
-
-
-@dataclass(slots=True)
-class Scripted:
-    """An engine with the test's answers by path: text, JSON values or handlers. Other paths are answered with 404."""
-
-    answers: dict[str, str | object]
-    asked: list[str] = field(default_factory=list)
-    heads: list[Mapping[str, str]] = field(default_factory=list)
-    peers: dict[str, set[object]] = field(default_factory=dict)
-    at_once: int = 0
-    most_at_once: int = 0
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request.path)
-        self.heads.append(request.headers)
-        assert request.transport is not None
-        self.peers.setdefault(request.path, set()).add(request.transport.get_extra_info("peername"))
-        self.at_once += 1
-        self.most_at_once = max(self.at_once, self.most_at_once)
-        try:
-            answer = self.answers.get(request.path)
-            if answer is None:
-                raise web.HTTPNotFound
-            if callable(answer):
-                response = await answer(request)
-                assert isinstance(response, web.StreamResponse)
-                return response
-            return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
-        finally:
-            self.at_once -= 1
-
-
-def vllm(started_s: float = 100.0, **answers: object) -> Scripted:
-    usual = {"/metrics": METRICS % started_s, "/version": {"version": "0.32.0"}, "/v1/models": MODELS}
-    return Scripted({**usual, **{f"/{path}": answer for path, answer in answers.items()}})
-
-
-@asynccontextmanager
-async def serving(engine: Scripted) -> AsyncIterator[Member]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.handle)
-    async with WebServer(app, host=HOST) as server:
-        yield Member(id="m-0", address=HOST, port=server.port)
 
 
 def pool_of(*members: Member, type: str = "vLLM", interval_s: float = 10.0, enabled: bool = True) -> Pool:
@@ -464,150 +397,6 @@ class TestProfiles:
         async with serving(engine) as member, asking(pool_of(member, type="SGLang")) as (_, reports):
             profile = await reports.next(count=2)
         assert (profile.kv_tokens, profile.cache_tokens, profile.block_tokens) == (9000, 0, 64)
-
-
-class TestClient:
-    @asynccontextmanager
-    async def connection(self, member: Member) -> AsyncIterator[EngineConnection]:
-        connection = EngineClient().connect(member)
-        try:
-            yield connection
-        finally:
-            connection.close()
-
-    async def refused(self, engine: Scripted, path: str = "/metrics") -> str:
-        async with serving(engine) as member, self.connection(member) as each:
-            with pytest.raises(AnswerError) as refusal:
-                await each.page(path, Kind.LOAD)
-        return str(refusal.value)
-
-    async def test_page_above_the_limit_is_refused(self) -> None:
-        largest = Scripted({"/metrics": "x" * PAGE_MAX_BYTES})
-        async with serving(largest) as member, self.connection(member) as each:
-            assert len(await each.page("/metrics", Kind.LOAD)) == PAGE_MAX_BYTES
-        assert await self.refused(vllm(metrics="x" * (PAGE_MAX_BYTES + 1))) == "/metrics has more than 1048576 bytes"
-
-    async def test_document_above_its_limit_is_refused(self) -> None:
-        engine = vllm(version="9" * (DOCUMENT_MAX_BYTES + 1))
-        async with serving(engine) as member, self.connection(member) as each:
-            with pytest.raises(AnswerError, match="/version has more than 262144 bytes"):
-                await each.document("/version")
-
-    async def test_endless_page_is_refused(self) -> None:
-        async def endless(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            while True:
-                await response.write(b"\n" * 60_000)
-
-        assert await self.refused(vllm(metrics=endless)) == "/metrics has more than 1048576 bytes"
-
-    async def test_trickling_page_is_refused(self) -> None:
-        async def trickling(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            while True:
-                await response.write(b"\n")
-                await asyncio.sleep(0.05)
-
-        assert await self.refused(vllm(metrics=trickling)) == "/metrics was not answered within 0.3 s"
-
-    async def test_compressed_page_is_refused(self) -> None:
-        async def compressed(_request: web.Request) -> web.StreamResponse:
-            return web.Response(body=b"bomb", headers={"Content-Encoding": "gzip"})
-
-        assert await self.refused(vllm(metrics=compressed)) == "/metrics is compressed"
-
-    async def test_redirect_is_not_followed(self) -> None:
-        async with serving(vllm()) as other:
-
-            async def elsewhere(_request: web.Request) -> web.StreamResponse:
-                raise web.HTTPFound(f"http://{other.endpoint}/metrics")
-
-            assert await self.refused(vllm(metrics=elsewhere)) == "/metrics was answered with 302"
-
-    async def test_request_carries_no_credentials_and_keeps_no_cookies(self) -> None:
-        async def answer(_request: web.Request) -> web.StreamResponse:
-            response = web.Response(text="{}")
-            response.set_cookie("a", "b")
-            return response
-
-        engine = vllm(version=answer)
-        async with serving(engine) as member, self.connection(member) as each:
-            for _ in range(2):
-                assert await each.document("/version") == {}
-        for head in engine.heads:
-            assert set(head) == {"Host", "Accept", "Accept-Encoding", "User-Agent"}
-            assert head["Accept-Encoding"] == "identity"
-
-    @pytest.mark.parametrize("said", [b"junk\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"])
-    async def test_invalid_http_is_refused(self, said: bytes) -> None:
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(said)
-            writer.close()
-
-        server = await asyncio.start_server(talk, HOST, 0)
-        member = Member(id="m", address=HOST, port=server.sockets[0].getsockname()[1])
-        async with server, self.connection(member) as each:
-            with pytest.raises(AnswerError, match="/metrics"):
-                await each.page("/metrics", Kind.LOAD)
-
-    @pytest.mark.parametrize("address", ["fe80::1%nowhere", "::1"])
-    async def test_unreachable_address_is_refused(self, address: str) -> None:
-        async with self.connection(Member(id="m", address=address, port=9)) as each:
-            with pytest.raises(AnswerError, match="/metrics"):
-                await each.page("/metrics", Kind.LOAD)
-
-    @pytest.mark.parametrize("address", [HOST, "::1"])
-    async def test_error_of_a_refused_connection_names_no_address(self, address: str) -> None:
-        async with self.connection(Member(id="m", address=address, port=9)) as each:
-            with pytest.raises(AnswerError) as error:
-                await each.page("/metrics", Kind.LOAD)
-        assert str(error.value).startswith("/metrics: no connection (")
-        assert address not in str(error.value)
-
-    @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
-    async def test_page_that_is_no_json_is_refused(self, text: str) -> None:
-        async with serving(Scripted({"/version": text or " "})) as member, self.connection(member) as each:
-            with pytest.raises(AnswerError, match="/version is not JSON"):
-                await each.document("/version")
-
-
-class TestPicker:
-    def test_discovered_adapter_is_routed_under_its_own_key(self) -> None:
-        desk = Desk(builders.pool(2))
-        assert desk.refused(chat(model="sql")) == 404
-        desk.picker.on_profile(1.0, "llm/qwen", "m-0", EngineProfile(adapters=("sql",)))
-        of_adapter, of_model = desk.pick(chat(model="sql")), desk.pick(chat(model="m"))
-        assert isinstance(of_adapter, Picked)
-        assert of_adapter.decision is not None
-        assert of_model.decision is not None
-        assert of_adapter.decision.receipt.key.hash != of_model.decision.receipt.key.hash
-
-    def test_engine_cannot_take_the_name_of_another_pool(self) -> None:
-        mine = replace(builders.pool(1), name="a", model=Model(name="mine"))
-        theirs = replace(builders.pool(2), name="b", model=Model(name="theirs"))
-        desk = Desk(mine, theirs)
-        desk.picker.on_profile(1.0, "llm/a", "m-0", EngineProfile(adapters=("theirs",)))
-        for _ in range(2):
-            desk.pick(chat(model="theirs"))
-        (mine_now,), (theirs_now,) = desk.picker.statuses(["llm/a"]), desk.picker.statuses(["llm/b"])
-        assert sum(each.in_flight for each in mine_now.endpoints) == 0
-        assert sum(each.in_flight for each in theirs_now.endpoints) == 2
-
-    def test_discovered_length_bounds_prompts(self) -> None:
-        desk = Desk(builders.pool(1))
-        desk.picker.on_profile(1.0, "llm/qwen", "m-0", EngineProfile(max_model_len=100))
-        assert desk.picker.bounds["m"].tokens == 100
-        receipt = desk.pick(chat(model="m", text="x" * 4000)).receipt
-        assert receipt is not None
-        assert "prompt=100," in receipt
-
-    def test_profile_of_an_unknown_pool_is_ignored(self) -> None:
-        desk = Desk(builders.pool(1))
-        desk.picker.on_profile(1.0, "llm/gone", "m-0", EngineProfile(adapters=("sql",)))
-        assert desk.refused(chat(model="sql")) == 404
 
 
 class TestSimulatedEngine:

@@ -1,6 +1,7 @@
 """The arguments and the configuration file of other pickers: accepted, accepted without effect, or refused by name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -9,6 +10,7 @@ from dualmap.errors import PoolError
 from dualmap_extproc.app.epp import epp
 from dualmap_extproc.epp.other_flags import UNNEEDED, UnknownFlagError, read_arguments
 from dualmap_extproc.epp.plugins import UNSUPPORTED, read_plugins
+from dualmap_extproc.epp.prefills import ANY_ROLE, RoleUse
 
 OWN = {"pool-name", "grpc-port", "v"}
 
@@ -95,7 +97,8 @@ class TestPlugins:
     def test_known_plugins_are_accepted(self) -> None:
         profiles = [{"name": "default", "plugins": [{"pluginRef": "queue-scorer", "weight": 2}]}]
         config = self.config("queue-scorer", "prefix-cache-scorer", "queue-scorer", schedulingProfiles=profiles)
-        assert read_plugins([config]) == ("queue-scorer", "prefix-cache-scorer")
+        read = read_plugins([config])
+        assert (read.unneeded, read.roles) == (("queue-scorer", "prefix-cache-scorer"), ANY_ROLE)
 
     @pytest.mark.parametrize("name", UNSUPPORTED)
     def test_plugin_that_cannot_be_left_out_is_refused(self, name: str) -> None:
@@ -106,19 +109,24 @@ class TestPlugins:
     def test_parsers_of_http_requests_are_accepted(self) -> None:
         parsers = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "sglanghttp-parser")
         config = self.config(*parsers, requestHandler={"parsers": [{"pluginRef": each} for each in parsers]})
-        assert read_plugins([config]) == parsers
+        assert read_plugins([config]).unneeded == parsers
 
-    def test_decode_filter_without_prefill_has_no_effect(self) -> None:
+    def test_decode_filter_without_prefill_respects_the_roles_of_pods(self) -> None:
         profiles = [{"name": "default", "plugins": [{"pluginRef": "decode-filter"}]}]
-        config = self.config("prefix-cache-scorer", "decode-filter", schedulingProfiles=profiles)
-        assert read_plugins([config]) == ("prefix-cache-scorer", "decode-filter")
+        read = read_plugins([self.config("prefix-cache-scorer", "decode-filter", schedulingProfiles=profiles)])
+        assert (read.unneeded, read.roles) == (("prefix-cache-scorer",), RoleUse(respected=True))
 
-    @pytest.mark.parametrize("name", ["prefill", "encode"])
-    def test_profile_for_other_pods_is_refused_by_name(self, name: str) -> None:
-        config = self.config("decode-filter", schedulingProfiles=[{"name": "decode"}, {"name": name}])
-        with pytest.raises(PoolError, match="decode-filter is the only plugin for these roles") as refused:
+    @pytest.mark.parametrize("name", ["encode-filter", "header-profile-handler", "topology-affinity-filter"])
+    def test_plugin_for_other_stages_or_places_is_refused_with_what_to_do(self, name: str) -> None:
+        with pytest.raises(PoolError, match=f"'{name}' is not accepted; give (a|another|disagg)") as refused:
+            read_plugins([self.config("decode-filter", name)])
+        assert refused.value.field == "plugins[1].type"
+
+    def test_profile_for_encoders_is_refused_by_name(self) -> None:
+        config = self.config("decode-filter", schedulingProfiles=[{"name": "decode"}, {"name": "encode"}])
+        with pytest.raises(PoolError, match="a configuration without encode-filter and its profile") as refused:
             read_plugins([config])
-        assert (refused.value.field, refused.value.value) == ("schedulingProfiles[1].name", name)
+        assert (refused.value.field, refused.value.value) == ("schedulingProfiles[1].name", "encode")
 
     @pytest.mark.parametrize(
         ("changes", "field"),
@@ -137,6 +145,136 @@ class TestPlugins:
         with pytest.raises(PoolError) as refused:
             read_plugins([self.config(**changes)])
         assert refused.value.field == field
+
+
+class TestPrefills:
+    """llm-d's plugins for prefill and decode on different pods, as its documentation combines them."""
+
+    def roles(self, handler: dict[str, Any], *deciders: dict[str, Any]) -> RoleUse:
+        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+        filters = [{"type": "prefill-filter"}, {"type": "decode-filter"}]
+        profiles = [{"name": "prefill", "plugins": []}, {"name": "decode", "plugins": []}]
+        plugins = [*filters, *deciders, handler]
+        read = read_plugins([{**head, "plugins": plugins, "schedulingProfiles": profiles}])
+        assert read.unneeded == ()
+        return read.roles
+
+    def by_prefix(self, tokens: object, **fields: object) -> dict[str, Any]:
+        return {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": tokens}, **fields}
+
+    def handler(self, **parameters: object) -> dict[str, Any]:
+        return {"type": "disagg-profile-handler", "parameters": parameters}
+
+    def test_decider_by_prefix_gives_the_least_uncached_tokens(self) -> None:
+        handler = self.handler(deciders={"prefill": "prefix-based-pd-decider"})
+        assert self.roles(handler, self.by_prefix(16)) == RoleUse(respected=True, prefill_min_tokens=16)
+
+    def test_decider_is_found_by_its_own_name(self) -> None:
+        long = self.by_prefix(512, name="long")
+        handler = self.handler(deciders={"prefill": "long"})
+        assert self.roles(handler, self.by_prefix(16), long).prefill_min_tokens == 512
+
+    def test_decider_that_always_prefills_elsewhere_gives_one_token(self) -> None:
+        handler = self.handler(deciders={"prefill": "always-disagg-pd-decider"})
+        assert self.roles(handler, {"type": "always-disagg-pd-decider"}).prefill_min_tokens == 1
+
+    @pytest.mark.parametrize(
+        "parameters",
+        [{}, {"deciderPluginName": "prefix-based-pd-decider", "primaryPort": 8000}, {"prefillDeciderPluginName": "no"}],
+        ids=str,
+    )
+    def test_older_handler_and_its_parameters_are_read(self, parameters: dict[str, Any]) -> None:
+        handler = {"type": "pd-profile-handler", "parameters": parameters}
+        deciders = self.by_prefix(64), self.by_prefix(64, name="no")
+        assert self.roles(handler, *deciders, {"type": "prefill-header-handler"}).prefill_min_tokens == 64
+
+    @pytest.mark.parametrize(
+        ("handler", "decider"),
+        [
+            ({"type": "disagg-profile-handler"}, 16),
+            ({"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}}}, 0),
+            ({"type": "single-profile-handler"}, 16),
+        ],
+        ids=str,
+    )
+    def test_without_an_effective_decider_decode_pods_compute_all_prompts(
+        self, handler: dict[str, Any], decider: int
+    ) -> None:
+        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+        plugins = [{"type": "decode-filter"}, {"type": "prefill-filter"}, self.by_prefix(decider), handler]
+        assert read_plugins([{**head, "plugins": plugins}]).roles == RoleUse(respected=True)
+
+    @pytest.mark.parametrize(
+        ("handler", "tokens", "said"),
+        [
+            ({"deciders": "prefix-based-pd-decider"}, 16, "a mapping of prefill to the name of a decider"),
+            ({"deciders": {"prefill": "none"}}, 16, "plugins[3].parameters.deciders.prefill: 'none'"),
+            (
+                {"deciders": {"prefill": "decode-filter"}},
+                16,
+                "the name of a plugin of the type prefix-based-pd-decider",
+            ),
+            ({"deciders": {"encode": "any"}}, 16, "plugins[3].parameters.deciders.encode: 'any'"),
+            ({"encodeDeciderPluginName": "any"}, 16, "pods that only encode are not supported"),
+            ({"deciders": {"prefill": "prefix-based-pd-decider"}}, -1, "plugins[2].parameters.nonCachedTokens: -1"),
+            ({"deciders": {"prefill": "prefix-based-pd-decider"}}, "16", "a whole number from 0 to 100000000"),
+            ({"deciders": {"prefill": "prefix-based-pd-decider"}}, True, "a whole number from 0 to 100000000"),
+        ],
+        ids=str,
+    )
+    def test_invalid_parameter_is_refused_by_its_field(
+        self, handler: dict[str, Any], tokens: object, said: str
+    ) -> None:
+        with pytest.raises(PoolError) as refused:
+            self.roles(self.handler(**handler), self.by_prefix(tokens))
+        assert said in str(refused.value)
+
+    def test_parameters_that_are_no_mapping_are_refused(self) -> None:
+        with pytest.raises(PoolError, match=r"plugins\[2\].parameters"):
+            self.roles({"type": "disagg-profile-handler", "parameters": "prefill"})
+
+
+class TestLlmDsCharts:
+    """What `helm template` makes of llm-d's charts 0.9.0 (llm-d-router-gateway and -standalone)."""
+
+    # The plugins of the default configuration, and those that the value latencyPredictor.enabled adds.
+    DEFAULT = ("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer", "metrics-data-source")
+    PREDICTED = (
+        *("core-metrics-extractor", "predicted-latency-producer", "prefix-cache-affinity-filter", "latency-scorer"),
+        *("weighted-random-picker", "slo-headroom-tier-filter", "latency-slo-admitter"),
+    )
+
+    @pytest.mark.parametrize(
+        ("more", "single_destination"),
+        [
+            ((), False),
+            (("--ha-enable-leader-election", "--metrics-endpoint-auth=false", "--v=2"), False),
+            (("--single-destination=true",), True),
+        ],
+        ids=["one-replica", "replicas-without-metrics-authentication", "standalone"],
+    )
+    def test_arguments_are_accepted(self, more: tuple[str, ...], single_destination: bool) -> None:
+        chart = [
+            *("--pool-name", "qwen", "--pool-namespace", "llm", "--pool-group", "inference.networking.k8s.io"),
+            *("--zap-encoder", "json", "--config-file", "/config/default-plugins.yaml"),
+            *("--grpc-health-port", "9003", "--tracing=false"),
+        ]
+        parameters = epp.make_context("epp", [*chart, *more]).params
+        assert (parameters["pool_name"], parameters["pool_namespace"]) == ("qwen", "llm")
+        assert parameters["config_file"] == Path("/config/default-plugins.yaml")
+        assert parameters["single_destination"] is single_destination
+
+    def test_default_configurations_have_no_effect(self) -> None:
+        plugins: list[dict[str, Any]] = [{"type": each} for each in self.DEFAULT]
+        plugins[-1]["parameters"] = {"scheme": "http", "path": "/metrics", "insecureSkipVerify": True}
+        # The chart uses one type twice, by names.
+        affinity = [
+            {"name": f"{name}-affinity-filter", "type": "prefix-cache-affinity-filter"} for name in ("strict", "loose")
+        ]
+        plugins += [*({"type": each} for each in self.PREDICTED), *affinity]
+        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+        read = read_plugins([{**head, "plugins": plugins, "schedulingProfiles": [{"name": "default", "plugins": []}]}])
+        assert (read.unneeded, read.roles) == ((*self.DEFAULT, *self.PREDICTED), ANY_ROLE)
 
 
 class TestCommand:
@@ -196,12 +334,12 @@ class TestCommand:
         file = tmp_path / "plugins.yaml"
         file.write_text(
             "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-            "plugins: [{type: decode-filter}, {type: prefill-filter}]"
+            "plugins: [{type: decode-filter}, {type: encode-filter}]"
         )
         result = invoke("--pool-name", "a", "--config-file", str(file))
         assert result.exit_code == 2
-        assert f"--config-file {file}: plugins[1].type: 'prefill-filter'" in result.output
-        assert "not supported" in result.output
+        assert f"--config-file {file}: plugins[1].type: 'encode-filter'" in result.output
+        assert "pods that only encode are not supported" in result.output
 
     def test_command_refuses_an_invalid_routing_file(self, tmp_path: Path) -> None:
         file = tmp_path / "routing.yaml"

@@ -13,12 +13,22 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dualmap_extproc.names import PREFILLER_HEADER
 from dualmap_extproc.transport.tls import self_signed
 from dualmap_extproc.wire import ext_proc_pb2 as wire
-from extproc.envoy_messages import DUPLEX, chat, destination, kinds, refused_with, request_body, request_headers
+from extproc.envoy_messages import (
+    DUPLEX,
+    chat,
+    destination,
+    headers_set,
+    kinds,
+    refused_with,
+    request_body,
+    request_headers,
+)
 from extproc.router_processes import WAIT_S, Router, launch, stream
 from extproc.test_main_kube import line_with
-from extproc.test_pools_gaie import gaie_pool, objective
+from extproc.test_pools_gaie import gaie_pool, objective, pod_of
 from kube_api import KubeApi, kube_api, pod_body, write_kubeconfig
 from ports import reserved_port
 from waiting import until
@@ -42,6 +52,21 @@ plugins:
 schedulingProfiles:
 - name: default
   plugins: [{pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
+"""
+
+# llm-d's plugins for prefill and decode on different pods.
+PREFILLS = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: prefix-cache-scorer}
+- {type: prefill-filter}
+- {type: decode-filter}
+- {type: prefix-based-pd-decider, parameters: {nonCachedTokens: 64}}
+- {type: disagg-profile-handler, parameters: {deciders: {prefill: prefix-based-pd-decider}}}
+schedulingProfiles:
+- {name: prefill, plugins: [{pluginRef: prefill-filter}, {pluginRef: prefix-cache-scorer, weight: 2}]}
+- {name: decode, plugins: [{pluginRef: decode-filter}, {pluginRef: prefix-cache-scorer, weight: 2}]}
 """
 
 
@@ -115,7 +140,7 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
         async with seat(api, *CHART, "--config-file", str(config), "--secure-serving=false", *ports) as process:
             assert '"flags": ["--total-queued-requests-metric"]' in await line_with(process, "Flags have no effect")
             assert "queue-scorer" in await line_with(process, "Plugins have no effect")
-            assert '"plugins": ["decode-filter"]' in await line_with(process, "whatever its label llm-d.ai/role")
+            assert '"label": "llm-d.ai/role"' in await line_with(process, "Respecting the roles of pods")
             await line_with(process, "Waiting for the pool, which does not exist")
             assert await health(f"127.0.0.1:{port}", "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await health(f"127.0.0.1:{port}", "liveness") == health_pb2.HealthCheckResponse.SERVING
@@ -137,6 +162,25 @@ async def test_epp_with_the_arguments_of_a_chart_serves_the_pool(tmp_path: Path)
             assert b"dualmap_picks_not_followed_total" in await router.get("/metrics")
             router.stop()
             assert await router.exited() == 0
+
+
+async def test_epp_with_llm_ds_plugins_for_prefill_names_a_pod_of_each_role(tmp_path: Path) -> None:
+    config = tmp_path / "pd-epp-config.yaml"
+    config.write_text(PREFILLS)
+    async with kube_api(tmp_path) as api:
+        for body in (gaie_pool(), pod_of("decode", "qwen-0"), pod_of("prefill", "qwen-1")):
+            await api.put(body)
+        arguments = "--pool-name=qwen", "--pool-namespace=llm", f"--config-file={config}", "--secure-serving=false"
+        async with seat(api, *arguments) as process:
+            router = await ready(process)
+            async with grpc.aio.insecure_channel(router.grpc) as channel:
+                long = await answered(channel, chat("story " * 400))
+                assert destination(long) == "10.244.0.1:8000"
+                assert headers_set(long)[PREFILLER_HEADER] == "10.244.0.2:8000"
+                short = await answered(channel, chat("Hi"))
+                assert destination(short) == "10.244.0.1:8000"
+                assert PREFILLER_HEADER not in headers_set(short)
+            assert b'dualmap_prefills_total{pool="llm/qwen",where="remote"} 1.0' in await router.get("/metrics")
 
 
 @pytest.mark.usefixtures("transport")

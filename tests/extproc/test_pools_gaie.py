@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dualmap.objects.gaie import GaiePool
+from dualmap.objects.gaie import ROLE, GaiePool
 from dualmap.objects.pool_reader import PoolSettings, read_settings
 from dualmap.pools.pool import Pool
 from dualmap_edge.kube.client import KubeClient
 from dualmap_extproc.epp.pools import GaiePools, PoolRef
+from dualmap_extproc.epp.prefills import ANY_ROLE, RoleUse
 from dualmap_extproc.pools.metrics import KubeMetrics
 from kube_api import KubeApi, kube_api, pod_body, pool_body
 from waiting import WAIT_S, until
@@ -53,6 +54,13 @@ async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> A
         yield api
 
 
+def pod_of(role: str, name: str, **fields: Any) -> dict[str, Any]:
+    """Return a pod with llm-d's label for its role."""
+    body = pod_body(name, **fields)
+    body["metadata"]["labels"][ROLE] = role
+    return body
+
+
 class Seat:
     """A source of the pool, and what it reported."""
 
@@ -75,11 +83,16 @@ class Seat:
 
 @asynccontextmanager
 async def seat(
-    api: KubeApi, wanted: PoolRef = POOL, settings: PoolSettings = DEFAULTS, *, known: bool = True
+    api: KubeApi,
+    wanted: PoolRef = POOL,
+    settings: PoolSettings = DEFAULTS,
+    *,
+    roles: RoleUse = ANY_ROLE,
+    known: bool = True,
 ) -> AsyncIterator[Seat]:
     client = await KubeClient.connect(api.kubeconfig)
     registry = CollectorRegistry()
-    made = Seat(GaiePools(client, wanted, settings, KubeMetrics(registry, lambda: None)), registry)
+    made = Seat(GaiePools(client, wanted, settings, KubeMetrics(registry, lambda: None), roles), registry)
     task = asyncio.create_task(made.source.run(made.told.append))
     try:
         if known:
@@ -106,6 +119,34 @@ async def test_ready_pods_are_the_members_of_the_pool(api: KubeApi) -> None:
         await found.until_states(qwen_0="Draining", qwen_1="Active", qwen_2="Active")
         await api.delete(pod_body("qwen-0"))
         await found.until_states(qwen_1="Active", qwen_2="Active")
+
+
+async def test_pods_that_only_prefill_are_the_prefill_pool(api: KubeApi) -> None:
+    await api.put(gaie_pool())
+    for body in (pod_of("decode", "qwen-0"), pod_of("prefill", "qwen-1"), pod_of("encode", "qwen-2")):
+        await api.put(body)
+    roles = RoleUse(respected=True, prefill_min_tokens=16)
+    async with seat(api, settings=read_settings({"spec": {"slo": {"ttft": "2s"}}}), roles=roles) as found:
+        decode, prefill = found.told[-1]
+        assert (decode.id, decode.prefill_pool, decode.prefill_min_tokens) == ("llm/qwen", "qwen_prefill", 16)
+        assert (prefill.id, prefill.prefill_pool, prefill.slo) == ("llm/qwen_prefill", "", decode.slo)
+        assert [each.id for each in decode.members] == ["qwen-0"]
+        assert [each.id for each in prefill.members] == ["qwen-1"]
+        await api.put(pod_of("prefill", "qwen-1", ready=False))
+        await until(lambda: found.told[-1][1].members[0].state.value == "Draining")
+        await api.delete(gaie_pool())
+        await until(lambda: [each.members for each in found.told[-1]] == [(), ()])
+
+
+async def test_pods_that_only_prefill_serve_no_requests_without_a_prefill_pool(api: KubeApi) -> None:
+    await api.put(gaie_pool())
+    await api.put(pod_of("both", "qwen-0"))
+    await api.put(pod_of("prefill", "qwen-1"))
+    async with seat(api, roles=RoleUse(respected=True)) as found:
+        (pool,) = found.told[-1]
+        assert (pool.prefill_pool, found.states()) == ("", {"qwen-0": "Active"})
+    async with seat(api) as found:
+        assert found.states() == {"qwen-0": "Active", "qwen-1": "Active"}
 
 
 async def test_each_target_port_is_a_member(api: KubeApi) -> None:

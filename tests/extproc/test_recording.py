@@ -14,7 +14,16 @@ from dualmap.recordings.values import (
 from dualmap_extproc.recording import recorder as recorders
 from dualmap_extproc.recording.hashing import KeyedHashes, Purpose, fingerprint
 from dualmap_extproc.request.picked import AnswerLater, Picked
-from extproc.envoy_messages import chat, crowded_pool, pool
+from extproc.envoy_messages import (
+    NO_WAIT,
+    Conversation,
+    chat,
+    crowded_pool,
+    pool,
+    refused_with,
+    request_body,
+    request_headers,
+)
 from extproc.recording_desks import EPOCH_S, HASH_KEY, RecordingDesk, entry_of
 from recorded_folder import everything_in, files_of, requests_of
 
@@ -191,6 +200,31 @@ def test_refused_and_unrouted_requests_are_told_apart(tmp_path: Path) -> None:
     assert (request.outcome, request.code, request.receipt) == (RecordedOutcome.REFUSED, "no_endpoint", None)
     assert request.blocks
     assert [line for line in desk.lines() if isinstance(line, Missing)] == [Missing(EPOCH_S + 20.0, 2, 0)]
+
+
+def test_request_with_too_large_body_counts_as_unrouted(tmp_path: Path) -> None:
+    desk = RecordingDesk(tmp_path, pool(max_body_bytes=1000))
+    talk = Conversation(picker=desk.picker)
+    assert refused_with(talk.send(request_headers(NO_WAIT), request_body(chat(LONG)))) == 413
+    desk.tick()
+
+    assert requests_of(tmp_path) == []
+    assert [line for line in desk.lines() if isinstance(line, Missing)] == [Missing(EPOCH_S + 20.0, 1, 0)]
+
+
+def test_request_whose_body_grows_too_large_after_the_pick_has_a_line_and_is_not_missing(tmp_path: Path) -> None:
+    desk = RecordingDesk(tmp_path, pool(max_body_bytes=1000))
+    talk = Conversation(picker=desk.picker, now=10.0)
+    talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
+    assert talk.stream.deadline_s is not None
+    assert talk.stream.on_deadline(talk.stream.deadline_s)
+    assert refused_with(talk.send(request_body(b" " * 1000, end=False))) == 413
+    desk.tick()
+
+    (request,) = requests_of(tmp_path)
+
+    assert request.outcome is RecordedOutcome.CLIENT_GONE
+    assert [line for line in desk.lines() if isinstance(line, Missing)] == []
 
 
 def test_queued_request_that_is_abandoned_or_rejected_has_its_wait(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def read_pool(_context: click.Context, _parameter: click.Parameter, value: Path 
 
 def of_pool(experiment: Experiment, pool: Pool) -> Experiment:
     """Return an experiment with a pool's settings, except those in ``ignored_fields``."""
-    routing, session = pool.routing, pool.routing.session
+    # Shadow policies only cost time: a run shows no comparison, and other policies have runs of their own.
+    routing, session = replace(pool.routing, shadow=()), pool.routing.session
     if session.migration.pull and not experiment.kv_moves:
         routing = replace(routing, session=replace(session, migration=replace(session.migration, pull=False)))
     return replace(
@@ -47,6 +48,8 @@ def ignored_fields(experiment: Experiment, pool: Pool) -> Iterator[str]:
         yield "spec.engine.kvEvents"
     if pool.engine.tokenizer != Tokenizer():
         yield "spec.engine.tokenizer"
+    if pool.routing.shadow:
+        yield "spec.routing.shadow (give the policies to --policy)"
     if pool.kv_store.is_used and experiment.store is None:
         yield "spec.kvStore (without --kv-store)"
     if pool.routing.session.migration.pull and not experiment.kv_moves:

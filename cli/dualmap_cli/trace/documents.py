@@ -17,6 +17,7 @@ def figures_document(reading: Reading, figures: Figures) -> str:
         "version": VERSION,
         "requests": figures.requests,
         "sample": reading.samples[0] if reading.samples else None,
+        "routers": list(reading.routers),
         "pools": list(figures.pools),
         "start_s": figures.start_s,
         "duration_s": figures.duration_s,

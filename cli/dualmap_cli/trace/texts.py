@@ -21,9 +21,10 @@ def figures_text(reading: Reading, figures: Figures) -> str:
 
 
 def _lines(reading: Reading, figures: Figures) -> Iterator[str]:
-    routers = {name for source in reading.sources for name in source.header.router.split(",")}
     yield _line("requests", f"{figures.requests:,} {_period(figures)}")
-    yield _line("recorded", f"{_samples(reading.samples)} by {_counted(len(routers), 'router')}{_lacking(figures)}")
+    yield _line(
+        "recorded", f"{_samples(reading.samples)} by {_counted(len(reading.routers), 'router')}{_lacking(figures)}"
+    )
     if not figures.requests:
         return
     yield _line("rate", _rate(figures))

@@ -2,11 +2,11 @@
 
 Both versions of the pool are read: ``v1`` of the group ``inference.networking.k8s.io``, and ``v1alpha2`` of the group
 ``inference.networking.x-k8s.io``. A member of such a pool is one target port of one ready pod, so that each rank of an
-engine with data parallelism is a member.
+engine with data parallelism is a member. llm-d's label for the roles of pods says which of them decode or prefill.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,15 @@ ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/act
 
 Without an annotation, a pod serves on all target ports.
 """
+ROLE: Final = "llm-d.ai/role"
+"""The label with a pod's role in llm-d."""
+DECODE_ROLES: Final = frozenset(("", "decode", "prefill-decode", "both", "encode-prefill-decode"))
+"""The roles of pods that generate answers; "" is the role of a pod without the label.
+
+Some of these pods may also prefill for others in llm-d. Here they compute only the prompts that they answer.
+"""
+PREFILL_ROLES: Final = frozenset(("prefill", "encode-prefill"))
+"""The roles of pods that compute prompts for other pods, and generate no answers."""
 _PRIORITY_MAX: Final = 2**31
 _PORT_MAX: Final = 65_535
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
@@ -43,9 +52,10 @@ class GaiePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaiePod:
-    """A pod, the target ports on which it serves (None: on all), and a message for each value that is ignored."""
+    """A pod, its role, the ports on which it serves (None: all), and a message for each value that is ignored."""
 
     facts: PodFacts
+    role: str = ""
     active_ports: frozenset[int] | None = None
     faults: tuple[str, ...] = ()
 
@@ -82,7 +92,8 @@ def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
         faults.append(PoolError("status.podIP", address, "an IP address that a pod may have"))
     if facts.invalid_leave_at:
         faults.append(PoolError(f"metadata.annotations[{LEAVE_AT}]", facts.invalid_leave_at, TIME_ACCEPTED))
-    annotations = mapping_in(mapping_in(body, "metadata"), "annotations")
+    metadata = mapping_in(body, "metadata")
+    annotations, role = mapping_in(metadata, "annotations"), text_in(mapping_in(metadata, "labels"), ROLE)
     name = next((each for each in ACTIVE_PORTS if text_in(annotations, each)), "")
     listed = text_in(annotations, name)
     entries = listed.replace(" ", "").split(",") if listed else []
@@ -90,11 +101,13 @@ def gaie_pod(body: Mapping[str, Any]) -> GaiePod:
     if len(ports) < len(set(entries)):
         accepted = "numbers of ports separated by commas, such as 8000,8001"
         faults.append(PoolError(f"metadata.annotations[{name}]", listed, accepted))
-    return GaiePod(facts=facts, active_ports=ports or None, faults=tuple(str(each) for each in faults))
+    return GaiePod(facts=facts, role=role, active_ports=ports or None, faults=tuple(str(each) for each in faults))
 
 
-def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Member]) -> tuple[Member, ...]:
-    """Return the members of a pool, sorted by id.
+def gaie_members(
+    pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Member], roles: Collection[str] | None = None
+) -> tuple[Member, ...]:
+    """Return the members of a pool, sorted by id: pods of the given ``roles``, or of any role.
 
     A pod that is ready is a member at each port. A pod that was one ``before``, and is not ready or terminates, stays a
     Draining member: it gets no new requests, and the router keeps the member's cache index and requests in flight. A
@@ -108,7 +121,7 @@ def gaie_members(pool: GaiePool, pods: Iterable[GaiePod], before: Iterable[Membe
         facts = pod.facts
         for port in pool.ports:
             id = facts.name if len(pool.ports) == 1 else f"{facts.name}:{port}"
-            active = pod.active_ports is None or port in pod.active_ports
+            active = (pod.active_ports is None or port in pod.active_ports) and (roles is None or pod.role in roles)
             known = was.get(id)
             leave_at_s = None
             if pod.ready and active:

@@ -158,7 +158,7 @@ def epp(
     namespace = pool_namespace or os.environ.get("NAMESPACE") or "default"  # noqa: TID251
     wanted = epp_inputs.pool_ref(namespace, pool_name, pool_group, endpoint_selector, endpoint_target_ports)
     pool_settings = PoolSettings() if routing_file is None else epp_inputs.read_routing(routing_file)
-    named_plugins = epp_inputs.read_named_plugins(config_file, config_text)
+    config = epp_inputs.read_picker_config(config_file, config_text)
     _check_files(kubeconfig, cert_path if secure_serving else None)
     _set_logs(ctx, options, zap_encoder, zap_log_level, verbosity)
     settings = settings_of(
@@ -169,8 +169,8 @@ def epp(
         **options,
     )
     configure_process(settings)
-    epp_inputs.warn_of_unneeded(ctx.meta[_UNNEEDED], named_plugins)
-    sys.exit(run(settings, program=EPP, pools=epp_inputs.opener(kubeconfig, wanted, pool_settings)))
+    epp_inputs.log_effects(ctx.meta[_UNNEEDED], config)
+    sys.exit(run(settings, program=EPP, pools=epp_inputs.opener(kubeconfig, wanted, pool_settings, config.roles)))
 
 
 def _check_files(kubeconfig: Path | None, cert_path: Path | None) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 import click
 
 from dualmap.errors import PoolError
-from dualmap.objects.gaie import PORTS_MAX, GaiePool, selector_of
+from dualmap.objects.gaie import PORTS_MAX, ROLE, GaiePool, selector_of
 from dualmap.objects.pool_reader import PoolSettings, read_settings
 from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.app.pool_source import OpenPools, PoolSource, PoolUser
 from dualmap_extproc.epp import other_flags, plugins
+from dualmap_extproc.epp.plugins import PickerConfig
 from dualmap_extproc.epp.pools import GaiePools, PoolRef
+from dualmap_extproc.epp.prefills import RoleUse
 from dualmap_extproc.pools.file import PoolFileError, load_documents, parse_documents
 from dualmap_extproc.pools.metrics import KubeMetrics
 
@@ -53,12 +55,12 @@ def read_routing(file: Path) -> PoolSettings:
         raise click.UsageError(f"--routing {file}: {error}") from None
 
 
-def read_named_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
-    """Return the plugins that a configuration of another picker names. Raises UsageError."""
+def read_picker_config(file: Path | None, text: str | None) -> PickerConfig:
+    """Return what the configuration of another picker says. Raises UsageError."""
     if file is not None and text is not None:
         raise click.UsageError("--config-file and --config-text exclude each other; give one of them")
     if file is None and text is None:
-        return ()
+        return PickerConfig()
     shown = Path("--config-text") if file is None else file
     option = "" if file is None else "--config-file "
     try:
@@ -70,15 +72,17 @@ def read_named_plugins(file: Path | None, text: str | None) -> tuple[str, ...]:
         raise click.UsageError(f"{option}{shown}: {error}") from None
 
 
-def warn_of_unneeded(flags: Sequence[str], named_plugins: Sequence[str]) -> None:
-    """Log what is done instead of flags and plugins of other pickers that have no effect."""
+def log_effects(flags: Sequence[str], config: PickerConfig) -> None:
+    """Log what is done instead of flags and plugins of other pickers that have no effect, and how roles count."""
     for instead, names in other_flags.explained(flags, other_flags.UNNEEDED).items():
         _log.warning("Flags have no effect", flags=[f"--{each}" for each in names], instead=instead)
-    for instead, names in other_flags.explained(named_plugins, plugins.UNNEEDED).items():
+    for instead, names in other_flags.explained(config.unneeded, plugins.UNNEEDED).items():
         _log.warning("Plugins have no effect", plugins=names, instead=instead)
+    if config.roles.respected:
+        _log.info("Respecting the roles of pods", label=ROLE, prefill_min_tokens=config.roles.prefill_min_tokens)
 
 
-def opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> OpenPools:
+def opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings, roles: RoleUse) -> OpenPools:
     """Return a function that opens the connection to the API server. It raises KubeConfigError."""
 
     async def open_source(user: PoolUser) -> PoolSource:
@@ -86,7 +90,7 @@ def opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> 
             client = await KubeClient.connect(kubeconfig)
         except KubeConfigError as error:
             raise error if kubeconfig is None else KubeConfigError(f"--kubeconfig: {error}") from None
-        return _GaieSource(client, wanted, settings, user)
+        return _GaieSource(client, wanted, settings, roles, user)
 
     return open_source
 
@@ -94,11 +98,13 @@ def opener(kubeconfig: Path | None, wanted: PoolRef, settings: PoolSettings) -> 
 class _GaieSource:
     """The pool of the Inference Extension (PoolSource)."""
 
-    def __init__(self, client: KubeClient, wanted: PoolRef, settings: PoolSettings, user: PoolUser) -> None:
+    def __init__(
+        self, client: KubeClient, wanted: PoolRef, settings: PoolSettings, roles: RoleUse, user: PoolUser
+    ) -> None:
         self._client = client
         self._user = user
         observer = KubeMetrics(user.metrics.registry, user.metrics.pools_refused)
-        self._pools = GaiePools(client, wanted, settings, observer)
+        self._pools = GaiePools(client, wanted, settings, observer, roles)
         observer.show_ages(self._pools.ages_s)
 
     async def run(self) -> None:

@@ -1,13 +1,17 @@
 """Reads the EndpointPickerConfig of the pickers of the Gateway API Inference Extension and of llm-d.
 
-The router has a policy of its own, so plugins that score, pick, order or collect have no effect. Plugins that change
-which pods may serve a request, or how a request is read, cannot be left out: the picker refuses them.
+The router has a policy of its own, so plugins that score, pick, order or collect have no effect. Plugins for prefill
+and decode on different pods set up the router's own prefills (``epp.prefills``). Other plugins that change which pods
+may serve a request, or how a request is read, cannot be left out: the picker refuses them.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from dualmap.errors import PoolError
+from dualmap_extproc.epp import prefills
+from dualmap_extproc.epp.prefills import Plugin
 
 API_VERSIONS: Final = ("inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1alpha1")
 _KIND: Final = "EndpointPickerConfig"
@@ -88,35 +92,32 @@ UNNEEDED: Final = {
     ),
     **dict.fromkeys(("tokenizer", "token-producer"), _TOKENS),
     **dict.fromkeys(("header-based-testing-filter", "destination-endpoint-served-verifier"), _HOOKS),
-    "decode-filter": "every ready pod of the pool is a member, whatever its label llm-d.ai/role; put labels into the "
-    "pool's selector to leave pods out",
     "p2p-source-producer": "a request goes to the member that has its prefix; engines fetch no blocks from each other",
     "dp-rank-header-handler": "an engine distributes the requests of one port over its ranks itself",
     **dict.fromkeys(("openai-parser", "anthropic-parser", "vllmhttp-parser", "sglanghttp-parser"), _READS),
     "request-attribute-reporter": "requests' attributes are not reported to the gateway",
 }
 """What is done instead, by the type of a plugin that has no effect."""
-# llm-d's names of the profiles that choose a second pod for a request.
-_PROFILES_UNSUPPORTED: Final = ("prefill", "encode")
-
-_ROLES: Final = (
-    "a configuration of pods that both prefill and decode, in which decode-filter is the only plugin for these roles: "
-    "different pods for them are not supported"
+# llm-d's name of the profile that chooses a pod for the images of a request.
+_ENCODE: Final = "encode"
+_ENCODERS: Final = (
+    "a configuration without encode-filter and its profile: a decode or prefill pod encodes images, and pods that only "
+    "encode are not supported"
+)
+_STAGES: Final = (
+    "disagg-profile-handler with decode-filter and prefill-filter: the stages of a request are decode, and prefill"
+)
+_PLACES: Final = (
+    "another plugin: the policy chooses among all ready pods; put labels into the pool's selector to leave pods out"
 )
 _LABELS: Final = "another plugin: every ready pod of the pool is a member; put the labels into the pool's selector"
 _BODIES: Final = "another parser: the router reads JSON bodies only, as openai-parser does"
 _PODS: Final = "another plugin: the members are ready pods of one cluster, those of the InferencePool's selector"
 _ATTRIBUTES: Final = "another plugin: the router leaves out members that are not ready or overloaded, and no others"
 UNSUPPORTED: Final = {
-    **dict.fromkeys(
-        (
-            *("prefill-filter", "encode-filter", "pd-profile-handler", "disagg-profile-handler"),
-            *("prefill-header-handler", "disagg-headers-handler", "prefix-based-pd-decider"),
-            *("always-disagg-pd-decider", "always-disagg-multimodal-decider", "header-profile-handler"),
-            *("topology-affinity-filter", "disaggregatedset-rollout-screener"),
-        ),
-        _ROLES,
-    ),
+    **dict.fromkeys(("encode-filter", "always-disagg-multimodal-decider"), _ENCODERS),
+    "header-profile-handler": _STAGES,
+    **dict.fromkeys(("topology-affinity-filter", "disaggregatedset-rollout-screener"), _PLACES),
     **dict.fromkeys(
         (
             *("file-discovery", "multicluster-file-discovery", "multicluster-metrics-data-source"),
@@ -133,9 +134,21 @@ UNSUPPORTED: Final = {
 """What is accepted instead of a plugin that cannot be left out, by its type."""
 
 
-def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
-    """Return the types of the plugins that a configuration names, all of which are in UNNEEDED. Raises PoolError."""
-    found: list[str] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerConfig:
+    """What the configuration of another picker says.
+
+    ``unneeded`` are the types of its plugins that have no effect, all of which are in UNNEEDED. ``roles`` says how the
+    pods' roles count.
+    """
+
+    unneeded: tuple[str, ...] = ()
+    roles: prefills.RoleUse = prefills.ANY_ROLE
+
+
+def read_plugins(documents: Iterable[object]) -> PickerConfig:
+    """Return what the documents of a configuration say. Raises PoolError."""
+    found: list[Plugin] = []
     for document in documents:
         fields = _mapping(document, "document")
         for key, accepted in (("apiVersion", API_VERSIONS), ("kind", (_KIND,))):
@@ -147,19 +160,23 @@ def read_plugins(documents: Iterable[object]) -> tuple[str, ...]:
         plugins = fields.get("plugins") or []
         if not isinstance(plugins, list):
             raise PoolError("plugins", plugins, "a list of plugins")
-        found += [
-            _read_type(_mapping(plugin, f"plugins[{position}]").get("type"), f"plugins[{position}].type")
-            for position, plugin in enumerate(plugins)
-        ]
+        found += [_read_plugin(plugin, f"plugins[{position}]") for position, plugin in enumerate(plugins)]
         _check_profiles(fields.get("schedulingProfiles"))
-    return tuple(dict.fromkeys(found))
+    unneeded = (each.type for each in found if each.type in UNNEEDED)
+    return PickerConfig(unneeded=tuple(dict.fromkeys(unneeded)), roles=prefills.read_role_use(found))
 
 
 def _check_profiles(profiles: object) -> None:
     for position, profile in enumerate(profiles if isinstance(profiles, list) else ()):
-        name = profile.get("name") if isinstance(profile, Mapping) else None
-        if name in _PROFILES_UNSUPPORTED:
-            raise PoolError(f"schedulingProfiles[{position}].name", name, _ROLES)
+        if isinstance(profile, Mapping) and profile.get("name") == _ENCODE:
+            raise PoolError(f"schedulingProfiles[{position}].name", _ENCODE, _ENCODERS)
+
+
+def _read_plugin(plugin: object, field: str) -> Plugin:
+    fields = _mapping(plugin, field)
+    type, name = _read_type(fields.get("type"), f"{field}.type"), fields.get("name")
+    parameters = _mapping(fields.get("parameters") or {}, f"{field}.parameters")
+    return Plugin(field=field, type=type, name=name if isinstance(name, str) and name else type, parameters=parameters)
 
 
 def _mapping(value: object, field: str) -> Mapping[object, object]:
@@ -171,6 +188,6 @@ def _mapping(value: object, field: str) -> Mapping[object, object]:
 def _read_type(type: object, field: str) -> str:
     if isinstance(type, str) and type in UNSUPPORTED:
         raise PoolError(field, type, UNSUPPORTED[type])
-    if not isinstance(type, str) or type not in UNNEEDED:
-        raise PoolError(field, type, f"a plugin of these: {', '.join(sorted(UNNEEDED))}")
+    if not isinstance(type, str) or type not in UNNEEDED.keys() | prefills.TYPES:
+        raise PoolError(field, type, f"a plugin of these: {', '.join(sorted(UNNEEDED.keys() | prefills.TYPES))}")
     return type

@@ -7,13 +7,15 @@ last two are optional: without their kinds, or without the permission to read th
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
 from dualmap.errors import PoolError
 from dualmap.objects.gaie import (
+    DECODE_ROLES,
     GROUP_VERSIONS,
     OBJECTIVES_GROUP_VERSION,
+    PREFILL_ROLES,
     GaiePod,
     GaiePool,
     gaie_members,
@@ -27,6 +29,7 @@ from dualmap.pools.pool import Member, Model, Pool
 from dualmap_edge.kube.client import KubeClient, KubeError
 from dualmap_edge.kube.watch import Collection, Reflector
 from dualmap_edge.logs import get_logger
+from dualmap_extproc.epp.prefills import ANY_ROLE, RoleUse
 from dualmap_extproc.pools.changes import log_changes
 from dualmap_extproc.pools.kube import PODS, WATCH_POLICY, KubePoolsObserver
 
@@ -46,19 +49,31 @@ class PoolRef:
     group: str
     fixed: GaiePool | None = None
 
+    @property
+    def prefill_name(self) -> str:
+        """The name of the pool with the pods that only prefill. No object of Kubernetes can have it."""
+        return f"{self.name}_prefill"
+
 
 class GaiePools:
     """The source of the pool that ``wanted`` names. The pool is up to date while ``run`` runs.
 
-    ``settings`` apply where there is no InferencePool of this project. For an invalid object, the last valid version
-    stays. A failed request to the API server removes nothing.
+    If ``roles`` has pods for prefills, these are a second pool, the prefill pool of the first one. ``settings`` apply
+    where there is no InferencePool of this project. For an invalid object, the last valid version stays. A failed
+    request to the API server removes nothing.
     """
 
     def __init__(
-        self, client: KubeClient, wanted: PoolRef, settings: PoolSettings, observer: KubePoolsObserver
+        self,
+        client: KubeClient,
+        wanted: PoolRef,
+        settings: PoolSettings,
+        observer: KubePoolsObserver,
+        roles: RoleUse = ANY_ROLE,
     ) -> None:
         self._client = client
         self._wanted = wanted
+        self._roles = roles
         self._settings = settings
         self._observer = observer
         self._changed = asyncio.Event()
@@ -66,6 +81,7 @@ class GaiePools:
         self._pool: GaiePool | None = wanted.fixed
         self._own: PoolSettings | None = None
         self._members: tuple[Member, ...] = ()
+        self._prefill_members: tuple[Member, ...] = ()
         self._reported: tuple[Pool, ...] = ()
         self._rejected: dict[str, str] = {}
         # The faults of pods that are logged, by the pod's name.
@@ -119,7 +135,7 @@ class GaiePools:
         self._observer.kube_pools_refused(len(self._rejected.keys() - {"absent"}))
         self._follow_pods()
         self._log_pod_faults()
-        pools = (self._as_pool(),)
+        pools = self._as_pools()
         if not self._known.is_set():
             awaited = [each for each in (self._owns, self._objectives, self._pods) if each is None or not each.listed]
             if awaited:
@@ -177,7 +193,7 @@ class GaiePools:
             return
         self._selector, self._pods = selector, None
         if self._pool is None:
-            self._members = ()
+            self._members = self._prefill_members = ()
         if self._pods_task is not None:
             self._pods_task.cancel()
             self._pods_task = None
@@ -197,13 +213,20 @@ class GaiePools:
                 if fault not in before.get(name, ()):
                     _log.warning("Ignoring an invalid value of a pod", pod=name, reason=fault)
 
-    def _as_pool(self) -> Pool:
-        """Return the pool to report. A pool that was deleted has no members: it may come back, so requests get 503."""
+    def _as_pools(self) -> tuple[Pool, ...]:
+        """Return the pool to report, and its prefill pool if it has one.
+
+        A pool that was deleted has no members: it may come back, so requests get 503.
+        """
         # While the pods of a new selector are not listed, the members stay.
         if self._pool is not None and self._pods is not None and self._pods.listed:
-            self._members = gaie_members(self._pool, self._pods.items.values(), self._members)
+            pods = self._pods.items.values()
+            decoding = DECODE_ROLES if self._roles.respected else None
+            self._members = gaie_members(self._pool, pods, self._members, decoding)
+            if self._roles.prefill_min_tokens is not None:
+                self._prefill_members = gaie_members(self._pool, pods, self._prefill_members, PREFILL_ROLES)
         settings = self._own or self._settings
-        return Pool(
+        pool = Pool(
             namespace=self._wanted.namespace,
             name=self._wanted.name,
             model=Model(name=""),
@@ -214,6 +237,11 @@ class GaiePools:
             members=self._members,
             objectives=read_objectives(self._objectives.items.values(), self._wanted.name),
         )
+        least = self._roles.prefill_min_tokens
+        if least is None:
+            return (pool,)
+        prefill = replace(pool, name=self._wanted.prefill_name, members=self._prefill_members)
+        return replace(pool, prefill_pool=prefill.name, prefill_min_tokens=least), prefill
 
     def _watched(
         self, kind: str, api: str, resource: str, name: str = "", *, optional: bool = False

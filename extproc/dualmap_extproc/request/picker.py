@@ -5,96 +5,61 @@ requests. The access log reports how requests ended, and ``store`` supplies othe
 ``transport.deadlines`` calls ``on_deadline``. Each pool's ``dualmap.router.PoolRouter`` makes the decisions and tracks
 the pool's requests. The picker reports every event as an observation.
 
-A pool's router may queue a request, or ask the router that owns the pool. A later event, such as a first token, a new
-member, a deadline or the owner's answer, decides the request. The event's outcomes then include the request, and the
-picker resumes the request's stream.
+``answers`` turns the outcomes of a pool's router into the answers to streams. ``ends`` ends requests.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from dualmap.engines.profile import EngineProfile
 from dualmap.engines.residency import KvChange
 from dualmap.engines.source import SourceStatus
 from dualmap.kv_store.view import NO_MATCH
-from dualmap.ownership.messages import Ask, Declined, Message, Progress, Step
+from dualmap.ownership.messages import Ask, Declined, Message
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
-from dualmap.remote_prefills import Outcomes, Prefiller, RemotePrefills, Settled
+from dualmap.remote_prefills import Prefiller, Settled
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
-from dualmap.requests import (
-    Asked,
-    Completion,
-    Decision,
-    Effects,
-    Outcome,
-    PoolSnapshot,
-    Queued,
-    Rejection,
-    Request,
-    Usage,
-)
+from dualmap.requests import Asked, Outcome, PoolSnapshot, Queued, Request, Usage
 from dualmap.shared_router import RemoteDecision, Router
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.errors import (
-    Refused,
-    body_too_large,
-    model_not_found,
-    model_unnamed,
-    no_endpoint,
-    refused_by_router,
-)
+from dualmap_extproc.errors import Refused, body_too_large, model_not_found, model_unnamed, no_endpoint
 from dualmap_extproc.names import SELECTION_HEADER, cluster_name
+from dualmap_extproc.request.answers import Answers
 from dualmap_extproc.request.body import quoted_of, read_body
 from dualmap_extproc.request.builder import RequestBuilder
-from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.ends import Ends
 from dualmap_extproc.request.ids import KEY_BYTES, RequestIds
 from dualmap_extproc.request.observations import (
-    Abandoned,
     Accepted,
     Arrival,
-    ClientLimited,
     Decided,
-    Ended,
-    Enqueued,
     Expired,
     FirstTokenSeen,
     Logged,
-    Measured,
     MembersDeparted,
     OwnerChanged,
     PickNotFollowed,
     PoolsChanged,
-    Rejected,
     RemotelyDecided,
     Report,
-    Routed,
     RoutedBodiless,
     ServedElsewhere,
-    TokensMismatched,
 )
-from dualmap_extproc.request.orphans import Orphans
+from dualmap_extproc.request.orphans import Orphans, progress_of
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.reading import BoundsOfModels
 from dualmap_extproc.request.served_pools import Mesh, ServedPools
 from dualmap_extproc.request.token_counts import TokenCounts
 from dualmap_extproc.request.tokens import Tokens
-from dualmap_extproc.request.waiting import WaitingRequest, WaitingRequests
+from dualmap_extproc.request.waiting import WaitingRequest
 from dualmap_extproc.settings import OWN_GATEWAY, Gateway, Limits
 
 _log = get_logger(__name__)
-
-_ORPHANS_STEPS: Final = {
-    Ending.FINISHED: Step.FINISHED,
-    Ending.REJECTED: Step.ABORTED,
-    Ending.ABORTED: Step.ABORTED,
-    Ending.FAILED: Step.FAILED,
-}
 
 
 class Picker:
@@ -141,13 +106,13 @@ class Picker:
             changed = self._owner_changed
             mesh = Mesh(name=id_prefix, send=send, decided=self._decided_remotely, owner_changed=changed)
         self._served = ServedPools(replicated=replicated, hash_key=hash_key, epoch_s=epoch_s, mesh=mesh)
-        # The router of every request without an end, by request id.
-        self._owners: dict[str, Router] = {}
-        self._waiting = WaitingRequests()
-        self._prefills = RemotePrefills()
-        self._ended = EndedRequests(limits.ended_requests)
         self._orphans = Orphans()
         self._counts = TokenCounts()
+        self._answers = Answers(report, gateway)
+        self._ends = Ends(self._answers, self._served, self._counts, report, limit=limits.ended_requests)
+        self._owners = self._answers.owners
+        self._waiting = self._answers.waiting
+        self._prefills = self._answers.prefills
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -208,15 +173,16 @@ class Picker:
         if self.gateway.conformance_hooks:
             self._kept_headers |= {SELECTION_HEADER}
         if removed:
-            self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
+            for request_id in [each for each, router in self._owners.items() if router.pool.id in removed]:
+                del self._owners[request_id]
         for request_id, waiting in self._waiting.of_pools(removed):
             refused = no_endpoint(waiting.router.pool.id)
-            self._reject(now, refused, waiting.arrival, waiting.queued_s(now), request_id)
+            self._answers.reject(now, refused, waiting.arrival, waiting.queued_s(now), request_id)
             self._waiting.answer(request_id, refused)
         if self._prefills.splits:
             effects += self._prefills.on_removed(now, removed)
         # The requests of removed pools have answers, also if no router has released a request.
-        self._deliver(now, self._settled(now, *effects))
+        self._answers.deliver(now, self._answers.settled(now, *effects))
         self._report_departed()
 
     def on_profile(self, now: float, pool: str, member: str, profile: EngineProfile) -> None:
@@ -228,7 +194,7 @@ class Picker:
         if changed:
             self._served.name_pools()
             self._report_pools(now)
-        self._release(now, (router, outcomes))
+        self._answers.release(now, (router, outcomes))
 
     def on_kv_events(
         self, pool: str, member: str, rank: int, changes: Sequence[KvChange], status: SourceStatus
@@ -245,7 +211,7 @@ class Picker:
         attempt.
         """
         for router in self._served.shared():
-            self._release(now, (router, router.stop_asking(now).outcomes))
+            self._answers.release(now, (router, router.stop_asking(now).outcomes))
         self._served.queue_no_more()
         if self.knows_pools:
             self.set_pools(now, self.pools)
@@ -289,13 +255,14 @@ class Picker:
         """Do the same as ``pick`` for a body of ``size_bytes`` whose prompt is known, and perhaps its ``tokens``."""
         arrival = Arrival(at_s=arrived_s, headers=headers)
         if isinstance(prompt, Refused):
-            return self._reject(now, prompt, arrival)
+            return self._answers.reject(now, prompt, arrival)
         router = self._served.of_model(prompt.model)
         if router is None:
-            return self._reject(now, model_not_found(prompt.model), arrival)
+            return self._answers.reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
         if size_bytes > pool.routing.max_body_bytes:
-            return self._reject(now, replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id), arrival)
+            too_large = replace(body_too_large(pool.routing.max_body_bytes), pool=pool.id)
+            return self._answers.reject(now, too_large, arrival)
         request = self._builder.build(
             pool,
             prompt,
@@ -319,14 +286,14 @@ class Picker:
         else:
             decision, outcomes = router.on_request(now, request)
             if outcomes:
-                settled = self._settled(now, (router, outcomes))
+                settled = self._answers.settled(now, (router, outcomes))
         if isinstance(decision, Queued | Asked):
             since_s = now if isinstance(decision, Queued) else None
             waiting = WaitingRequest(router=router, since_s=since_s, arrival=arrival, quoted=quoted, resume=resume)
-            return self._await(now, request.id, waiting, settled)
-        answer = self._answer(now, pool, decision, arrival, quoted)
+            return self._answers.wait(now, request.id, waiting, settled)
+        answer = self._answers.answer(now, pool, decision, arrival, quoted)
         if settled:
-            self._deliver(now, settled)
+            self._answers.deliver(now, settled)
         return answer
 
     def _decide_both(
@@ -360,21 +327,24 @@ class Picker:
         router = self._served.of_model(model) if model else self._served.only
         if router is None:
             unnamed = model_unnamed() if self.pools else no_endpoint("")
-            return self._reject(now, model_not_found(model) if model else unnamed, None)
+            return self._answers.reject(now, model_not_found(model) if model else unnamed, None)
         pool, endpoints = router.pool, router.any_endpoints(subset)
         if not endpoints:
             # Without the pool's id, because a request without a prompt does not activate a pool that is scaled to zero.
-            return self._reject(now, no_endpoint(""), None)
+            return self._answers.reject(now, no_endpoint(""), None)
         self._report(RoutedBodiless(now=now, pool=pool.id))
         return Picked(
-            destination=self._destination(endpoints),
+            destination=self._answers.destination(endpoints),
             cluster=cluster_name(pool.namespace, pool.name),
             max_body_bytes=pool.routing.max_body_bytes,
         )
 
-    def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
-        """Report a rejection that ``stream`` decided before any pick, and return it. ``headers`` are as in ``pick``."""
-        return self._reject(now, refused, Arrival(at_s=now, headers=headers))
+    def refuse(self, now: float, refused: Refused, headers: Mapping[str, str], request_id: str = "") -> Refused:
+        """Report a rejection that ``stream`` decided, and return it. ``headers`` are as in ``pick``.
+
+        ``request_id`` is the id of a request that was accepted before.
+        """
+        return self._answers.reject(now, refused, Arrival(at_s=now, headers=headers), request_id=request_id)
 
     def decided(self, now: float, seconds: float) -> None:
         """Report how long it took to read a large body and to choose a member."""
@@ -397,7 +367,7 @@ class Picker:
         if first_token is not None:
             pool = router.pool.id
             self._report(FirstTokenSeen(now=now, pool=pool, first_token=first_token, request_id=request_id))
-        self._release(now, *effects)
+        self._answers.release(now, *effects)
 
     def heard(self, now: float, request_id: str) -> None:
         """Record that a request's response continues, so that the request does not expire."""
@@ -413,7 +383,7 @@ class Picker:
         elsewhere, outcomes = router.on_served(now, request_id, endpoint)
         if elsewhere:
             self._report(ServedElsewhere(now=now, pool=router.pool.id))
-        self._release(now, (router, outcomes))
+        self._answers.release(now, (router, outcomes))
 
     def not_followed(self, now: float, request_id: str) -> None:
         """Record that the gateway sent a request to none of the endpoints that the pick named."""
@@ -423,27 +393,27 @@ class Picker:
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """End a request after its complete response. The usage may be known now, later, or never."""
-        self._compare(now, request_id, usage)
-        if not self._end(
+        self._ends.compare(now, request_id, usage)
+        if not self._ends.end(
             now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED, usage=usage
         ):
-            self._measure(now, request_id, usage)
+            self._ends.measure(now, request_id, usage)
 
     def rejected(self, now: float, request_id: str) -> None:
         """End a request that the engine rejected.
 
         The request counts as aborted in its pool's router, because the engine did not prefill its prompt.
         """
-        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.REJECTED)
+        self._ends.end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.REJECTED)
 
     def aborted(self, now: float, request_id: str) -> None:
         """End a request that was cancelled or broke off; remove it from the queue if it is queued."""
         waiting = self._waiting.pop(request_id)
-        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, waiting)
+        self._ends.end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, waiting)
 
     def failed(self, now: float, request_id: str) -> None:
         """End a request that its member failed to serve."""
-        self._end(now, request_id, lambda router: router.on_failed(now, request_id), Ending.FAILED)
+        self._ends.end(now, request_id, lambda router: router.on_failed(now, request_id), Ending.FAILED)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """End a request by its entry in Envoy's access log; ignore unknown requests and ended requests."""
@@ -462,7 +432,7 @@ class Picker:
             case Ending.REJECTED:
                 self.rejected(now, entry.request_id)
             case Ending.ABORTED | Ending.FAILED:
-                self._compare(now, entry.request_id, entry.usage)
+                self._ends.compare(now, entry.request_id, entry.usage)
                 end = self.failed if entry.ending is Ending.FAILED else self.aborted
                 router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
@@ -470,7 +440,7 @@ class Picker:
                     router.on_usage(now, entry.request_id, entry.usage)
                 # If a client disconnects directly after the whole answer, Envoy reports a disconnect, but the answer's
                 # usage is valid.
-                self._measure(now, entry.request_id, entry.usage)
+                self._ends.measure(now, entry.request_id, entry.usage)
 
     def on_orphan(self, now: float, entry: AccessLogEntry) -> None:
         """End a request that a router had picked that has ended since.
@@ -483,13 +453,10 @@ class Picker:
 
     def _end_orphan(self, now: float, entry: AccessLogEntry) -> None:
         """End a request of another router in the accounts of its pool, if that router has ended."""
-        reports = [Progress(request_id=entry.request_id, step=_ORPHANS_STEPS[entry.ending], usage=entry.usage)]
-        if entry.served_endpoint is not None:
-            served = Progress(request_id=entry.request_id, step=Step.SERVED, endpoint=entry.served_endpoint)
-            reports.insert(0, served)
+        reports = progress_of(entry)
         for router in self._served.shared():
             for report in reports:
-                self._release(now, (router, router.on_orphan(now, report).outcomes))
+                self._answers.release(now, (router, router.on_orphan(now, report).outcomes))
 
     def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
         """Return each pool's id and this replica's replication update for the other replicas."""
@@ -499,7 +466,7 @@ class Picker:
         """Apply the update of replica ``peer`` about a pool, which is ``age_s`` seconds old; ignore unknown pools."""
         router = self._served.router(pool)
         if router is not None:
-            self._release(now, (router, router.on_update(now, peer, update, age_s).outcomes))
+            self._answers.release(now, (router, router.on_update(now, peer, update, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Apply the session bindings of a pool from the store."""
@@ -509,19 +476,19 @@ class Picker:
 
     def on_routers(self, now: float, routers: Collection[str]) -> None:
         """Take the names of the routers that may own pools, this router among them if it may."""
-        self._release(now, *self._served.set_owners(now, routers))
+        self._answers.release(now, *self._served.set_owners(now, routers))
 
     def on_message(self, now: float, pool: str, peer: str, message: Message) -> None:
         """Apply the message of another router about a pool; decline questions about a pool that is not served."""
         router = self._served.shared_router(pool)
         if router is not None:
-            self._release(now, (router, router.on_message(now, peer, message).outcomes))
+            self._answers.release(now, (router, router.on_message(now, peer, message).outcomes))
         elif isinstance(message, Ask) and self._send is not None:
             self._send(pool, peer, Declined(request_id=message.request.id, number=message.number))
 
     def on_router_lost(self, now: float, peer: str) -> None:
         """Forget a router that has ended, or to which the connection is lost."""
-        self._release(now, *((each, each.on_router_lost(now, peer).outcomes) for each in self._served.shared()))
+        self._answers.release(now, *((each, each.on_router_lost(now, peer).outcomes) for each in self._served.shared()))
         for entry in self._orphans.take(now, peer):
             self._end_orphan(now, entry)
 
@@ -551,7 +518,7 @@ class Picker:
                     effects += self._prefills.forget(now, completion.request_id)
                 self._owners.pop(completion.request_id, None)
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
-            self._release(now, *effects)
+            self._answers.release(now, *effects)
         self._report_departed()
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
@@ -567,52 +534,6 @@ class Picker:
         shown = {name: value for name, value in headers.items() if name not in self._served.client_headers}
         return quoted_of(prompt, shown, self._limits)
 
-    def _answer(
-        self,
-        now: float,
-        pool: Pool,
-        outcome: Decision | Rejection,
-        arrival: Arrival,
-        quoted: Mapping[str, object],
-        queued_s: float | None = None,
-    ) -> Picked | Refused:
-        """Report the outcome of a pool's router; return it as the stream's answer."""
-        if isinstance(outcome, Rejection):
-            self._owners.pop(outcome.request_id, None)
-            if outcome.limited:
-                self._report(ClientLimited(now=now, pool=pool.id))
-            return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s, outcome.request_id)
-        self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
-        if _log.debugging:
-            _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
-        return Picked(
-            destination=self._destination(outcome.endpoints),
-            cluster=cluster_name(pool.namespace, pool.name),
-            max_body_bytes=pool.routing.max_body_bytes,
-            request_id=outcome.request_id,
-            receipt=outcome.receipt.header(pool.routing.receipt_fields) if pool.routing.receipt_header else None,
-            prefillers=outcome.prefillers,
-            continuing=outcome.endpoints[1:] if pool.routing.continues else (),
-            # A member of the prefill pool computes the prompt, so the destination fetches nothing else.
-            kv_source="" if outcome.prefillers else outcome.receipt.kv_source,
-            decision=outcome,
-        )
-
-    def _destination(self, endpoints: Sequence[str]) -> str:
-        return endpoints[0] if self.gateway.single_destination else ",".join(endpoints)
-
-    def _reject(
-        self,
-        now: float,
-        refused: Refused,
-        arrival: Arrival | None,
-        queued_s: float | None = None,
-        request_id: str = "",
-    ) -> Refused:
-        """Report a rejection, and return it."""
-        self._report(Rejected(now, refused.pool, refused, arrival, queued_s, request_id))
-        return refused
-
     def _report_pools(self, now: float) -> None:
         self._report(PoolsChanged(now=now, pools=tuple(router.pool for router in self._served)))
 
@@ -625,125 +546,3 @@ class Picker:
 
     def _owner_changed(self, pool: str, before: str, owner: str) -> None:
         self._report(OwnerChanged(pool=pool, before=before, owner=owner))
-
-    def _await(
-        self, now: float, request_id: str, waiting: WaitingRequest, settled: Sequence[Settled]
-    ) -> Picked | Refused | AnswerLater:
-        """Keep a request until its router decides; resume the other requests that its arrival released.
-
-        A resumed stream may end its request, which may also release the waiting request. The method then returns the
-        answer to the waiting request.
-        """
-        self._waiting.add(request_id, waiting)
-        answer = self._deliver(now, settled, arriving=request_id)
-        if answer is not None:
-            return answer
-        self._waiting.announce()
-        if waiting.since_s is not None:
-            self._report_queued(now, request_id, waiting)
-        return AnswerLater(request_id=request_id)
-
-    def _report_queued(self, now: float, request_id: str, waiting: WaitingRequest) -> None:
-        self._report(Enqueued(now=now, pool=waiting.router.pool.id))
-        if _log.debugging:
-            _log.debug("Queued", request_id=request_id, pool=waiting.router.pool.id)
-
-    def _release(self, now: float, *effects: Outcomes) -> None:
-        """Resume the waiting requests that routers released or rejected."""
-        # Most events release nothing.
-        for _, outcomes in effects:
-            if outcomes:
-                self._deliver(now, self._settled(now, *effects))
-                return
-
-    def _settled(self, now: float, *effects: Outcomes) -> Sequence[Settled]:
-        """Return the outcomes of routers' events that are final for their requests."""
-        if self._prefills.splits:
-            return self._prefills.settle(now, effects)
-        return [Settled(router, each) for router, outcomes in effects for each in outcomes]
-
-    def _deliver(self, now: float, settled: Sequence[Settled], *, arriving: str = "") -> Picked | Refused | None:
-        """Resume the waiting requests with these outcomes.
-
-        If the request ``arriving`` is among them, return its answer, because its stream does not wait yet. The method
-        reports all outcomes of a call before it resumes the first stream.
-        """
-        for router, each in settled:
-            waiting = self._waiting.get(each.request_id)
-            if waiting is None:
-                # The deadlines of all other requests must not fail with this one.
-                _log.error("Ignoring the outcome of an unknown request", pool=router.pool.id)
-                continue
-            if isinstance(each, Queued):
-                waiting.since_s = now
-                self._report_queued(now, each.request_id, waiting)
-                continue
-            queued_s = waiting.queued_s(now)
-            answer = self._answer(now, router.pool, each, waiting.arrival, waiting.quoted, queued_s)
-            self._waiting.answer(each.request_id, answer)
-        return self._waiting.resume(arriving)
-
-    def _end(
-        self,
-        now: float,
-        request_id: str,
-        end: Callable[[Router], Effects[Completion | None]],
-        ending: Ending,
-        waiting: WaitingRequest | None = None,
-        *,
-        usage: Usage | None = None,
-    ) -> bool:
-        """End a request at its router and report the end; return whether the request was in flight.
-
-        A request with an outcome may be in flight before its stream is resumed.
-        """
-        router = self._owners.get(request_id)
-        if router is None:
-            return False
-        pool, (completion, outcomes) = router.pool.id, end(router)
-        effects = [(router, outcomes)]
-        if self._prefills.splits:
-            completion, more = self._end_prefill(now, request_id, completion, ending, usage)
-            effects += more
-        if completion is not None:
-            self._owners.pop(request_id, None)
-            self._report(Ended(now=now, pool=pool, ending=ending, completion=completion))
-            if completion.measured_cached_tokens is not None:
-                self._report(Measured(now=now, pool=pool, completion=completion))
-            elif ending is Ending.FINISHED:
-                self._ended.add(pool, completion)
-        elif waiting is not None:
-            self._owners.pop(request_id, None)
-            queued_s = waiting.queued_s(now)
-            self._report(
-                Abandoned(now=now, pool=pool, arrival=waiting.arrival, queued_s=queued_s, request_id=request_id)
-            )
-        self._release(now, *effects)
-        return completion is not None
-
-    def _end_prefill(
-        self, now: float, request_id: str, completion: Completion | None, ending: Ending, usage: Usage | None
-    ) -> tuple[Completion | None, list[Outcomes]]:
-        """End a request's prefill; return the request's completion, None if it waits for a member, and the effects."""
-        if completion is None or self._prefills.is_waiting(request_id):
-            return None, self._prefills.forget(now, request_id)
-        finished, failed = ending is Ending.FINISHED, ending is Ending.FAILED
-        return self._prefills.on_end(now, completion, usage, finished=finished, failed=failed)
-
-    def _compare(self, now: float, request_id: str, usage: Usage | None) -> None:
-        """Compare the router's number of prompt tokens with the engine's, if both are known."""
-        pool = self._counts.compare(request_id, usage)
-        if pool is not None:
-            self._report(TokensMismatched(now=now, pool=pool))
-
-    def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
-        """Report the engine's measurement for a request that ended before its usage was known."""
-        measured = self._ended.measure(request_id, usage)
-        if usage is None or measured is None:
-            return
-        pool, completion = measured
-        router = self._served.router(pool)
-        if router is not None:
-            router.on_usage(now, request_id, usage)
-        if completion.measured_cached_tokens is not None:
-            self._report(Measured(now=now, pool=pool, completion=completion))

@@ -323,8 +323,9 @@ class Stream:
 
         Envoy closes its connection to the engine, and answers the client unless the response has begun.
         """
+        request_id = self._response.request_id
         self._end_request(now, Ending.ABORTED)
-        return self._refuse(now, body_too_large(max_body_bytes))
+        return self._refuse(now, body_too_large(max_body_bytes), request_id)
 
     def _answer_late_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:
         return [answers.PLAIN_REQUEST_TRAILERS]
@@ -495,9 +496,9 @@ class Stream:
             out[0] = answers.with_request_header(out[0], ECHO_HEADER, served)
         return out
 
-    def _refuse(self, now: float, refused: Refused) -> _Answers:
+    def _refuse(self, now: float, refused: Refused, request_id: str = "") -> _Answers:
         """Report a rejection that the stream has decided, and return it as the answer."""
-        return self._reject(self._picker.refuse(now, refused, self._head.kept))
+        return self._reject(self._picker.refuse(now, refused, self._head.kept, request_id))
 
     def _reject(self, refused: Refused) -> _Answers:
         """Return the answer that Envoy sends to the client, and end the stream."""

@@ -25,10 +25,9 @@ def merged_lines(reading: Reading, *, separate_keys: bool, program: str) -> Iter
 
 
 def _lines(reading: Reading, program: str) -> Iterator[str]:
-    routers = {name for source in reading.sources for name in source.header.router.split(NAMES)}
     yield encode_line(
         Header(
-            router=NAMES.join(sorted(routers)),
+            router=NAMES.join(reading.routers),
             started_s=min(source.header.started_s for source in reading.sources),
             key=NAMES.join(sorted(reading.keys)),
             sample=reading.samples[0],

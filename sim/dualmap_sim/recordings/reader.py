@@ -115,6 +115,11 @@ class Reading:
         """The distinct shares of sessions that the files record, in increasing order."""
         return sorted({source.header.sample for source in self.sources})
 
+    @property
+    def routers(self) -> Sequence[str]:
+        """The names of the routers that wrote the files, in alphabetical order."""
+        return sorted({name for source in self.sources for name in source.header.router.split(NAMES)})
+
     def _read_path(self, path: Path) -> None:
         try:
             mode = path.stat().st_mode

@@ -4,6 +4,7 @@
 with ``kubelet_on``.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -66,3 +67,39 @@ def kubelet_on(
         finally:
             for other in others:
                 cluster.kubectl("uncordon", other)
+
+
+@contextmanager
+def persistent_volume(cluster: Cluster, namespace: str, claim: str, folder: Path) -> Iterator[None]:
+    """A claim in ``namespace`` for a volume in ``folder``, which pods of all nodes may write, as all are this machine.
+
+    The end of the context deletes the volume, which the cluster keeps as long as the claim. The folder stays.
+    """
+    name = f"{namespace}-{claim}"
+    anywhere = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "Exists"}]}]}
+    shared = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeMode": "Filesystem"}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **shared,
+            "capacity": {"storage": "1Gi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "claimRef": {"namespace": namespace, "name": claim},
+            "local": {"path": str(folder)},
+            "nodeAffinity": {"required": anywhere},
+        },
+    }
+    wanted = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim, "namespace": namespace},
+        "spec": {**shared, "resources": {"requests": {"storage": "1Gi"}}, "volumeName": name},
+    }
+    document = {"apiVersion": "v1", "kind": "List", "items": [volume, wanted]}
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(document))
+    try:
+        yield
+    finally:
+        cluster.kubectl("delete", "persistentvolume", name, "--wait=false", "--ignore-not-found")

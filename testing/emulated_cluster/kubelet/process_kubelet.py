@@ -55,8 +55,9 @@ class ProcessKubelet:
     deletion; outages of the API server.
 
     Also supported for containers with an image in ``images``: the root file system, volumes (emptyDir, configMap,
-    secret, downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's
-    token. Other containers run as processes of this machine and cannot mount volumes.
+    secret, downwardAPI, projected, persistentVolumeClaim of a volume of the type local), users and groups, a network
+    namespace per pod, host names, the service account's token. Other containers run as processes of this machine and
+    cannot mount volumes.
 
     Not supported: postStart, resources, capabilities, init containers that keep running. A pod with the annotation
     ``kubelet.dualmap.dev/fake: "true"`` has a status but no process.

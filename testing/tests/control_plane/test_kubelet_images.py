@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from emulated_cluster.control_plane.cluster import Cluster
-from emulated_cluster.kubelet.fixtures import kubelet_on
+from emulated_cluster.kubelet.fixtures import kubelet_on, persistent_volume
 from emulated_cluster.kubelet.isolation.network import interface_of
 from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import PodView, ProcessKubelet
@@ -141,6 +141,47 @@ async def test_volume_files_update_with_configmap_and_secret(namespace: Namespac
     assert run("readlink /mnt/settings/a") == "..data/a\n"
     assert run("readlink /mnt/settings/..data") != before
     assert run("cat /fixed/a") == "1"
+
+
+async def test_files_of_a_persistent_volume_outlive_the_pod_and_belong_to_the_group(
+    namespace: Namespace, kubelet: ProcessKubelet, cluster: Cluster, tmp_path: Path
+) -> None:
+    mounts = [{"name": "kept", "mountPath": "/kept"}]
+    owned = {"runAsUser": 1000, "fsGroup": 2000}
+    writable: Object = {"name": "kept", "persistentVolumeClaim": {"claimName": "kept"}}
+    read_only: Object = {"name": "kept", "persistentVolumeClaim": {"claimName": "kept", "readOnly": True}}
+    first = busybox(f"mkdir /kept/a && umask 077 && echo mine > /kept/a/b && echo done; {FOREVER}", volumeMounts=mounts)
+    second = busybox(f"cat /kept/a/b; ls -ln /kept/a; touch /kept/c; echo done; {FOREVER}", volumeMounts=mounts)
+
+    with persistent_volume(cluster, namespace.name, "kept", tmp_path):
+        namespace.apply(restricted("first", first, volumes=[writable], security=owned))
+        await namespace.log(kubelet, "first", "done\n")
+        namespace.delete_pod("first", "--grace-period=1")
+        await namespace.until_gone("first")
+        namespace.apply(restricted("second", second, volumes=[writable], security={**owned, "runAsUser": 1001}))
+        namespace.apply(restricted("reader", second, volumes=[read_only], security=owned))
+        said = await namespace.log(kubelet, "second", "done\n")
+        refused = await namespace.log(kubelet, "reader", "done\n")
+
+    assert said.startswith("mine\n")
+    assert "-rw-rw----    1 1000     2000" in said
+    assert "touch" not in said
+    assert "touch: /kept/c: Read-only file system" in refused
+    assert (tmp_path / "c").exists()
+
+
+async def test_container_waits_for_a_missing_claim(namespace: Namespace, cluster: Cluster, tmp_path: Path) -> None:
+    volume = {"name": "late", "persistentVolumeClaim": {"claimName": "late"}}
+    container = busybox(FOREVER, volumeMounts=[{"name": "late", "mountPath": "/late"}])
+    namespace.apply(restricted("waits", container, volumes=[volume]))
+
+    async def says_why() -> bool:
+        found = [each for each in (await namespace.pod("waits"))["status"].get("conditions", ()) if "message" in each]
+        return any('persistentvolumeclaim "late" not found' in each["message"] for each in found)
+
+    await until(says_why, "the reason", timeout_s=WITHIN_S)
+    with persistent_volume(cluster, namespace.name, "late", tmp_path):
+        await namespace.until_ready("waits")
 
 
 async def test_container_waits_for_a_missing_secret(namespace: Namespace, kubelet: ProcessKubelet) -> None:

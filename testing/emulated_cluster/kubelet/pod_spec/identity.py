@@ -3,7 +3,9 @@
 ``runtimes.py`` starts processes as the container's user; ``volumes.py`` sets the owners of files.
 """
 
+import contextlib
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,23 @@ class Owner:
         if self.group is not None:
             os.chown(path, -1, self.group)
             path.chmod(0o2777)
+
+    def own_tree(self, path: Path) -> None:
+        """Let the pod's group read and write everything in a folder, as a kubelet does for a persistent volume.
+
+        Without a group, nothing changes. Links are not followed. Files may vanish, because other pods use the volume.
+        """
+        if self.group is None:
+            return
+        for folder, _, names in os.walk(path):
+            for each in (Path(folder), *(Path(folder, name) for name in names)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.chown(each, -1, self.group, follow_symlinks=False)
+                    mode = each.lstat().st_mode
+                    if stat.S_ISLNK(mode):
+                        continue
+                    added = 0o2770 if stat.S_ISDIR(mode) else 0o660
+                    each.chmod(stat.S_IMODE(mode) | added)
 
     def own_file(self, path: Path, file: File) -> None:
         """Set a file's mode and owner.

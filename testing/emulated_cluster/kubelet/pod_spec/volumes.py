@@ -52,6 +52,7 @@ class Volumes:
         self._folder = folder
         self._memory = memory
         self._paths: dict[str, Path] = {}
+        self._read_only: set[str] = set()
         self._payloads: dict[str, _PayloadVolume] = {}
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -69,7 +70,7 @@ class Volumes:
 
     def read_only(self, name: str) -> bool:
         """Whether the volume is always read-only, whatever its mount specifies."""
-        return name in self._payloads
+        return name in self._read_only
 
     def observe(self, pod: Object) -> None:
         """Use a new version of the pod, because files may contain its labels and annotations."""
@@ -94,6 +95,9 @@ class Volumes:
             self._owner.own_writable_folder(path)
             self._paths[name] = path
             return
+        if "persistentVolumeClaim" in volume:
+            await self._claim(name, volume["persistentVolumeClaim"])
+            return
         payload = read_payload(volume)
         if payload is None:
             kind = next((key for key in volume if key != "name"), "nothing")
@@ -105,8 +109,19 @@ class Volumes:
         token = _Token(payload.token, self._fields.pod, self._client)
         made.write(payload.files(await self._source.get(payload.references), self._fields, await token.get()))
         self._paths[name] = path
+        self._read_only.add(name)
         self._payloads[name] = made
         self._keeping.append(asyncio.create_task(self._keep(made, token)))
+
+    async def _claim(self, name: str, source: Object) -> None:
+        """Use the folder of a persistent volume, which stays when the pod ends."""
+        namespace = self._fields.pod["metadata"]["namespace"]
+        path = await _folder_of_claim(self._client, namespace, source["claimName"])
+        if source.get("readOnly", False):
+            self._read_only.add(name)
+        else:
+            await asyncio.to_thread(self._owner.own_tree, path)
+        self._paths[name] = path
 
     async def _keep(self, volume: "_PayloadVolume", token: "_Token") -> None:
         """Write the volume's files again after each change of its objects, and renew its token."""
@@ -245,6 +260,26 @@ class _Token:
         self._token = answer["status"]["token"]
         self._renew_at_s = asyncio.get_running_loop().time() + _RENEWED_AT * lifetime_s
         return self._token
+
+
+async def _folder_of_claim(client: ApiClient, namespace: str, claim: str) -> Path:
+    """Return the folder of the persistent volume that the cluster has bound to a claim.
+
+    Raises ContainerConfigError for a claim that is missing or not bound, and for a volume that is not of the type
+    ``local`` or has no folder.
+    """
+    named = f'persistentvolumeclaim "{claim}"'
+    found = await persistently(client, "GET", f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}")
+    if found is None or found.get("status", {}).get("phase") != "Bound":
+        raise ContainerConfigError(f"{named} {'not found' if found is None else 'is not bound'}")
+    volume = await persistently(client, "GET", f"/api/v1/persistentvolumes/{found['spec']['volumeName']}")
+    local = None if volume is None else volume["spec"].get("local")
+    if local is None:
+        raise ContainerConfigError(f"{named}: only volumes of the type local are supported")
+    path = Path(local["path"])
+    if not await asyncio.to_thread(path.is_dir):
+        raise ContainerConfigError(f"{named}: path {path} does not exist")
+    return path
 
 
 async def values_of(client: ApiClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
