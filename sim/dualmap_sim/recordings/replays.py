@@ -77,18 +77,23 @@ def read_pools(reading: Reading) -> dict[str, RecordedPool]:
     return pools
 
 
+def chosen_pool(pools: Mapping[str, RecordedPool], asked: str) -> str:
+    """Return the name of a recording's only pool with requests, or ``asked`` if it has some. Raises RecordingError."""
+    names = [name for name, each in pools.items() if each.requests]
+    if not names:
+        raise RecordingError("the recording has no requests, so there is nothing to simulate or to fit")
+    if not asked and len(names) > 1:
+        raise SeveralPools(names)
+    if asked and asked not in names:
+        raise RecordingError(f"pool {asked} has no requests in the recording; name one of {', '.join(names)}")
+    return asked or names[0]
+
+
 def read_traffic(path: Path, pool: str = "") -> Traffic:
     """Return the traffic of a recording's only pool, or of ``pool``. Raises RecordingError."""
     reading = Reading([path])
     pools = read_pools(reading)
-    names = [name for name, each in pools.items() if each.requests]
-    if not pool and len(names) > 1:
-        raise SeveralPools(names)
-    if pool and pool not in names:
-        raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
-    if not names:
-        raise RecordingError("the recording has no requests, so there is nothing to replay")
-    recorded = pools[pool or names[0]]
+    recorded = pools[chosen_pool(pools, pool)]
     export = Export(lambda: recorded.requests, ExportFormat.MOONCAKE)
     outputs = [each.output_tokens for each in recorded.requests if each.output_tokens]
     usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
