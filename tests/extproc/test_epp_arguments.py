@@ -207,6 +207,7 @@ class TestPrefills:
     @pytest.mark.parametrize(
         ("handler", "tokens", "said"),
         [
+            ({"deciders": "prefix-based-pd-decider"}, 16, "a mapping of prefill to the name of a decider"),
             ({"deciders": {"prefill": "none"}}, 16, "plugins[3].parameters.deciders.prefill: 'none'"),
             (
                 {"deciders": {"prefill": "decode-filter"}},

@@ -68,8 +68,9 @@ def _prefill_min_tokens(handler: Plugin, plugins: Sequence[Plugin]) -> int | Non
     """Return from how many uncached tokens a profile handler wants a prefill on another pod; None: it wants none."""
     if handler.type not in (_HANDLER, _OLD_HANDLER):
         return None
-    deciders = handler.parameters.get("deciders")
-    nested = deciders if isinstance(deciders, Mapping) else {}
+    nested = handler.parameters.get("deciders") or {}
+    if not isinstance(nested, Mapping):
+        raise PoolError(f"{handler.field}.parameters.deciders", nested, "a mapping of prefill to the name of a decider")
     if encoder := nested.get("encode") or handler.parameters.get("encodeDeciderPluginName"):
         accepted = "no decider for encode: pods that only encode are not supported"
         raise PoolError(f"{handler.field}.parameters.deciders.encode", encoder, accepted)
