@@ -1,6 +1,7 @@
 """Tests of ``dualmap plan``: its document, text and chart, and what it rejects."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import yaml
 from click.testing import CliRunner, Result
 
 import simulated_recording
+from dualmap.pools.kv_store import KvStore, StoreType
+from dualmap.recordings.values import PoolChanged
 from dualmap_cli.main import main
 from dualmap_sim.experiment import Experiment
-from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.prefill_decode import split_pools
+from dualmap_sim.workloads.catalog import WORKLOADS, Workload
 from recorded import write
 
 AS_RECORDED = Experiment(
@@ -67,11 +71,15 @@ def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Pa
         True,
         ["the workload has only 300 requests, too few for a reliable figure"],
     )
-    assert document["cache_doubled"]["instances"] <= instances
-    assert 0 <= document["autoscaling"]["saved_share"] < 1
+    for saving in (document["cache_doubled"], document["kv_store"]):
+        assert saving["instances_low"] <= saving["instances"] <= min(instances, saving["instances_high"])
+    hours = document["autoscaling"]
+    assert 0 <= hours["saved_share_low"] <= hours["saved_share"] <= hours["saved_share_high"] < 1
+    assert (document["prefill"], document["decode"], document["peak"]) == (None, None, None)
     # Round robin was recorded.
     best = document["settings"][0]
     assert (best["field"], best["now"], best["proposed"]) == ("spec.routing.policy", "round_robin", "dualmap")
+    assert best["gain_low"] <= best["gain"] <= best["gain_high"]
     assert best["gain"] > 0
 
 
@@ -89,8 +97,110 @@ def test_text_and_chart_have_the_sizes(recording: Path, engine: Path, tmp_path: 
     assert "instances serve 90.0% of the requests within 4 s" in result.stdout
     assert "spec.routing.policy: round_robin -> dualmap" in result.stdout
     assert "With caches twice as large:" in result.stdout
+    assert "With a KV store that forgets nothing (200,000 tokens/s):" in result.stdout
     assert "warning: the workload has only 300 requests" in result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_peak_needs_more_instances_and_names_the_worst_windows(recording: Path, engine: Path) -> None:
+    arguments = ("--recording", recording, "--engine", engine, "--growth", "2x")
+    usual, document = planned(*arguments), planned(*arguments, "--peak", "p100-10s")
+    assert document["instances"] > usual["instances"]
+    assert document["peak"] == {"percentile": 1.0, "window_s": 10.0, "windows_may_miss": 0}
+    shares = [each["slo_attainment"]["value"] for each in document["windows"]]
+    assert min(shares) == document["slo_attainment_at_peak"]["value"] >= 0.9
+    assert all(each["requests"] >= 20 for each in document["windows"])
+    assert document["next"][0]["slo_attainment_at_peak"]["value"] < 0.9
+
+
+def test_text_with_a_peak_has_the_worst_windows(recording: Path, engine: Path) -> None:
+    text = invoke("--recording", recording, "--engine", engine, "--peak", "p80-20s").stdout
+    assert "The worst of 4 windows (20 s, 0 of which may miss the goal):" in text
+    assert "at the peak" in text
+
+
+def test_peak_of_windows_without_requests_is_a_usage_error(recording: Path, engine: Path) -> None:
+    result = invoke("--recording", recording, "--engine", engine, "--peak", "p99-1s")
+    assert result.exit_code == 2
+    assert "no window has enough requests; give a longer window" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("peak", ["p99", "99-hour", "p101-hour", "p0-day", "p99-week", "p99-0s", "p99.12345-day"])
+def test_peak_in_another_form_is_a_usage_error(recording: Path, engine: Path, peak: str) -> None:
+    result = invoke("--recording", recording, "--engine", engine, "--peak", peak)
+    assert result.exit_code == 2
+    assert f"'{peak}' is not accepted; give a percentile from p1 to p100 and a window" in " ".join(
+        result.stderr.split()
+    )
+
+
+def test_mean_that_hides_a_bad_hour_causes_a_warning(engine: Path, tmp_path: Path) -> None:
+    trace = WORKLOADS["default"](200)
+    # One request every 22 s, but the last 20 of the second hour at once.
+    requests = [replace(each, arrival_s=22.0 * min(number, 180)) for number, each in enumerate(trace.requests)]
+    path = write(tmp_path / "hours.jsonl", *simulated_recording.imported(replace(trace, requests=tuple(requests))))
+    document = planned("--recording", path, "--engine", engine)
+    assert [round(each["start_s"]) for each in document["windows"]] == [0, 3600]
+    assert document["warnings"][-1].startswith("1 of 2 windows (hour) attain less than 90.0%, the worst ")
+    assert document["warnings"][-1].endswith("; to plan for them, give --peak p100-hour")
+
+
+def apart(*, prefillers: int, decoders: int) -> list[PoolChanged]:
+    """Return the lines about a recorded pool and its prefill pool."""
+    pool = simulated_recording.pool_line(replace(AS_RECORDED, instances=prefillers + decoders)).pool
+    decode, prefill = split_pools(pool, prefillers=prefillers)
+    return [PoolChanged(at_s=0.0, pool=each) for each in (decode, prefill)]
+
+
+def test_pool_with_a_prefill_pool_gets_the_least_of_both_kinds(engine: Path, tmp_path: Path) -> None:
+    requests = simulated_recording.recorded(AS_RECORDED)
+    path = write(tmp_path / "apart.jsonl", *apart(prefillers=2, decoders=2), *requests)
+    document = planned("--recording", path, "--engine", engine)
+    prefill, decode = document["prefill"], document["decode"]
+    assert prefill["instances"] >= 1
+    assert decode["instances"] >= 1
+    assert prefill["instances"] + decode["instances"] == document["instances"]
+    for each in (prefill, decode):
+        assert each["instances_low"] <= each["instances"] <= each["instances_high"]
+    assert [each["prefill"] + each["decode"] for each in document["next"]] == [
+        document["instances"] - 1 for _ in document["next"]
+    ]
+    assert all(each["slo_attainment"]["value"] < 0.9 for each in document["next"])
+    assert document["kv_store"] is None
+    text = invoke("--recording", path, "--engine", engine).stdout
+    assert f"({prefill['instances']} prefill and {decode['instances']} decode)" in text
+    assert f"{prefill['instances']}P+{decode['instances']}D" in text
+
+
+def test_engines_that_cannot_decode_are_rejected_for_a_prefill_pool(engine: Path, tmp_path: Path) -> None:
+    requests = simulated_recording.recorded(AS_RECORDED)
+    path = write(tmp_path / "apart.jsonl", *apart(prefillers=2, decoders=2), *requests)
+    result = invoke("--recording", path, "--engine", engine, "--model", "pd")
+    assert result.exit_code == 2
+    assert "the engines do not decode, which a pool with prefillPool requires" in " ".join(result.stderr.split())
+
+
+def test_pool_with_a_store_is_planned_with_it(engine: Path, tmp_path: Path) -> None:
+    requests = simulated_recording.recorded(AS_RECORDED)
+    line = simulated_recording.pool_line(AS_RECORDED)
+    stored = PoolChanged(at_s=0.0, pool=replace(line.pool, kv_store=KvStore(type=StoreType.MOONCAKE)))
+    without, with_it = (
+        planned("--recording", write(tmp_path / name, each, *requests), "--engine", engine, "--growth", "2x")
+        for name, each in (("without.jsonl", line), ("stored.jsonl", stored))
+    )
+    assert with_it["kv_store"] is None
+    assert with_it["instances"] == without["kv_store"]["instances"] < without["instances"]
+
+
+def test_members_that_differ_in_the_file_of_the_engine_are_planned_as_equal(recording: Path, tmp_path: Path) -> None:
+    path = engine_file(tmp_path, spread=0.1)
+    usual = planned("--recording", recording, "--engine", path)
+    document = yaml.safe_load(path.read_text())
+    slow = {"r": {"value": 700, "low": 650, "high": 750, "verdict": "known"}}
+    path.write_text(yaml.safe_dump({**document, "members": {"qwen-0": {"parameters": slow}}}))
+    differing = planned("--recording", recording, "--engine", path)
+    assert differing["instances"] == usual["instances"]
+    assert "1 members of the engine's file differ; the plan has equal engines" in differing["warnings"]
 
 
 def test_engine_that_does_not_repeat_the_recording_causes_a_warning(recording: Path, tmp_path: Path) -> None:

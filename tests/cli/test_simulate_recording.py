@@ -1,6 +1,7 @@
 """Tests of ``--recording``: simulations of recorded traffic, as it was and otherwise."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import simulated_recording
-from dualmap.recordings.values import RecordedOutcome, RecordedRequest
+from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
 from dualmap_cli.main import main
-from dualmap_sim.experiment import Experiment
+from dualmap_sim.experiment import Experiment, pool_of
+from dualmap_sim.prefill_decode import split_pools
+from dualmap_sim.presets import PRESETS
 from dualmap_sim.workloads.catalog import Workload
 from recorded import HEADER, write
 
@@ -48,6 +51,17 @@ def test_recording_of_the_modelled_engine_is_repeated(requests: list[RecordedReq
     assert (run["policy"], run["instances"], run["requests"]) == ("dualmap", 3, 400)
     assert run["qps"] == pytest.approx(1.5, rel=0.01)
     assert run["ttft_p90_s"] == was["ttft_p90_s"]["simulated"]
+
+
+def test_recording_of_a_prefill_pool_is_repeated_with_its_members(tmp_path: Path) -> None:
+    engine = replace(PRESETS["7b"], pull_tokens_per_s=100_000.0)
+    apart = replace(AS_RECORDED, engine=engine, instances=4, prefillers=2, sessions=False)
+    decode, prefill = split_pools(pool_of(apart), prefillers=2)
+    lines = [PoolChanged(at_s=0.0, pool=each) for each in (decode, prefill)]
+    path = write(tmp_path / "requests.jsonl.gz", *lines, *simulated_recording.recorded(apart))
+    was = simulated(path)["as_it_was"]
+    assert (was["believable"], was["reason"]) == (True, "the simulation repeats what was measured")
+    assert was["ttft_p50_s"]["simulated"] == pytest.approx(was["ttft_p50_s"]["measured"], rel=0.05)
 
 
 def test_another_engine_is_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:

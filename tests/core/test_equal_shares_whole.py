@@ -58,6 +58,18 @@ def test_slow_member_gets_fewer_whole_answers_and_returns(
     assert traffic.poisson(rate, 60, tokens=tokens)["m-0"] > 0.4
 
 
+@pytest.mark.parametrize("decodes_slower", [False, True])
+@pytest.mark.parametrize("tokens", [200, 1000, 8000])
+@pytest.mark.parametrize("seed", range(4))
+def test_slow_member_gets_fewer_whole_answers_in_the_first_minute_at_one_request_a_second(
+    seed: int, tokens: int, decodes_slower: bool
+) -> None:
+    traffic = Traffic(streamed=False, decodes_slower=decodes_slower, seed=seed)
+    traffic.poisson(1.0, 60, tokens=tokens)
+    traffic.slowness["m-0"] = 4.0
+    assert traffic.poisson(1.0, 60, tokens=tokens)["m-0"] < 0.6
+
+
 def test_slow_member_gets_few_long_whole_answers_while_one_is_awaited() -> None:
     """An answer takes 10 s, or 40 s at the slow member, where one request at a time tests the member."""
     traffic = Traffic(streamed=False, decode_s=10.0, decodes_slower=True)

@@ -7,7 +7,7 @@ import pytest
 from builders import members, pool, request, text_of
 from core.routers import decide, dispatched_s
 from dualmap.engines.profile import ADAPTERS_MAX, EngineProfile
-from dualmap.engines.profiles import ADAPTER_KEPT_S, DISCOVERED_LENGTH_MAX, POOL_ADAPTERS_MAX
+from dualmap.engines.profiles import ADAPTER_KEPT_S, DISCOVERED_LENGTH_MAX, POOL_ADAPTERS_MAX, Profiles
 from dualmap.pools.pool import Discovery, Engine, Pool, Queue, Routing
 from dualmap.requests import Decision, EndpointStatus, Queued, Request
 from dualmap.router import PoolRouter
@@ -376,3 +376,13 @@ def test_router_without_profiles_decides_as_before() -> None:
         return made
 
     assert decisions(PoolRouter(pool(8)), True) == decisions(PoolRouter(pool(8)), False)
+
+
+def test_members_asleep_stay_immutable_when_a_member_leaves() -> None:
+    first = pool(2)
+    profiles = Profiles(first)
+    for each in first.members:
+        profiles.put(0.0, each.id, EngineProfile(asleep=True))
+    profiles.adopt(replace(first, members=first.members[:1]))
+    assert profiles.asleep == {first.members[0].id}
+    assert isinstance(profiles.asleep, frozenset)

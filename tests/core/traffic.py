@@ -51,6 +51,7 @@ class Traffic:
         decode_s: float = 0.5,
         decodes_slower: bool = False,
         output_tokens: tuple[int, int] = (OUTPUT_TOKENS, OUTPUT_TOKENS),
+        seed: int = 1,
     ) -> None:
         self._shared = Routers(pool(4), routers) if owner else None
         self.routers: list[Router] = [PoolRouter(pool(4)) for _ in range(routers)]
@@ -61,7 +62,7 @@ class Traffic:
         self._decode_s = decode_s
         self._decodes_slower = decodes_slower
         self._output_tokens = output_tokens
-        self._random = random.Random(1)
+        self._random = random.Random(seed)
         self._now = 0.0
         self._free_s = Counter[str]()
         self._events: list[tuple[float, str, _Event, int, Router]] = []

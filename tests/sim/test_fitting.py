@@ -94,6 +94,18 @@ def test_cache_without_evictions_is_absent_with_its_least_size() -> None:
     assert "nothing was evicted: the cache holds at least" in found.reason
 
 
+def test_requests_above_the_bounds_do_not_change_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = replace(PRESETS["7b"], cache_tokens=100_000, chunk_tokens=2048)
+    requests = simulated_recording.recorded(replace(BUSY, engine=engine))
+    whole = fit(requests).parameters
+    monkeypatch.setattr("dualmap_sim.fitting.cache.REQUESTS_MOST", 5)
+    monkeypatch.setattr("dualmap_sim.fitting.fit.TRIED_MOST", 0)
+    first = fit(requests).parameters
+    for name in ("c", "chunk"):
+        assert whole[name].verdict is not Verdict.ABSENT
+        assert first[name].verdict is Verdict.ABSENT
+
+
 def test_memory_is_that_of_the_pool() -> None:
     pool = replace(pool_of(LIGHT), engine=Engine(kv_tokens=190_000))
     found = fit_engine(pool.id, light(), known=pool, base=PRESETS["7b"]).parameters["m"]

@@ -9,8 +9,10 @@ import pytest
 import simulated_recording
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.fitting.fit import fit_engine
-from dualmap_sim.planning.capacity import Capacity, Engines
-from dualmap_sim.planning.sizes import LARGEST, Unattainable, least_instances
+from dualmap_sim.planning.capacity import Capacity, Engines, Sizes
+from dualmap_sim.planning.intervals import Share
+from dualmap_sim.planning.sizes import LARGEST, Fleet, Unattainable, fewest_up_to, least_instances, least_split
+from dualmap_sim.planning.windows import WINDOW_REQUESTS, NoWindow, Peak, windows_of
 from dualmap_sim.presets import PRESETS, DecodeCost, EngineConfig, PrefillCost
 from dualmap_sim.workloads.catalog import WORKLOADS, Workload
 from dualmap_sim.workloads.pacing import Phase, paced, wave
@@ -75,16 +77,16 @@ def test_plan_by_a_fitted_engine_is_the_least_size_or_one_more(day: str, tmp_pat
     trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
     path = write(tmp_path / "day.jsonl", *simulated_recording.imported(trace))
     base = replace(BASE, workload=Workload(recording=path), requests_per_s=len(trace.requests) / trace.duration_s)
-    planned, full = capacity(base, fitted_engine()).least(), capacity(base, PRESETS["7b"])
-    least = next(n for n in range(1, 20) if full.size(n).slo_attainment.value >= 0.9)
+    planned, full = capacity(base, fitted_engine()).least().instances, capacity(base, PRESETS["7b"])
+    least = next(n for n in range(1, 20) if full.size(Fleet(n)).slo_attainment.value >= 0.9)
     assert least <= planned <= least + 1
 
 
 def test_size_has_an_interval_of_the_traffic_and_of_the_engines() -> None:
     usual = PRESETS["7b"]
     slow, fast = (replace(usual, prefill=replace(usual.prefill, tokens_per_s=speed)) for speed in (6000.0, 8000.0))
-    narrow = capacity(BASE, usual).size(3).slo_attainment
-    wide = Capacity(BASE, Engines(usual=usual, slowest=slow, fastest=fast), 0.9).size(3).slo_attainment
+    narrow = capacity(BASE, usual).size(Fleet(3)).slo_attainment
+    wide = Capacity(BASE, Engines(usual=usual, slowest=slow, fastest=fast), 0.9).size(Fleet(3)).slo_attainment
     assert narrow.low < narrow.value < narrow.high
     assert wide.value == narrow.value
     assert wide.low < narrow.low
@@ -96,17 +98,29 @@ def test_slower_engines_need_more_instances() -> None:
     slow = replace(usual, prefill=replace(usual.prefill, tokens_per_s=3000.0))
     fast = replace(usual, prefill=replace(usual.prefill, tokens_per_s=15_000.0))
     planning = Capacity(BASE, Engines(usual=usual, slowest=slow, fastest=fast), 0.9)
-    least = planning.least()
-    low, high = planning.least_range(least)
-    assert low < least < high
+    sizes = planning.sizes(planning.least())
+    assert sizes.high is not None
+    assert sizes.low.instances < sizes.usual.instances < sizes.high.instances
 
 
 def test_gain_that_may_be_chance_is_none() -> None:
     planning = capacity(replace(BASE, policy="round_robin"), PRESETS["7b"])
-    assert planning.gain(replace(BASE, policy="round_robin"), 3) is None
-    gain = planning.gain(BASE, 3)
+    assert planning.gain(replace(BASE, policy="round_robin"), Fleet(3)) is None
+    gain = planning.gain(BASE, Fleet(3))
     assert gain is not None
-    assert gain > 0.1
+    assert gain.low < gain.value < gain.high
+    assert gain.value > 0.1
+
+
+def test_gain_with_engines_that_are_uncertain_has_a_wider_interval() -> None:
+    usual, base = PRESETS["7b"], replace(BASE, policy="round_robin")
+    slow, fast = (replace(usual, prefill=replace(usual.prefill, tokens_per_s=speed)) for speed in (5000.0, 12_000.0))
+    narrow = capacity(base, usual).gain(BASE, Fleet(3))
+    wide = Capacity(base, Engines(usual=usual, slowest=slow, fastest=fast), 0.9).gain(BASE, Fleet(3))
+    assert narrow is not None
+    assert wide is not None
+    assert wide.value == narrow.value
+    assert wide.high - wide.low > narrow.high - narrow.low
 
 
 def test_prompts_that_alone_miss_the_slo_are_unattainable() -> None:
@@ -117,19 +131,139 @@ def test_prompts_that_alone_miss_the_slo_are_unattainable() -> None:
     capacity(BASE, PRESETS["7b"]).check()
 
 
+def autoscaled(base: Experiment, instances: int, *, fewer: int = 0) -> Share:
+    sizes = Sizes(usual=Fleet(instances), low=Fleet(instances - fewer), high=Fleet(instances + fewer))
+    return capacity(base, PRESETS["7b"]).busy_share(sizes, windows=6)
+
+
 def test_autoscaler_saves_little_on_steady_traffic_and_much_on_a_spike(tmp_path: Path) -> None:
-    def share(day: str) -> float:
+    def share(day: str) -> Share:
         name, phases = DAYS[day]
         trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
         path = write(tmp_path / f"{day}.jsonl", *simulated_recording.imported(trace))
-        return capacity(replace(BASE, workload=Workload(recording=path)), PRESETS["7b"]).busy_share(20, windows=6)
+        return autoscaled(replace(BASE, workload=Workload(recording=path)), 20)
 
-    assert share("steady") > 0.75
-    assert share("launch spike") < 0.6
+    steady, spike = share("steady"), share("launch spike")
+    assert steady.value > 0.75
+    assert spike.value < 0.6
+    assert spike.low < spike.value < spike.high
 
 
 def test_autoscaler_of_requests_at_one_time_saves_nothing(tmp_path: Path) -> None:
     (first, *_) = simulated_recording.imported(WORKLOADS["default"](3))
     path = write(tmp_path / "one.jsonl", first)
     base = replace(BASE, workload=Workload(recording=path), warmup=0)
-    assert capacity(base, PRESETS["7b"]).busy_share(3, windows=6) == 1.0
+    assert autoscaled(base, 3) == Share(value=1.0, low=1.0, high=1.0)
+
+
+SPIKE = (Phase(seconds=200.0, rate=0.7), Phase(seconds=40.0, rate=3.0), Phase(seconds=60.0, rate=0.7))
+"""The traffic of a launch: 3 of 15 windows of 20 s are busy."""
+
+
+def spiky(folder: Path) -> Experiment:
+    trace = paced(WORKLOADS["poisson_chats"](600).at_rate(2.0), SPIKE)
+    path = write(folder / "spike.jsonl", *simulated_recording.imported(trace))
+    rate = len(trace.requests) / trace.duration_s
+    return replace(BASE, workload=Workload(recording=path), requests_per_s=rate)
+
+
+def test_plan_of_the_peak_attains_the_goal_in_every_window_and_the_mean_does_not(tmp_path: Path) -> None:
+    base, engine = spiky(tmp_path), PRESETS["7b"]
+    engines = Engines(usual=engine, slowest=engine, fastest=engine)
+    mean, whole, most = (
+        Capacity(base, engines, 0.9, peak=peak)
+        for peak in (None, Peak(percentile=1.0, window_s=20.0), Peak(percentile=0.7, window_s=20.0))
+    )
+    on_average, always, mostly = mean.least(), whole.least(), most.least()
+    assert min(share.value for share in whole.in_windows(always)) >= 0.9
+    assert min(share.value for share in whole.in_windows(on_average)) < 0.9
+    assert on_average.instances <= mostly.instances < always.instances
+    at_peak = whole.size(always).at_peak
+    assert at_peak is not None
+    assert at_peak.low <= at_peak.value <= at_peak.high
+    assert at_peak.value == min(share.value for share in whole.in_windows(always))
+
+
+def test_windows_of_few_requests_have_no_attainment_of_their_own() -> None:
+    quiet = [1.0 * number for number in range(WINDOW_REQUESTS - 1)]
+    busy = [100.0 + number for number in range(WINDOW_REQUESTS)]
+    assert [(each.start_s, each.part) for each in windows_of([*quiet, *busy], 100.0)] == [
+        (100.0, slice(len(quiet), len(quiet) + len(busy)))
+    ]
+
+
+def test_peak_without_a_window_of_enough_requests_is_rejected() -> None:
+    engine = PRESETS["7b"]
+    with pytest.raises(NoWindow):
+        Capacity(
+            BASE,
+            Engines(usual=engine, slowest=engine, fastest=engine),
+            0.9,
+            peak=Peak(percentile=1.0, window_s=0.1),
+        )
+
+
+@pytest.mark.parametrize(("percentile", "windows", "missed"), [(0.99, 24, 0), (0.95, 24, 1), (1.0, 7, 0), (0.01, 1, 0)])
+def test_percentile_of_windows_says_how_many_may_miss(percentile: float, windows: int, missed: int) -> None:
+    assert Peak(percentile=percentile, window_s=1.0).may_miss(windows) == missed
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 40])
+def test_split_search_finds_the_least_sum_from_any_first_size(first: int) -> None:
+    def attains(prefillers: int, decoders: int) -> float:
+        return 1.0 - 0.3 / prefillers - 0.5 / decoders
+
+    least = min(
+        (p + d for p in range(1, 40) for d in range(1, 40) if attains(p, d) >= 0.8),
+    )
+    found = least_split(attains, 0.8, first=first)
+    assert found.instances == least
+    assert attains(found.prefillers, found.decoders) >= 0.8
+
+
+def test_split_search_without_a_result_names_the_largest_size() -> None:
+    with pytest.raises(Unattainable) as raised:
+        least_split(lambda _prefillers, _decoders: 0.5, 0.9, first=3)
+    assert raised.value.instances == LARGEST
+
+
+def test_search_downwards_ends_at_the_least_size() -> None:
+    for least in (1, 2, 7, 20):
+        assert fewest_up_to(lambda number, least=least: float(number >= least), 1.0, 20) == least
+
+
+APART = replace(
+    BASE,
+    requests_per_s=3.0,
+    workload=Workload(name="tool_agent", requests=200),
+    prefillers=1,
+    sessions=False,
+)
+
+
+def test_plan_of_a_prefill_pool_is_the_least_of_a_full_search() -> None:
+    engine = replace(PRESETS["7b"], pull_tokens_per_s=100_000.0)
+    planning = capacity(APART, engine)
+    found = planning.least()
+    attaining = [
+        total
+        for total in range(2, found.instances + 1)
+        for prefillers in range(1, total)
+        if planning.size(Fleet(total, prefillers)).slo_attainment.value >= 0.9
+    ]
+    assert min(attaining) == found.instances
+    assert planning.size(found).slo_attainment.value >= 0.9
+    assert all(planning.size(fewer).slo_attainment.value < 0.9 for fewer in found.smaller())
+
+
+def test_store_and_larger_cache_never_need_more_instances() -> None:
+    usual = replace(PRESETS["7b"], cache_tokens=20_000)
+    slow, fast = (replace(usual, prefill=replace(usual.prefill, tokens_per_s=speed)) for speed in (6000.0, 8000.0))
+    planning = Capacity(replace(BASE, policy="round_robin"), Engines(usual=usual, slowest=slow, fastest=fast), 0.9)
+    sizes = planning.sizes(planning.least())
+    stored, doubled = planning.with_store(sizes, tokens_per_s=200_000.0), planning.with_double_cache(sizes)
+    assert stored.usual.instances < sizes.usual.instances
+    assert doubled.usual.instances <= sizes.usual.instances
+    for each in (stored, doubled):
+        assert each.high is not None
+        assert each.low.instances <= each.usual.instances <= each.high.instances

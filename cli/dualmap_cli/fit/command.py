@@ -58,7 +58,7 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         from dualmap_sim.fitting.estimates import FitError
         from dualmap_sim.fitting.fit import fit_engine
         from dualmap_sim.recordings.reader import Reading
-        from dualmap_sim.recordings.replays import read_pools
+        from dualmap_sim.recordings.replays import SeveralPools, chosen_pool, read_pools
 
         check_output(output, [path])
         if plot is not None and plot.resolve() == output.resolve():
@@ -66,11 +66,13 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         try:
             reading = Reading([path])
             pools = read_pools(reading)
+            name = chosen_pool(pools, pool_name or "")
+        except SeveralPools as error:
+            raise click.BadParameter(str(error), param_hint="--pool-name") from error
         except RecordingError as error:
             click.echo(f"dualmap fit: {error}", err=True)
             sys.exit(2)
         warn(reading)
-        name = _pool(pool_name, [name for name, each in pools.items() if each.requests])
         recorded, complete = pools[name], min(reading.samples) == 1.0
         try:
             fitted = fit_engine(name, recorded.requests, known=recorded.pool, base=PRESETS["7b"], complete=complete)
@@ -91,17 +93,3 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
                 draw_fit(plot, fitted)
             click.echo(f"chart: {plot}", err=True)
         click.echo(f"engine: {output}", err=True)
-
-
-def _pool(asked: str | None, names: list[str]) -> str:
-    """Return the pool to fit. Raises a usage error if it is not clear, or not in the recording."""
-    if not names:
-        click.echo("dualmap fit: the recording has no requests; record some traffic first", err=True)
-        sys.exit(1)
-    if asked is None and len(names) > 1:
-        raise click.UsageError(f"the recording has several pools; give --pool-name with one of {', '.join(names)}")
-    if asked is not None and asked not in names:
-        raise click.BadParameter(
-            f"{asked!r} is not in the recording; give one of {', '.join(names)}", param_hint="--pool-name"
-        )
-    return asked or names[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualmap.pools.pool import Pool, Slo
+from dualmap_cli.plan.peak_option import read_peak, window_text
 from dualmap_cli.running import command_errors, plot_option, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import changed, read_engine_file
 from dualmap_cli.simulate.plan import Plan, make_plan
@@ -16,6 +17,7 @@ from dualmap_cli.simulate.values import duration, factor
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.planning.capacity import Engines
 from dualmap_sim.planning.sizes import Unattainable
+from dualmap_sim.planning.windows import Peak
 from dualmap_sim.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -67,6 +69,13 @@ if TYPE_CHECKING:
     type=FiniteFloatRange(0.01, 1.0),
     help="Share of requests that must receive their first token within the SLO.  [default: that of the pool]",
 )
+@click.option(
+    "--peak",
+    metavar="PERCENTILE-WINDOW",
+    callback=read_peak,
+    help="Keep the SLO in this share of all windows of time, such as p99-hour, p90-day or p95-10m.  [default: on "
+    "average over the recording]",
+)
 @click.option("--requests", type=click.IntRange(1), help="Number of requests to replay.  [default: all]")
 @click.option(
     "--model",
@@ -85,6 +94,7 @@ def plan(
     growth: float,
     slo_ttft_s: float | None,
     attainment: float | None,
+    peak: Peak | None,
     requests: int | None,
     model: str,
     as_json: bool,
@@ -94,7 +104,10 @@ def plan(
 
     The command simulates the recording with different numbers of instances. It prints the least number with the share
     of requests within the SLO, the next two smaller sizes, and what would change the number: settings of the pool,
-    autoscaling, and a larger cache. Intervals cover the engine's fit and the variation of the traffic.
+    autoscaling, a larger cache, and a KV store. Intervals cover the engine's fit and the variation of the traffic.
+
+    A pool with spec.prefillPool gets the least number of prefill and decode instances. With --peak, the share must be
+    within the SLO in each window of time, except the worst ones outside of the percentile.
 
     The recording is first simulated as it was. If the simulation does not repeat what was measured, a warning says so.
 
@@ -102,6 +115,7 @@ def plan(
     Example:
       dualmap plan --recording recording --engine engine.yaml
       dualmap plan --recording recording --engine engine.yaml --growth 2x --slo 5s --attainment 0.95 --plot plan.png
+      dualmap plan --recording recording --engine engine.yaml --peak p99-hour
     """
     with command_errors("plan"):
         if plot is not None:
@@ -122,10 +136,15 @@ def plan(
         try:
             with bar(None, "simulating") as shown:
                 result = make_capacity_plan(
-                    made, engines, attainment, known=dict(engine_file.parameters), on_run=lambda: shown.done(1)
+                    made,
+                    engines,
+                    attainment,
+                    peak=peak,
+                    known=dict(engine_file.parameters),
+                    on_run=lambda: shown.done(1),
                 )
         except Unattainable as error:
-            click.echo(f"dualmap plan: {_reason(error, attainment, made.base.slo_ttft_s)}", err=True)
+            click.echo(f"dualmap plan: {_reason(error, attainment, made.base.slo_ttft_s, peak)}", err=True)
             sys.exit(1)
         for warning in result.warnings:
             click.echo(f"warning: {warning}", err=True)
@@ -162,15 +181,16 @@ def _made(
     )  # fmt: skip
 
 
-def _reason(error: Unattainable, attainment: float, slo_ttft_s: float) -> str:
+def _reason(error: Unattainable, attainment: float, slo_ttft_s: float, peak: Peak | None) -> str:
     """Return why no number of instances suffices."""
+    where = "" if peak is None else f" in the windows of --peak ({window_text(peak.window_s)})"
     if error.instances is None:
         return (
-            f"no number of instances serves {attainment:.1%} of the requests within {slo_ttft_s:g} s, because the "
-            f"prefill alone takes longer for {1 - error.share:.1%} of them; give a longer --slo, a lower --attainment, "
-            "or faster engines"
+            f"no number of instances serves {attainment:.1%} of the requests{where} within {slo_ttft_s:g} s, because "
+            f"the prefill alone takes longer for {1 - error.share:.1%} of them; give a longer --slo, a lower "
+            "--attainment, or faster engines"
         )
     return (
-        f"{error.instances} instances serve only {error.share:.1%} of the requests within {slo_ttft_s:g} s, less than "
-        f"{attainment:.1%}; give a longer --slo or a lower --attainment"
+        f"{error.instances} instances serve only {error.share:.1%} of the requests{where} within {slo_ttft_s:g} s, "
+        f"less than {attainment:.1%}; give a longer --slo or a lower --attainment"
     )

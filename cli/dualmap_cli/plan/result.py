@@ -2,42 +2,63 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Final
 
-from dualmap.pools.pool import Pool, Routing
-from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_experiment, compare_with
-from dualmap_cli.simulate.plan import Plan, recorded_rate
-from dualmap_cli.simulate.pool_option import of_pool
-from dualmap_sim.experiment import Experiment, load_trace, run_experiment
-from dualmap_sim.planning.capacity import Capacity, Change, Engines, Size
-from dualmap_sim.presets import EngineConfig
+import click
 
-_LEAST_GAIN: Final = 0.005
-"""A smaller gain of a changed setting is not proposed."""
-_DISPATCH_WINDOWS_S: Final = (0.1, 0.25, 1.0)
-_WINDOWS: Final = 24
+from dualmap.pools.kv_store import KvStore
+from dualmap.pools.pool import Routing
+from dualmap_cli.plan.peak_option import window_text
+from dualmap_cli.plan.settings import Change, changes
+from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_experiment, compare_with, with_recorded_kv
+from dualmap_cli.simulate.plan import Plan, recorded_rate, with_transfer
+from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
+from dualmap_sim.planning.intervals import Share
+from dualmap_sim.planning.sizes import Fleet
+from dualmap_sim.planning.windows import NoWindow, Peak, Window
+
+_AUTOSCALED_WINDOWS: Final = 24
 """The number of windows in which an autoscaler could change the number of instances."""
 _SHORT_REQUESTS: Final = 500
+_STORE_TOKENS_PER_S: Final = KvStore().fetch_tokens_per_second
+"""The speed of a KV store that a pool does not have yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """The windows of a plan, what the least fleet attains in each, and how many of them may miss the goal.
+
+    ``may_miss`` is None if the plan has no peak.
+    """
+
+    window_s: float
+    windows: Sequence[Window]
+    shares: Sequence[Share]
+    percentile: float | None
+    may_miss: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """The result of ``dualmap plan``. ``low`` and ``high`` are the instances with the fastest and the slowest engine.
+    """The result of ``dualmap plan``.
 
-    ``high`` is None if no number of the slowest ones suffices.
-    ``smaller`` are the next sizes below. ``autoscaled`` is the share of instance hours that an autoscaler without
-    delay would run. ``cache_doubled`` is the number of instances with caches twice as large.
+    ``smaller`` are the next fleets below: with one and two instances fewer, or with one fewer of either kind.
+    ``compared`` is the fleet with which ``changes`` are measured. ``autoscaled`` is the share of instance hours that an
+    autoscaler without delay would run. ``cache_doubled`` are the fleets with caches twice as large, ``with_store``
+    those with a KV store, None if the pool has a store or a prefill pool.
     """
 
-    instances: int
-    low: int
-    high: int | None
+    sizes: Sizes
     size: Size
     smaller: Sequence[Size]
+    windows: Windows
+    compared: Fleet
     changes: Sequence[Change]
-    autoscaled: float
-    cache_doubled: int
+    autoscaled: Share
+    cache_doubled: Sizes
+    with_store: Sizes | None
+    store_tokens_per_s: float
     was: AsItWas | None
     warnings: Sequence[str]
 
@@ -47,33 +68,82 @@ def make_capacity_plan(
     engines: Engines,
     attainment: float,
     *,
+    peak: Peak | None,
     known: Collection[str],
     on_run: Callable[[], None] = lambda: None,
 ) -> CapacityPlan:
     """Simulate the recording of a plan at different sizes.
 
-    ``known`` are the engine's parameters that a fit found. Raises Unattainable.
+    ``known`` are the engine's parameters that a fit found. Raises Unattainable, and BadParameter for a peak without
+    windows, or for engines that cannot decode in a pool with a prefill pool.
     """
-    # Without a pool, as after an import, the defaults of a pool apply.
-    policy = (Routing() if plan.pool is None else plan.pool.routing).policy
-    base = replace(plan.base, requests_per_s=recorded_rate(plan.base) or 1.0, policy=policy)
-    capacity = Capacity(base, engines, attainment, on_run=on_run)
+    base = _base(plan)
+    if base.prefillers:
+        engines = Engines(
+            usual=with_transfer(engines.usual),
+            slowest=with_transfer(engines.slowest),
+            fastest=with_transfer(engines.fastest),
+        )
+    try:
+        capacity = Capacity(base, engines, attainment, peak=peak, on_run=on_run)
+    except NoWindow as error:
+        raise click.BadParameter(
+            "no window has enough requests; give a longer window, or omit it", param_hint="--peak"
+        ) from error
     was = _was(plan, on_run)
     capacity.check()
-    instances = capacity.least()
-    low, high = capacity.least_range(instances)
-    smaller = [capacity.size(size) for size in (instances - 1, instances - 2) if size > 0]
+    usual = capacity.least()
+    sizes = capacity.sizes(usual)
+    smaller = [capacity.size(fleet) for fleet in _smaller(usual)]
+    windows = _windows(capacity, usual, peak)
+    compared = (
+        max(smaller, key=lambda size: (size.fleet.instances, size.slo_attainment.value)).fleet if smaller else usual
+    )
+    stored = base.store is not None or base.prefillers
     return CapacityPlan(
-        instances=instances,
-        low=low,
-        high=high,
-        size=capacity.size(instances),
+        sizes=sizes,
+        size=capacity.size(usual),
         smaller=smaller,
-        changes=_changes(plan, base, capacity, engines.usual, known, max(1, instances - 1)),
-        autoscaled=capacity.busy_share(instances, windows=_WINDOWS),
-        cache_doubled=capacity.with_double_cache(instances),
+        windows=windows,
+        compared=compared,
+        changes=() if plan.pool is None else changes(plan.pool, base, capacity, engines.usual, known, compared),
+        autoscaled=capacity.busy_share(sizes, windows=_AUTOSCALED_WINDOWS),
+        cache_doubled=capacity.with_double_cache(sizes),
+        with_store=None if stored else capacity.with_store(sizes, tokens_per_s=_STORE_TOKENS_PER_S),
+        store_tokens_per_s=_STORE_TOKENS_PER_S,
         was=was,
-        warnings=tuple(_warnings(plan, base, was, unbounded=high is None)),
+        warnings=tuple(_warnings(plan, base, was, windows, attainment, unbounded=sizes.high is None)),
+    )
+
+
+def _base(plan: Plan) -> Experiment:
+    """Return the experiment whose size varies, with equal engines. Raises BadParameter."""
+    # Without a pool, as after an import, the defaults of a pool apply.
+    policy = (Routing() if plan.pool is None else plan.pool.routing).policy
+    base = replace(plan.base, requests_per_s=recorded_rate(plan.base) or 1.0, policy=policy, engines=())
+    if plan.pool is None:
+        return base
+    if plan.pool.prefill_pool and base.engine.decode is None:
+        raise click.BadParameter(
+            "the engines do not decode, which a pool with prefillPool requires; give another", param_hint="--model"
+        )
+    # The number of prefill instances varies as well.
+    return with_recorded_kv(base, plan.pool, prefillers=1 if plan.pool.prefill_pool else 0)
+
+
+def _smaller(fleet: Fleet) -> Sequence[Fleet]:
+    if fleet.prefillers:
+        return fleet.smaller()
+    return [Fleet(number) for number in (fleet.instances - 1, fleet.instances - 2) if number > 0]
+
+
+def _windows(capacity: Capacity, fleet: Fleet, peak: Peak | None) -> Windows:
+    return Windows(
+        window_s=capacity.window_s,
+        windows=capacity.windows,
+        shares=capacity.in_windows(fleet),
+        percentile=None if peak is None else peak.percentile,
+        may_miss=None if peak is None else peak.may_miss(len(capacity.windows)),
     )
 
 
@@ -85,7 +155,9 @@ def _was(plan: Plan, on_run: Callable[[], None]) -> AsItWas | None:
     return compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
 
 
-def _warnings(plan: Plan, base: Experiment, was: AsItWas | None, *, unbounded: bool) -> Iterator[str]:
+def _warnings(
+    plan: Plan, base: Experiment, was: AsItWas | None, windows: Windows, attainment: float, *, unbounded: bool
+) -> Iterator[str]:
     if was is None or was.believable is None:
         yield f"the simulation is not checked: {'all requests arrived at once' if was is None else was.reason}"
     elif not was.believable:
@@ -95,67 +167,14 @@ def _warnings(plan: Plan, base: Experiment, was: AsItWas | None, *, unbounded: b
         yield f"the workload has only {requests:,} requests, too few for a reliable figure"
     if plan.differing:
         yield f"{len(plan.differing)} members of the engine's file differ; the plan has equal engines"
+    if base.prefillers and plan.pool is not None and plan.pool.kv_store.is_used:
+        yield "the pool has a prefill pool and a KV store; the plan has no store"
     if unbounded:
         yield "with the slowest engine that the fit allows, no number of instances attains the share"
-
-
-def _changes(
-    plan: Plan, base: Experiment, capacity: Capacity, engine: EngineConfig, known: Collection[str], instances: int
-) -> tuple[Change, ...]:
-    """Return the changed settings that certainly attain more: the best value of each field, the largest gain first."""
-    if plan.pool is None:
-        return ()
-    best: dict[str, Change] = {}
-    for field, now, proposed, pool in _candidates(plan.pool, engine, known):
-        changed = replace(of_pool(base, pool), policy=pool.routing.policy, block_tokens=base.block_tokens)
-        gain = capacity.gain(changed, instances)
-        if gain is not None and gain >= _LEAST_GAIN and (field not in best or gain > best[field].gain):
-            best[field] = Change(field=field, now=now, proposed=proposed, gain=gain)
-    return tuple(sorted(best.values(), key=lambda change: -change.gain))
-
-
-def _candidates(pool: Pool, engine: EngineConfig, known: Collection[str]) -> Iterator[tuple[str, str, str, Pool]]:
-    """Yield changed pools, each with its field, its value now and the changed value."""
-    routing, queue = pool.routing, pool.routing.queue
-    if routing.policy != "dualmap":
+    missed = [share.value for share in windows.shares if share.value < attainment]
+    if missed and windows.may_miss is None:
+        name = window_text(windows.window_s)
         yield (
-            "spec.routing.policy",
-            routing.policy,
-            "dualmap",
-            replace(pool, routing=replace(routing, policy="dualmap")),
+            f"{len(missed)} of {len(windows.shares)} windows ({name}) attain less than {attainment:.1%}, the worst "
+            f"{min(missed):.1%}; to plan for them, give --peak p100-{name}"
         )
-    for window_s in _DISPATCH_WINDOWS_S:
-        if window_s != queue.dispatch_window_s:
-            changed = replace(routing, queue=replace(queue, dispatch_window_s=window_s))
-            yield (
-                "spec.routing.queue.dispatchWindow",
-                _duration(queue.dispatch_window_s),
-                _duration(window_s),
-                replace(pool, routing=changed),
-            )
-    believed = pool.engine
-    for name, field, now, proposed, changed_engine in (
-        (
-            "r",
-            "spec.engine.prefillTokensPerSecond",
-            f"{believed.prefill_tokens_per_second:g}",
-            f"{engine.prefill.tokens_per_s:.0f}",
-            replace(believed, prefill_tokens_per_second=engine.prefill.tokens_per_s),
-        ),
-        (
-            "c",
-            "spec.engine.cacheTokens",
-            f"{believed.cache_tokens}",
-            f"{engine.cache_tokens}",
-            replace(believed, cache_tokens=engine.cache_tokens),
-        ),
-    ):
-        if name in known and now != proposed:
-            yield field, now, proposed, replace(pool, engine=changed_engine)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as a pool's object has it."""
-    if seconds == inf:
-        return "Unlimited"
-    return f"{seconds:g}s" if seconds >= 1 else f"{1000 * seconds:g}ms"

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from dualmap.pools.pool import Pool
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
-from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate
+from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate, with_transfer
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.recordings.replays import Traffic, was_measured
+from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import Summary, percentile
 
 _SHARES_APART: Final = 0.05
@@ -68,8 +70,25 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
         base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
         return base
-    recorded = replace(of_pool(base, pool), block_tokens=None)
-    return replace(recorded, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
+    recorded = replace(of_pool(base, pool), block_tokens=None, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
+    return with_recorded_kv(recorded, pool, prefillers=plan.traffic.prefillers)
+
+
+def with_recorded_kv(experiment: Experiment, pool: Pool, *, prefillers: int) -> Experiment:
+    """Return an experiment with the members of a pool's prefill pool, or with its KV store.
+
+    Members of a prefill pool are equal and have no store.
+    """
+    if prefillers and experiment.engine.decode is not None:
+        instances = experiment.instances + prefillers
+        engine = with_transfer(experiment.engine)
+        return replace(
+            experiment, instances=instances, prefillers=prefillers, engine=engine, engines=(), kv_moves=False
+        )
+    if pool.kv_store.is_used:
+        store = StoreConfig(tokens_per_s=pool.kv_store.fetch_tokens_per_second)
+        return replace(experiment, store=store, kv_moves=False)
+    return experiment
 
 
 def compare_with(traffic: Traffic, experiment: Experiment, simulated: Summary) -> AsItWas:

@@ -113,7 +113,7 @@ def make_plan(
     instances, slo_ttft_s = instances or INSTANCES, slo_ttft_s or Slo().ttft_s
     if prefillers:
         _check_split(prefillers, instances, engine, apart=routers == 1 and not slow, policies=policies)
-        engine = replace(engine, pull_tokens_per_s=engine.pull_tokens_per_s or _TRANSFER_TOKENS_PER_S)
+        engine = with_transfer(engine)
     base = Experiment(
         requests_per_s=1.0,
         workload=source,
@@ -152,6 +152,11 @@ def make_plan(
         plot=plot,
         as_json=as_json,
     )
+
+
+def with_transfer(engine: EngineConfig) -> EngineConfig:
+    """Return an engine from which KV moves to a decode engine: at its own speed, or at the assumed one."""
+    return replace(engine, pull_tokens_per_s=engine.pull_tokens_per_s or _TRANSFER_TOKENS_PER_S)
 
 
 def _accepting(engine: EngineConfig, traffic: Traffic) -> EngineConfig:

@@ -75,7 +75,8 @@ class Profiles:
             for member, known in self._known.items()
             if member in self._members and _process(self._members[member]) == known.process
         }
-        self.asleep &= self._known.keys()
+        # `&` with keys of a dictionary would return a mutable set.
+        self.asleep = self.asleep.intersection(self._known)
         self._adapters_due_s = -inf
 
     @property

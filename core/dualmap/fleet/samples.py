@@ -224,15 +224,15 @@ class RecentPrefills:
             self._agreement.prefills.forget(self)
 
     def _median(self) -> float:
-        return upper_median(self._samples.ordered, self._agreement.prefills.value)
+        return upper_median(self._samples.ordered, self._agreement.prefills.value, window=WINDOW)
 
 
-def upper_median(ordered: Sequence[float], common: float) -> float:
+def upper_median(ordered: Sequence[float], common: float, *, window: int) -> float:
     """Return the value after the faster half of ``ordered`` (rounded up), which may be those of one client.
 
-    If there are few values, ``common`` stands for the missing ones.
+    If there are few of ``window`` values, ``common`` stands for the missing ones.
     """
-    missing = min(_PRIOR_PREFILLS, WINDOW - len(ordered))
+    missing = min(_PRIOR_PREFILLS, window - len(ordered))
     if missing:
         ordered = sorted((*ordered, *(common,) * missing))
     return ordered[min((len(ordered) + 1) // 2, len(ordered) - 1)]

@@ -13,14 +13,16 @@ from dualmap.fleet.samples import (
     AGREEMENT,
     FADE_ROUNDS,
     FRESH_ROUNDS,
-    MOST_OF_CLIENT,
-    WINDOW,
     Agreement,
     RecentSamples,
     near,
     upper_median,
 )
 
+# The median is taken over this many answers. More answers would show a slow member later: at 1 request/s, each of four
+# members gets 15 in a minute.
+WINDOW: Final = 9
+MOST_OF_CLIENT: Final = 5
 # The old samples that count beside the first new one, so that one answer shows whether the member is still slow.
 _KEPT: Final = 2
 # The prefill counts as at least this part of an answer, which limits how much a difference of durations can mean.
@@ -96,4 +98,4 @@ class WholeAnswers:
         return _UNCERTAINTY * (ordered[-1 - quarter] - ordered[quarter]) / sqrt(len(ordered))
 
     def _median(self) -> float:
-        return upper_median(self._samples.ordered, self._agreement.answers.value)
+        return upper_median(self._samples.ordered, self._agreement.answers.value, window=WINDOW)

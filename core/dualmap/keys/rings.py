@@ -22,7 +22,7 @@ from dualmap.pools.pool import Member, Ring, RingAlgorithm
 
 _FULL_WEIGHT = 100
 _MEMO_KEYS = 32_768
-_TWO_64 = 2.0**64
+_TWO_64 = 2**64
 
 Pair = tuple[str, ...]
 
@@ -53,7 +53,7 @@ class RendezvousRing:
         # With equal weights, the order of the scores is the order of the hashes, so no logarithm is needed.
         self._weights = None if len(weights) == 1 else [member.weight for member in members]
 
-    def _scores(self, key: int) -> Sequence[float]:
+    def _scores(self, key: int) -> Sequence[int] | Sequence[float]:
         data = key.to_bytes(8, "little")
         digests = [xxh3_64_intdigest(data, seed) for seed in self._seeds]
         if self._weights is None:

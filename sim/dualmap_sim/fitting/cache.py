@@ -16,7 +16,8 @@ _GROWTH: Final = 2**0.25
 """The ratio of two sizes that are tried in turn."""
 _AS_GOOD: Final = 1.1
 """Sizes with errors up to this ratio of the smallest error are within the interval."""
-_REQUESTS_MOST: Final = 5000
+REQUESTS_MOST: Final = 5000
+"""The most requests of each member with which sizes of the cache are tried."""
 _LEAST_EVICTED: Final = 0.01
 """The share of prompt tokens by which an unlimited cache must differ from the engines' for an eviction to be seen."""
 _SMALLEST_BLOCKS: Final = 8
@@ -92,7 +93,7 @@ def _prompts(
     return [
         [
             _Prompt(served=each, blocks=engine_blocks(each.request.chain.cacheable, apart))
-            for each in served[:_REQUESTS_MOST]
+            for each in served[:REQUESTS_MOST]
         ]
         for served in members.values()
     ]

@@ -64,6 +64,7 @@ class Estimate:
 class Prediction:
     """The measured and the predicted time to the first token of one request."""
 
+    prompt_tokens: int
     measured_s: float
     predicted_s: float
 

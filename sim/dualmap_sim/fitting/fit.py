@@ -33,7 +33,7 @@ _CHUNKS: Final = (None, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes of steps that are tried; None for whole prefills."""
 _AS_GOOD: Final = 1.1
 """Sizes with errors up to this ratio of the smallest error are as good as the best."""
-_TRIED_MOST: Final = 2000
+TRIED_MOST: Final = 2000
 """The most requests of each member with which the sizes are tried."""
 _INCOMPLETE: Final = "the recording has a part of the sessions, and the others may have slowed the engines"
 _UNBOUNDED_TOKENS: Final = 10**9
@@ -174,7 +174,7 @@ def _fit(requests: Sequence[RecordedRequest], base: EngineConfig) -> _Fitted:
 
 def _error(fitted: _Fitted) -> float:
     """Return the mean error of the predictions for the first requests that the engine was fitted to."""
-    members = {name: each[:_TRIED_MOST] for name, each in fitted.members.items()}
+    members = {name: each[:TRIED_MOST] for name, each in fitted.members.items()}
     predictions = predict(members, fitted.engines(members), block_tokens=fitted.block_tokens, from_s=-inf)
     # Without a bound, a few predictions that are far too high would decide.
     return fmean([min(1.0, abs(each.error)) for each in predictions] or [1.0])

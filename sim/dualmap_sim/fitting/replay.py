@@ -25,7 +25,11 @@ def predict(
         for number, each in enumerate(served):
             if each.sound and each.first_s is not None and number in first_s and each.request.arrived_s >= from_s:
                 arrived_s = each.request.arrived_s
-                yield Prediction(measured_s=each.first_s - arrived_s, predicted_s=first_s[number] - arrived_s)
+                yield Prediction(
+                    prompt_tokens=each.prompt_tokens,
+                    measured_s=each.first_s - arrived_s,
+                    predicted_s=first_s[number] - arrived_s,
+                )
 
 
 def _first_tokens(served: Sequence[Served], config: EngineConfig, block_tokens: float) -> dict[int, float]:

@@ -1,41 +1,21 @@
-"""A capacity plan: sizes with their attainment, what a larger cache, autoscaling and other settings would change."""
+"""A capacity plan: sizes with their attainment, and what caches, a store, autoscaling and settings would change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
-from random import Random
 from typing import Final
 
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
-from dualmap_sim.planning.sizes import Unattainable, least_instances
+from dualmap_sim.planning.intervals import Share, interval, mean, widened
+from dualmap_sim.planning.sizes import Fleet, Unattainable, fewest_up_to, least_instances, least_split
+from dualmap_sim.planning.windows import HOUR_S, NoWindow, Peak, Window, windows_of
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import Record
+from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.statistics import decode_work_s, ideal_cached_tokens, prefill_work_s
 
 _DECODE_MARGIN: Final = 8
 """An assumption: only a part of the decode work delays first tokens."""
-_PARTS: Final = 20
-"""A run is resampled in this many parts, because neighbouring requests share their fate."""
-_RESAMPLES: Final = 400
-_INTERVAL: Final = (0.05, 0.95)
-_SEED: Final = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The share of requests within the SLO, with the interval of the engine's fit and of the workload's parts."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A number of instances and what it attains."""
-
-    instances: int
-    slo_attainment: Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,114 +28,197 @@ class Engines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A changed field of the pool, and its ``gain`` in attainment with the same instances. Values are shown as text."""
+class Size:
+    """A fleet and what it attains: over the whole workload, and in the window that decides about the peak."""
 
-    field: str
-    now: str
-    proposed: str
-    gain: float
+    fleet: Fleet
+    slo_attainment: Share
+    at_peak: Share | None
+    """None if the plan has no peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The least fleet, and the least ones with the fastest and the slowest engine.
+
+    ``high`` is None if no number of the slowest ones suffices.
+    """
+
+    usual: Fleet
+    low: Fleet
+    high: Fleet | None
 
 
 class Capacity:
-    """Simulations of a workload at different sizes. ``base`` has the workload at its rate, the pool and the SLO."""
+    """Simulations of a workload at different sizes. ``base`` has the workload at its rate, the pool and the SLO.
+
+    A fleet suffices if the share ``target`` of all requests is within the SLO, and with a ``peak`` also the share
+    ``target`` of each window that may not miss it. With ``prefillers`` in ``base``, fleets have a prefill pool. Raises
+    NoWindow for a peak without windows.
+    """
 
     def __init__(
-        self, base: Experiment, engines: Engines, target: float, *, on_run: Callable[[], None] = lambda: None
+        self,
+        base: Experiment,
+        engines: Engines,
+        target: float,
+        *,
+        peak: Peak | None = None,
+        on_run: Callable[[], None] = lambda: None,
     ) -> None:
         self._base = replace(base, sample_s=None)
         self._engines = engines
         self._target = target
+        self._peak = peak
         self._on_run = on_run
         self._shares: dict[Experiment, tuple[bool, ...]] = {}
-
-    def least(self, *, first: int | None = None, engine: EngineConfig | None = None) -> int:
-        """Return the least number of instances with the usual engine, or with ``engine``. Raises Unattainable."""
-        base = replace(self._base, engine=engine or self._engines.usual)
-        return least_instances(
-            lambda instances: self._attained(replace(base, instances=instances)),
-            self._target,
-            first=first or self._lower_bound(base.engine),
+        self.window_s = HOUR_S if peak is None else peak.window_s
+        paced = load_trace(base).at_rate(base.requests_per_s)
+        self.windows: tuple[Window, ...] = windows_of(
+            [request.arrival_s for request in paced.requests[base.warmup :]], self.window_s
         )
+        """The windows of the counted requests, ``window_s`` each: those of the peak, or hours."""
+        if peak is not None and not self.windows:
+            raise NoWindow
 
-    def least_range(self, instances: int) -> tuple[int, int | None]:
-        """Return the least numbers of instances with the fastest and with the slowest engine.
+    def least(self) -> Fleet:
+        """Return the least fleet with the usual engine. Raises Unattainable."""
+        return self._least(self._engines.usual, first=self._lower_bound(self._engines.usual))
 
-        The second is None if no number of the slowest ones suffices. Raises Unattainable.
-        """
-        fastest = min(instances, self.least(first=max(1, instances // 2), engine=self._engines.fastest))
+    def sizes(self, usual: Fleet) -> Sizes:
+        """Return the least fleets with the fastest and with the slowest engine beside the least usual one."""
+        low = self._fewest(replace(self._base, engine=self._engines.fastest), usual)
         try:
-            return fastest, max(instances, self.least(first=instances, engine=self._engines.slowest))
+            first = usual.decoders if usual.prefillers else usual.instances
+            slowest = self._least(self._engines.slowest, first=first)
         except Unattainable:
-            return fastest, None
+            return Sizes(usual=usual, low=low, high=None)
+        return Sizes(usual=usual, low=low, high=max(usual, slowest, key=lambda fleet: fleet.instances))
 
-    def size(self, instances: int) -> Size:
-        """Return what a number of instances attains."""
-        within = self._within(replace(self._base, engine=self._engines.usual, instances=instances))
-        value = sum(within) / len(within)
-        low, high = _interval(within)
-        slow, fast = (
-            self._attained(replace(self._base, engine=engine, instances=instances))
-            for engine in (self._engines.slowest, self._engines.fastest)
+    def size(self, fleet: Fleet) -> Size:
+        """Return what a fleet attains."""
+        at_peak = None if self._peak is None else self._share(fleet, self._deciding(fleet).part)
+        return Size(fleet=fleet, slo_attainment=self._share(fleet, slice(None)), at_peak=at_peak)
+
+    def in_windows(self, fleet: Fleet) -> tuple[Share, ...]:
+        """Return what a fleet attains in each of ``windows``."""
+        return tuple(self._share(fleet, window.part) for window in self.windows)
+
+    def with_double_cache(self, sizes: Sizes) -> Sizes:
+        """Return the least fleets, up to ``sizes``, if the caches of their instances were twice as large."""
+        return self._with(
+            sizes,
+            lambda base: replace(base, engine=replace(base.engine, cache_tokens=2 * base.engine.cache_tokens)),
         )
-        return Size(
-            instances=instances,
-            slo_attainment=Share(
-                value=value,
-                low=max(0.0, min(value, slow) - (value - low)),
-                high=min(1.0, max(value, fast) + (high - value)),
-            ),
-        )
 
-    def with_double_cache(self, instances: int) -> int:
-        """Return the least number of instances up to ``instances`` if their caches were twice as large."""
-        usual = self._engines.usual
-        doubled = replace(self._base, engine=replace(usual, cache_tokens=2 * usual.cache_tokens))
-        while instances > 1 and self._attained(replace(doubled, instances=instances - 1)) >= self._target:
-            instances -= 1
-        return instances
+    def with_store(self, sizes: Sizes, *, tokens_per_s: float) -> Sizes:
+        """Return the least fleets, up to ``sizes``, if their instances shared a KV store that forgets nothing."""
+        store = StoreConfig(tokens_per_s=tokens_per_s)
+        return self._with(sizes, lambda base: replace(base, store=store, kv_moves=False))
 
-    def gain(self, changed: Experiment, instances: int) -> float | None:
-        """Return how much more ``changed`` attains than the base with the same instances and engine.
+    def gain(self, changed: Experiment, fleet: Fleet) -> Share | None:
+        """Return how much more ``changed`` attains than the base with the same fleet and engines.
 
-        The result is None if the gain may be chance: the interval of the difference contains 0.
+        With a peak, only the window that decides counts. The result is None if the gain may be chance: the interval of
+        the difference with the usual engine contains 0.
         """
-        engine = self._engines.usual
-        before = self._within(replace(self._base, instances=instances, engine=engine))
-        after = self._within(replace(changed, instances=instances, engine=engine, sample_s=None))
-        gains = [new - old for new, old in zip(after, before, strict=True)]
-        low, _ = _interval(gains)
-        return sum(gains) / len(gains) if low > 0 else None
+        part = slice(None) if self._peak is None else self._deciding(fleet).part
+        usual = self._differences(changed, fleet, self._engines.usual, part)
+        low, _ = interval(usual)
+        if low <= 0:
+            return None
+        ends = [
+            mean(self._differences(changed, fleet, engine, part))
+            for engine in (self._engines.slowest, self._engines.fastest)
+        ]
+        return widened(usual, ends, least=-1.0, most=1.0)
 
-    def busy_share(self, instances: int, *, windows: int) -> float:
-        """Return the instance hours of an autoscaler without delay, as a share of those of ``instances``.
+    def busy_share(self, sizes: Sizes, *, windows: int) -> Share:
+        """Return the instance hours of an autoscaler without delay, as a share of those of the least fleet.
 
         In each of ``windows`` equal windows of time, the autoscaler runs the share of instances that the work of the
         window's requests is of the busiest window's work: the time of their prefills without a cache.
         """
+        high = sizes.usual if sizes.high is None else sizes.high
+        usual, *ends = (
+            self._busy(engine, fleet.instances, windows=windows)
+            for engine, fleet in (
+                (self._engines.usual, sizes.usual),
+                (self._engines.slowest, high),
+                (self._engines.fastest, sizes.low),
+            )
+        )
+        return widened(usual, [mean(each) for each in ends], least=0.0, most=1.0)
+
+    def check(self) -> None:
+        """Check that an instance alone could serve enough requests within the SLO. Raises Unattainable."""
         trace, engine = load_trace(self._base), self._engines.usual
+        cached_tokens = ideal_cached_tokens(trace)
+        within = []
+        for number in range(self._base.warmup, len(trace.requests)):
+            tokens, cached = trace.requests[number].input_tokens, cached_tokens[number]
+            seconds = engine.prefill_s(new_tokens=max(1, tokens - cached), cached_tokens=cached, pulled_tokens=0)
+            within.append(seconds <= self._base.slo_ttft_s)
+        share = self._held(tuple(within))
+        if share < self._target:
+            raise Unattainable(share=share, instances=None)
+
+    def _least(self, engine: EngineConfig, *, first: int) -> Fleet:
+        base = replace(self._base, engine=engine)
+        if base.prefillers:
+            return least_split(
+                lambda prefillers, decoders: self._attained(base, Fleet(prefillers + decoders, prefillers)),
+                self._target,
+                first=first,
+            )
+        return Fleet(
+            least_instances(lambda number: self._attained(base, Fleet(number)), self._target, first=first),
+        )
+
+    def _fewest(self, base: Experiment, most: Fleet) -> Fleet:
+        """Return the least fleet, up to one that suffices; neither kind of its instances can be one fewer."""
+        if not most.prefillers:
+            return Fleet(
+                fewest_up_to(lambda number: self._attained(base, Fleet(number)), self._target, most.instances),
+            )
+        prefillers = fewest_up_to(
+            lambda number: self._attained(base, Fleet(most.decoders + number, number)), self._target, most.prefillers
+        )
+        decoders = fewest_up_to(
+            lambda number: self._attained(base, Fleet(prefillers + number, prefillers)), self._target, most.decoders
+        )
+        return Fleet(prefillers + decoders, prefillers)
+
+    def _with(self, sizes: Sizes, change: Callable[[Experiment], Experiment]) -> Sizes:
+        usual, low = (
+            self._fewest(change(replace(self._base, engine=engine)), fleet)
+            for engine, fleet in ((self._engines.usual, sizes.usual), (self._engines.fastest, sizes.low))
+        )
+        high = sizes.high
+        if high is not None:
+            high = self._fewest(change(replace(self._base, engine=self._engines.slowest)), high)
+            high = max(usual, high, key=lambda fleet: fleet.instances)
+        return Sizes(usual=usual, low=min(usual, low, key=lambda fleet: fleet.instances), high=high)
+
+    def _differences(self, changed: Experiment, fleet: Fleet, engine: EngineConfig, part: slice) -> list[int]:
+        before, after = (
+            self._within(_sized(replace(each, engine=engine, sample_s=None), fleet))[part]
+            for each in (self._base, changed)
+        )
+        return [new - old for new, old in zip(after, before, strict=True)]
+
+    def _busy(self, engine: EngineConfig, instances: int, *, windows: int) -> list[float]:
+        """Return the share of the instances that an autoscaler runs in each window."""
+        trace = load_trace(self._base)
         if not trace.duration_s:
-            return 1.0
+            return [1.0] * windows
         start_s, width_s = trace.requests[0].arrival_s, trace.duration_s / windows
         work_s = [0.0] * windows
         for request in trace.requests:
             window = min(windows - 1, int((request.arrival_s - start_s) / width_s))
             work_s[window] += engine.prefill_s(new_tokens=request.input_tokens, cached_tokens=0, pulled_tokens=0)
         busiest_s = max(work_s)
-        return sum(max(1, ceil(instances * each / busiest_s)) for each in work_s) / (instances * windows)
-
-    def check(self) -> None:
-        """Check that an instance alone could serve enough requests within the SLO. Raises Unattainable."""
-        trace, engine = load_trace(self._base), self._engines.usual
-        cached_tokens = ideal_cached_tokens(trace)
-        counted = range(self._base.warmup, len(trace.requests))
-        within = 0
-        for number in counted:
-            tokens, cached = trace.requests[number].input_tokens, cached_tokens[number]
-            seconds = engine.prefill_s(new_tokens=max(1, tokens - cached), cached_tokens=cached, pulled_tokens=0)
-            within += seconds <= self._base.slo_ttft_s
-        if within < self._target * len(counted):
-            raise Unattainable(share=within / len(counted), instances=None)
+        return [max(1, ceil(instances * each / busiest_s)) / instances for each in work_s]
 
     def _lower_bound(self, engine: EngineConfig) -> int:
         """Return a number of instances that hardly suffices: every possible cache hit occurs, and no time is lost.
@@ -167,9 +230,29 @@ class Capacity:
         decode_s = decode_work_s(trace, engine) / _DECODE_MARGIN
         return max(1, int((prefill_s + decode_s) / max(trace.duration_s, 1e-9)))
 
-    def _attained(self, experiment: Experiment) -> float:
-        within = self._within(experiment)
-        return sum(within) / len(within)
+    def _share(self, fleet: Fleet, part: slice) -> Share:
+        usual, *ends = (
+            self._within(_sized(replace(self._base, engine=engine), fleet))[part]
+            for engine in (self._engines.usual, self._engines.slowest, self._engines.fastest)
+        )
+        return widened(usual, [mean(each) for each in ends], least=0.0, most=1.0)
+
+    def _deciding(self, fleet: Fleet) -> Window:
+        """Return the worst window of those that may not miss the goal, with the usual engine."""
+        assert self._peak is not None, "without a peak, the whole workload decides"
+        within = self._within(_sized(replace(self._base, engine=self._engines.usual), fleet))
+        worst_first = sorted(self.windows, key=lambda window: mean(within[window.part]))
+        return worst_first[self._peak.may_miss(len(worst_first))]
+
+    def _attained(self, base: Experiment, fleet: Fleet) -> float:
+        return self._held(self._within(_sized(base, fleet)))
+
+    def _held(self, within: tuple[bool, ...]) -> float:
+        """Return the share within the SLO: the least of the whole workload's and, with a peak, of the windows'."""
+        if self._peak is None:
+            return mean(within)
+        shares = sorted(mean(within[window.part]) for window in self.windows)
+        return min(mean(within), shares[self._peak.may_miss(len(shares))])
 
     def _within(self, experiment: Experiment) -> tuple[bool, ...]:
         """Return whether each counted request got its first token within the SLO, in order of arrival."""
@@ -181,19 +264,9 @@ class Capacity:
         return found
 
 
+def _sized(experiment: Experiment, fleet: Fleet) -> Experiment:
+    return replace(experiment, instances=fleet.instances, prefillers=fleet.prefillers)
+
+
 def _is_within(record: Record, slo_ttft_s: float) -> bool:
     return record.ttft_s is not None and record.ttft_s <= slo_ttft_s
-
-
-def _interval(values: Sequence[int]) -> tuple[float, float]:
-    """Return the interval of the mean of values in order of arrival, by resampling the parts of the run."""
-    length = max(1, ceil(len(values) / _PARTS))
-    parts = [values[start : start + length] for start in range(0, len(values), length)]
-    draws = Random(_SEED)
-    means = []
-    for _ in range(_RESAMPLES):
-        drawn = draws.choices(parts, k=len(parts))
-        means.append(sum(map(sum, drawn)) / sum(map(len, drawn)))
-    means.sort()
-    low, high = (means[int(share * (_RESAMPLES - 1))] for share in _INTERVAL)
-    return low, high

@@ -1,6 +1,6 @@
 """A recording as a trace that simulations replay, and what was measured of its requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -21,15 +21,17 @@ class Traffic:
     """The requests of one pool. ``trace`` has one request for each of ``requests``, in the same order.
 
     ``pool`` is the pool's last object in the recording, None if it has none. ``instances`` is the largest number of
-    members at one time, or else the number of members that were chosen, 0 for an import. ``membership_changes`` counts
-    the changes of its members. The answers of ``unknown_outputs`` requests have no known length, and the trace has the
-    mean of the others for them. ``reading`` has been read completely.
+    members at one time, or else the number of members that were chosen, 0 for an import. ``prefillers`` is the largest
+    number of members of its prefill pool. ``membership_changes`` counts the changes of the pool's own members. The
+    answers of ``unknown_outputs`` requests have no known length, and the trace has the mean of the others for them.
+    ``reading`` has been read completely.
     """
 
     trace: Trace
     requests: tuple[RecordedRequest, ...]
     pool: Pool | None
     instances: int
+    prefillers: int
     membership_changes: int
     unknown_outputs: int
     reading: Reading
@@ -75,18 +77,23 @@ def read_pools(reading: Reading) -> dict[str, RecordedPool]:
     return pools
 
 
+def chosen_pool(pools: Mapping[str, RecordedPool], asked: str) -> str:
+    """Return the name of a recording's only pool with requests, or ``asked`` if it has some. Raises RecordingError."""
+    names = [name for name, each in pools.items() if each.requests]
+    if not names:
+        raise RecordingError("the recording has no requests, so there is nothing to simulate or to fit")
+    if not asked and len(names) > 1:
+        raise SeveralPools(names)
+    if asked and asked not in names:
+        raise RecordingError(f"pool {asked} has no requests in the recording; name one of {', '.join(names)}")
+    return asked or names[0]
+
+
 def read_traffic(path: Path, pool: str = "") -> Traffic:
     """Return the traffic of a recording's only pool, or of ``pool``. Raises RecordingError."""
     reading = Reading([path])
     pools = read_pools(reading)
-    names = [name for name, each in pools.items() if each.requests]
-    if not pool and len(names) > 1:
-        raise SeveralPools(names)
-    if pool and pool not in names:
-        raise RecordingError(f"pool {pool} has no requests in the recording; name one of {', '.join(names) or 'none'}")
-    if not names:
-        raise RecordingError("the recording has no requests, so there is nothing to replay")
-    recorded = pools[pool or names[0]]
+    recorded = pools[chosen_pool(pools, pool)]
     export = Export(lambda: recorded.requests, ExportFormat.MOONCAKE)
     outputs = [each.output_tokens for each in recorded.requests if each.output_tokens]
     usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
@@ -115,10 +122,19 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
         pool=recorded.pool,
         instances=max(map(len, recorded.members), default=0)
         or len({each.receipt.chosen for each in requests if each.receipt is not None}),
+        prefillers=_prefillers(recorded.pool, pools),
         membership_changes=max(0, len(recorded.members) - 1),
         unknown_outputs=sum(not each.output_tokens for each in requests),
         reading=reading,
     )
+
+
+def _prefillers(pool: Pool | None, pools: Mapping[str, RecordedPool]) -> int:
+    """Return the largest number of members of a pool's prefill pool; 0 without one, or if it was not recorded."""
+    if pool is None or not pool.prefill_pool:
+        return 0
+    prefilling = pools.get(f"{pool.namespace}/{pool.prefill_pool}", RecordedPool())
+    return max(map(len, prefilling.members), default=0)
 
 
 def was_measured(request: RecordedRequest) -> bool:

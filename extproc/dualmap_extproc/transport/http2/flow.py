@@ -14,10 +14,10 @@ class Bucket:
     __slots__ = ("_at", "_burst", "_rate", "left")
 
     def __init__(self, burst: int, rate: int, now: float) -> None:
-        self._burst = burst
+        self._burst = float(burst)
         self._rate = rate
         self._at = now
-        self.left: float = burst
+        self.left = self._burst
 
     def take(self, now: float) -> bool:
         """Take a token; return False if there is none."""
