@@ -5,7 +5,6 @@ A request that has waited for long may use this router's share of a member, what
 
 from dualmap.engines.profiles import Profiles
 from dualmap.fleet.ledger import Ledger
-from dualmap.fleet.load import MemberLoad
 from dualmap.pools.pool import Pool
 from dualmap.queue.fair_shares import FairShares
 from dualmap.queue.request_queue import MemberQueue
@@ -43,18 +42,20 @@ class Capacity:
 
     def backlog_s(self, now: float, member: str) -> float:
         """Return the seconds of prefill that were sent to a member and have no observed end."""
-        return self._load(now, member).backlog_s(now, self._stall_s)
+        load = self._ledger.loads[member]
+        load.end_overdue(now)
+        return load.backlog_s(now, self._stall_s)
 
     def queue_s(self, now: float, member: str) -> float:
         """Return a member's T_q (paper eq. 7): the time until a new request's prefill would start there.
 
         A new request goes before the late requests, which are deferred.
         """
-        return self._load(now, member).queue_s(now, self._stall_s)
+        return self._ledger.loads[member].queue_s(now, self._stall_s)
 
     def ends_s(self, now: float, member: str) -> float:
         """Return the seconds until all prefills that are now pending or queued at a member have ended."""
-        return self._load(now, member).ends_s(now, self._stall_s)
+        return self._ledger.loads[member].ends_s(now, self._stall_s)
 
     def is_open(self, now: float, member: str, *, waited_s: float) -> bool:
         """Whether a member's backlog leaves a place for a request that has waited for ``waited_s``."""
@@ -87,12 +88,6 @@ class Capacity:
     def on_output(self, tokens: int) -> None:
         """Count the output of a completed request in the mean output."""
         self._output_tokens += _OUTPUT_WEIGHT * (tokens - self._output_tokens)
-
-    def _load(self, now: float, member: str) -> MemberLoad:
-        """Return a member's load, in which all that counts as ended at ``now`` has ended."""
-        load = self._ledger.loads[member]
-        load.end_overdue(now)
-        return load
 
     def _open_window_s(self, now: float) -> float:
         """Return the dispatch window: a member takes requests while its backlog is within it."""

@@ -119,7 +119,7 @@ class Ledger:
         """Record a request that was dispatched to ``request.member``; its id must not be in flight."""
         assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
         self._in_flight[request.request_id] = request
-        load = self._load(now, request.member)
+        load = self.loads[request.member]
         if request.is_timed:
             load.await_answer(now, request)
         load.enter(now, request)
@@ -144,7 +144,7 @@ class Ledger:
     def _leave(self, now: float, request_id: str, answer: EndedAnswer | None) -> InFlightRequest | None:
         request = self._in_flight.pop(request_id, None)
         if request is not None:
-            self._load(now, request.member).leave(now, request)
+            self.loads[request.member].leave(now, request)
             self._ended[request_id] = _Ended(request.member, request.prediction, request.lesson, answer)
             if len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
@@ -181,7 +181,7 @@ class Ledger:
         request = self._in_flight.get(request_id)
         if request is None:
             return None
-        load = self._load(now, request.member)
+        load = self.loads[request.member]
         if request.prefilled:
             load.kv.learn_silence(now - request.silent_since_s)
         return self._leave(now, request_id, load.end_answer(now, request))
@@ -197,18 +197,18 @@ class Ledger:
         fetch_tokens: int = 0,
     ) -> None:
         """Move a request in flight to the member that serves it."""
-        self._load(now, request.member).leave(now, request)
+        self.loads[request.member].leave(now, request)
         request.member, request.prediction, request.compute_s = to, prediction, compute_s
         request.fetch_tokens = fetch_tokens
         request.matched_tokens = prediction.matched_tokens
-        self._load(now, to).enter(now, request)
+        self.loads[to].enter(now, request)
 
     def heard(self, now: float, request_id: str) -> InFlightRequest | None:
         """Record a report of a request, which postpones its expiry; return the request, or None if it is unknown."""
         request = self._in_flight.get(request_id)
         if request is not None:
             request.heard_s = now
-            self._load(now, request.member).heard(now, request)
+            self.loads[request.member].heard(now, request)
             self._in_flight.move_to_end(request_id)
         return request
 
@@ -225,15 +225,6 @@ class Ledger:
             assert request is not None
             expired.append(request)
         return expired
-
-    def _load(self, now: float, member: str) -> MemberLoad:
-        """Return a member's load before an event; what ended without a report before the event has ended.
-
-        The effect of an event therefore does not depend on when a decision last looked at the member.
-        """
-        load = self.loads[member]
-        load.end_overdue(now)
-        return load
 
     def retain(self, members: set[str]) -> None:
         """Remove the loads of members that have left the pool and have no request in flight."""
