@@ -15,7 +15,7 @@ import click
 
 from dualmap_sim.errors import CannotPublish
 from dualmap_sim.option_checks import FiniteFloatRange, not_blank
-from dualmap_sim.presets import PRESETS
+from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.server_settings import KvEventSettings, KvTransferSettings, ServerSettings
 
 BLOCK_TOKENS: Final = 16
@@ -155,12 +155,7 @@ def engine_sim(
       dualmap engine-sim --port 8001 --model qwen --preset 7b --speed 10
       curl localhost:8001/v1/completions -d '{"model": "qwen", "prompt": "hello", "max_tokens": 8}'
     """
-    config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
-    if cache_tokens is not None:
-        config = replace(config, cache_tokens=cache_tokens)
-    if kv_transfer:
-        # The transfer takes its time before the engine gets the request.
-        config = replace(config, pull_tokens_per_s=inf)
+    config = _engine_config(preset, cache_tokens, kv_transfer=kv_transfer)
     if kv_events and config.cache_tokens < 2 * config.block_tokens:
         raise click.UsageError(
             f"--kv-events needs a prefix cache; give --cache-tokens at least {2 * config.block_tokens}"
@@ -193,6 +188,17 @@ def engine_sim(
         else None,
     )
     sys.exit(asyncio.run(_serve(settings)))
+
+
+def _engine_config(preset: str, cache_tokens: int | None, *, kv_transfer: bool) -> EngineConfig:
+    """Return the configuration of a preset with vLLM's block size, and with another cache if one is given."""
+    config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
+    if cache_tokens is not None:
+        config = replace(config, cache_tokens=cache_tokens)
+    if kv_transfer:
+        # The transfer takes its time before the engine gets the request.
+        config = replace(config, pull_tokens_per_s=inf)
+    return config
 
 
 async def _serve(settings: ServerSettings) -> int:
