@@ -9,10 +9,11 @@ ids (``dualmap.engines.token_chain``). The rules:
 - Only blocks in the engine's own GPU memory count, and only blocks of groups in which every block of a prompt stays
   (full attention). Blocks of a sliding window have no positions.
 - A report of blocks that were stored before looks like a store from the start of a prompt, all of whose blocks are
-  known. Such an event counts no copies. A counted report would leave blocks that the engine does not have, and requests
-  would go there. If the blocks were copies after all, the router forgets a block too early, and with it the prompts
-  that begin with it. A store from the start of a prompt with an unknown block is no report, so its known blocks are
-  copies: two requests with a common beginning were computed at the same time.
+  known, or were forgotten while the engine may have had another copy. Such an event counts no copies. A counted report
+  would leave blocks that the engine does not have, and requests would go there. If the blocks were copies after all,
+  the router forgets a block too early, and with it the prompts that begin with it. A store from the start of a prompt
+  with any other block is no report, so its known blocks are copies: two requests with a common beginning were computed
+  at the same time.
 - A block that the router may have forgotten too early is held again when the engine shows that it has it: a store names
   it as its parent, or the engine has stored the last block of a prompt that was sent to it (``awaited``). The engine
   then has all blocks before.
@@ -292,7 +293,7 @@ class Residency:
         awaited = self._awaited
         ended: list[int] = []
         stored = 0
-        reported = _is_reported_again(table, event)
+        reported = _is_reported_again(group, event)
         for number, block in enumerate(event.hashes):
             slot = table.seek(block)
             if slot >= 0:
@@ -422,8 +423,11 @@ class _Group:
         self.removed_keys: dict[int, int] = {}
 
 
-def _is_reported_again(table: BlockTable, event: Stored) -> bool:
-    """Return whether an event may repeat an earlier one: its blocks are all known, and it does not call them new."""
+def _is_reported_again(group: "_Group", event: Stored) -> bool:
+    """Return whether an event may repeat an earlier one: its blocks are all known, and it does not call them new.
+
+    A removed block of which the engine may have another copy is known.
+    """
     # The other parts of a divided event may contain an unknown block.
     blocks = event.hashes if event.last is None else (*event.hashes, event.last)
-    return not event.new and all(table.find(block) >= 0 for block in blocks)
+    return not event.new and all(group.table.find(block) >= 0 or block in group.removed for block in blocks)
