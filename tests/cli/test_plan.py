@@ -122,7 +122,7 @@ def test_text_with_a_peak_has_the_worst_windows(recording: Path, engine: Path) -
 def test_peak_of_windows_without_requests_is_a_usage_error(recording: Path, engine: Path) -> None:
     result = invoke("--recording", recording, "--engine", engine, "--peak", "p99-1s")
     assert result.exit_code == 2
-    assert "no window has enough requests; give a longer window" in " ".join(result.stderr.split())
+    assert "no window has the 20 requests that it needs; give a longer window" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("peak", ["p99", "99-hour", "p101-hour", "p0-day", "p99-week", "p99-0s", "p99.12345-day"])

@@ -212,8 +212,9 @@ class TestPrefills:
             (
                 {"deciders": {"prefill": "decode-filter"}},
                 16,
-                "the name of a plugin of the type prefix-based-pd-decider",
+                "the name of a plugin in plugins, of the type prefix-based-pd-decider",
             ),
+            ({"stageOrder": "prefill-first"}, 16, "plugins[3].parameters.stageOrder: 'prefill-first'"),
             ({"deciders": {"encode": "any"}}, 16, "plugins[3].parameters.deciders.encode: 'any'"),
             ({"encodeDeciderPluginName": "any"}, 16, "pods that only encode are not supported"),
             ({"deciders": {"prefill": "prefix-based-pd-decider"}}, -1, "plugins[2].parameters.nonCachedTokens: -1"),
@@ -228,6 +229,11 @@ class TestPrefills:
         with pytest.raises(PoolError) as refused:
             self.roles(self.handler(**handler), self.by_prefix(tokens))
         assert said in str(refused.value)
+
+    def test_configuration_of_a_picker_for_prefills_only_is_refused(self) -> None:
+        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+        with pytest.raises(PoolError, match=r"plugins\[1\].type: 'prefill-filter'"):
+            read_plugins([{**head, "plugins": [{"type": "queue-scorer"}, {"type": "prefill-filter"}]}])
 
     def test_parameters_that_are_no_mapping_are_refused(self) -> None:
         with pytest.raises(PoolError, match=r"plugins\[2\].parameters"):

@@ -221,6 +221,14 @@ def test_split_search_finds_the_least_sum_from_any_first_size(first: int) -> Non
     assert attains(found.prefillers, found.decoders) >= 0.8
 
 
+def test_split_search_result_has_no_sufficient_smaller_fleet_if_more_instances_attain_less() -> None:
+    def attains(prefillers: int, decoders: int) -> float:
+        # Beside many prefill instances, two decode instances do not suffice.
+        return 1.0 if prefillers >= 2 and decoders >= (2 if prefillers < 6 else 4) else 0.0
+
+    assert least_split(attains, 0.9, first=8) == Fleet(4, 2)
+
+
 def test_split_search_without_a_result_names_the_largest_size() -> None:
     with pytest.raises(Unattainable) as raised:
         least_split(lambda _prefillers, _decoders: 0.5, 0.9, first=3)

@@ -109,6 +109,8 @@ def plan(
     A pool with spec.prefillPool gets the least number of prefill and decode instances. With --peak, the share must be
     within the SLO in each window of time, except the worst ones outside of the percentile.
 
+    The first quarter of the requests, at most 500, does not count, because the simulated caches are empty at the start.
+
     The recording is first simulated as it was. If the simulation does not repeat what was measured, a warning says so.
 
     \b

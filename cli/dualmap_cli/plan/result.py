@@ -16,7 +16,7 @@ from dualmap_sim.experiment import Experiment, load_trace, run_experiment
 from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
 from dualmap_sim.planning.intervals import Share
 from dualmap_sim.planning.sizes import Fleet
-from dualmap_sim.planning.windows import NoWindow, Peak, Window
+from dualmap_sim.planning.windows import WINDOW_REQUESTS, NoWindow, Peak, Window
 
 _AUTOSCALED_WINDOWS: Final = 24
 """The number of windows in which an autoscaler could change the number of instances."""
@@ -88,7 +88,8 @@ def make_capacity_plan(
         capacity = Capacity(base, engines, attainment, peak=peak, on_run=on_run)
     except NoWindow as error:
         raise click.BadParameter(
-            "no window has enough requests; give a longer window, or omit it", param_hint="--peak"
+            f"no window has the {WINDOW_REQUESTS} requests that it needs; give a longer window, or omit it",
+            param_hint="--peak",
         ) from error
     was = _was(plan, on_run)
     capacity.check()

@@ -17,9 +17,12 @@ _HANDLER: Final = "disagg-profile-handler"
 _OLD_HANDLER: Final = "pd-profile-handler"
 _BY_PREFIX: Final = "prefix-based-pd-decider"
 _ALWAYS: Final = "always-disagg-pd-decider"
+_PREFILL_FILTER: Final = "prefill-filter"
+_STAGE_ORDER: Final = "stageOrder"
+_DECODE_FIRST: Final = "decode-first"
 TYPES: Final = frozenset(
     (
-        *(_DECODE_FILTER, "prefill-filter", _HANDLER, _OLD_HANDLER, _BY_PREFIX, _ALWAYS),
+        *(_DECODE_FILTER, _PREFILL_FILTER, _HANDLER, _OLD_HANDLER, _BY_PREFIX, _ALWAYS),
         # The router itself names the prefill pod in the request's header.
         *("prefill-header-handler", "disagg-headers-handler"),
     )
@@ -58,10 +61,23 @@ ANY_ROLE: Final = RoleUse(respected=False)
 
 def read_role_use(plugins: Sequence[Plugin]) -> RoleUse:
     """Return how the plugins of a configuration use the roles of pods. Raises PoolError."""
+    _check_prefills_only(plugins)
     least = [tokens for each in plugins if (tokens := _prefill_min_tokens(each, plugins)) is not None]
     if least:
         return RoleUse(respected=True, prefill_min_tokens=min(least))
     return RoleUse(respected=True) if any(each.type == _DECODE_FILTER for each in plugins) else ANY_ROLE
+
+
+def _check_prefills_only(plugins: Sequence[Plugin]) -> None:
+    """Raise PoolError for a picker that only chooses pods for prefills, because the members are pods that decode."""
+    types = {each.type for each in plugins}
+    if not types & {_DECODE_FILTER, _HANDLER, _OLD_HANDLER}:
+        for each in plugins:
+            if each.type == _PREFILL_FILTER:
+                accepted = (
+                    f"{_PREFILL_FILTER} only with {_HANDLER} or {_DECODE_FILTER}: the members are pods that decode"
+                )
+                raise PoolError(f"{each.field}.type", each.type, accepted)
 
 
 def _prefill_min_tokens(handler: Plugin, plugins: Sequence[Plugin]) -> int | None:
@@ -74,6 +90,10 @@ def _prefill_min_tokens(handler: Plugin, plugins: Sequence[Plugin]) -> int | Non
     if encoder := nested.get("encode") or handler.parameters.get("encodeDeciderPluginName"):
         accepted = "no decider for encode: pods that only encode are not supported"
         raise PoolError(f"{handler.field}.parameters.deciders.encode", encoder, accepted)
+    order = handler.parameters.get(_STAGE_ORDER) or _DECODE_FIRST
+    if order != _DECODE_FIRST:
+        accepted = f"{_DECODE_FIRST}, the order in which the router chooses pods"
+        raise PoolError(f"{handler.field}.parameters.{_STAGE_ORDER}", order, accepted)
     flat = (handler.parameters.get(each) for each in _FLAT_DECIDERS)
     default = _BY_PREFIX if handler.type == _OLD_HANDLER else None
     wanted = nested.get("prefill") or next((each for each in flat if each), default)
@@ -84,7 +104,7 @@ def _prefill_min_tokens(handler: Plugin, plugins: Sequence[Plugin]) -> int | Non
             return 1
         if each.name == wanted and each.type == _BY_PREFIX:
             return _read_tokens(each)
-    accepted = f"the name of a plugin of the type {_BY_PREFIX} or {_ALWAYS}"
+    accepted = f"the name of a plugin in plugins, of the type {_BY_PREFIX} or {_ALWAYS}"
     raise PoolError(f"{handler.field}.parameters.deciders.prefill", wanted, accepted)
 
 

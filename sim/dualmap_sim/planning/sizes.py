@@ -76,7 +76,8 @@ def least_split(attains: SplitAttains, target: float, *, first: int) -> Fleet:
     """Return the least fleet of prefill and decode instances that attains ``target``. Raises Unattainable.
 
     The search begins with ``first`` of each. It finds the least number of each kind beside an ample number of the
-    other. It then adds instances to both of these numbers, one more at a time, in every possible way.
+    other. It then adds instances to both of these numbers, one more at a time, in every possible way. If more instances
+    never attain less, this is the least sum. In any case, no fleet with one fewer of either kind attains the target.
     """
     half = LARGEST // 2
     ample = min(half, max(1, first))
@@ -94,7 +95,15 @@ def least_split(attains: SplitAttains, target: float, *, first: int) -> Fleet:
         share, prefilling = max(tried)
         if share >= target:
             break
-    return Fleet(prefillers + decoders + added, prefilling)
+    return _reduced(attains, target, Fleet(prefillers + decoders + added, prefilling))
+
+
+def _reduced(attains: SplitAttains, target: float, fleet: Fleet) -> Fleet:
+    """Remove instances of a fleet that attains ``target``, one at a time, as long as it still does."""
+    for smaller in fleet.smaller():
+        if attains(smaller.prefillers, smaller.decoders) >= target:
+            return _reduced(attains, target, smaller)
+    return fleet
 
 
 def _between(attains: Attains, target: float, low: int, high: int) -> int:
