@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from controlplane import keda
+from controlplane.helm import binary
 from controlplane.product import Product
+from controlplane.site import Site
 from emulated_cluster import fixtures
+from emulated_cluster.control_plane.build import binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
@@ -28,6 +31,17 @@ async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) ->
     """Two routers that watch a new namespace, with permissions for a test's operators."""
     async with Product(cluster, tmp_path) as product:
         yield product
+
+
+@pytest.fixture(name="site")
+def _site(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Site]:
+    """A namespace for the chart, which Helm 3 installs."""
+    helm = binary(3, binaries_folder())
+    if helm is None:
+        pytest.skip("helm 3 is not there: make e2e")
+    site = Site(cluster, helm, tmp_path / "helm")
+    yield site
+    site.leave()
 
 
 @pytest.fixture(scope="module", name="running_keda")

@@ -6,36 +6,22 @@ The operator generates certificates and password into Secrets that the chart cre
 import asyncio
 import base64
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import aiohttp
 import grpc
 import pytest
 
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.helm import binary
 from controlplane.site import POOL, RELEASE, Site, until_so
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE, EDS_METHOD, EDS_SERVICE
 from dualmap_extproc.wire import access_log_pb2, discovery_pb2
-from emulated_cluster.control_plane.build import binaries_folder
-from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 SECRETS = ("authority", "router-mtls", "gateway-mtls", "redis-password", "hash-key")
 PLAIN: Mapping[str, bytes] = {}
 _ANSWER_S = 30.0
 _STEADY_S = 5.0
-
-
-@pytest.fixture(name="site")
-def _site(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Site]:
-    helm = binary(3, binaries_folder())
-    if helm is None:
-        pytest.skip("helm 3 is not there: make e2e")
-    site = Site(cluster, helm, tmp_path / "helm")
-    yield site
-    site.leave()
 
 
 @pytest.mark.timeout(900, func_only=True)

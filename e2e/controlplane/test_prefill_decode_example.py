@@ -2,34 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.helm import binary
 from controlplane.site import DECISION, Site, until_so
 from doc_commands import ROOT
-from emulated_cluster.control_plane.build import binaries_folder
-from emulated_cluster.control_plane.cluster import Cluster
-from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 EXAMPLE = ROOT / "manifests" / "examples" / "prefill-decode.yaml"
 POOLS = ("qwen-prefill", "qwen-decode")
-
-
-@pytest.fixture(name="site")
-def _site(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Site]:
-    helm = binary(3, binaries_folder())
-    if helm is None:
-        pytest.skip("helm 3 is not there: make e2e")
-    site = Site(cluster, helm, tmp_path / "helm")
-    yield site
-    site.leave()
 
 
 async def ask(url: str, number: int) -> tuple[str, str, int]:

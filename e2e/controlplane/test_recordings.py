@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.helm import binary
 from controlplane.site import Site, request_id
 from dualmap.recordings.values import Header, RecordedRequest
 from dualmap_extproc.recording.hashing import KeyedHashes, Purpose
-from emulated_cluster.control_plane.build import binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.fixtures import persistent_volume
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
@@ -92,16 +90,6 @@ class Recordings:
 def _must_be_recorded(exchange: Exchange) -> bool:
     """Whether a request was answered by a router's decision. Without a router, Envoy answers without one."""
     return exchange.outcome is Outcome.OK and exchange.routed
-
-
-@pytest.fixture(name="site")
-def _site(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Site]:
-    helm = binary(3, binaries_folder())
-    if helm is None:
-        pytest.skip("helm 3 is not there: make e2e")
-    site = Site(cluster, helm, tmp_path / "helm")
-    yield site
-    site.leave()
 
 
 @pytest.fixture(name="recordings")

@@ -17,7 +17,7 @@ _GROWTH: Final = 2**0.25
 _AS_GOOD: Final = 1.1
 """Sizes with errors up to this ratio of the smallest error are within the interval."""
 REQUESTS_MOST: Final = 5000
-"""The most requests of each member with which sizes of the cache are tried."""
+"""The fit tries sizes of the cache on at most this many requests of each member."""
 _LEAST_EVICTED: Final = 0.01
 """The share of prompt tokens by which an unlimited cache must differ from the engines' for an eviction to be seen."""
 _SMALLEST_BLOCKS: Final = 8

@@ -20,7 +20,7 @@ _DECODE_MARGIN: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """The engine as fitted, and the slowest and the fastest one that the fit allows."""
+    """The engine as fitted, and the slowest and the fastest engine within the intervals of the fit."""
 
     usual: EngineConfig
     slowest: EngineConfig

@@ -78,7 +78,10 @@ def read_pools(reading: Reading) -> dict[str, RecordedPool]:
 
 
 def chosen_pool(pools: Mapping[str, RecordedPool], asked: str) -> str:
-    """Return the name of a recording's only pool with requests, or ``asked`` if it has some. Raises RecordingError."""
+    """Return the pool ``asked`` if it has requests, or without ``asked`` the only one that has.
+
+    Raises RecordingError, and SeveralPools for several pools without ``asked``.
+    """
     names = [name for name, each in pools.items() if each.requests]
     if not names:
         raise RecordingError("the recording has no requests, so there is nothing to simulate or to fit")
