@@ -42,12 +42,12 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 
-def make_model(folder: Path) -> None:
-    """Write the tiny model with random weights into a folder."""
+def make_model(folder: Path, size: str = "fast") -> None:
+    """Write the tiny model with random weights into a folder; ``size`` is one of ``tiny_model.py``."""
     assert PYTHON is not None
     script = REPOSITORY / "bench/engine/tiny_model.py"
     made = subprocess.run(
-        [PYTHON, script, folder, "fast"], env=_environment(), capture_output=True, text=True, check=False
+        [PYTHON, script, folder, size], env=_environment(), capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr
 
