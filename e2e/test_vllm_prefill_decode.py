@@ -30,7 +30,7 @@ from harness.vllm import BLOCK_TOKENS, MODEL, PYTHON, Vllm, make_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(
         PYTHON is None, reason="`make vllm ARGS=e2e/test_vllm_prefill_decode.py` runs the tests with a real vLLM"
     ),
