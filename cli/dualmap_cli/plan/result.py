@@ -8,10 +8,10 @@ import click
 
 from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Routing
-from dualmap_cli.plan.peak_option import window_text
 from dualmap_cli.plan.settings import Change, changes
 from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_experiment, compare_with, with_recorded_kv
 from dualmap_cli.simulate.plan import Plan, recorded_rate, with_transfer
+from dualmap_cli.simulate.values import window_text
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
 from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
 from dualmap_sim.planning.intervals import Share
@@ -153,7 +153,7 @@ def _was(plan: Plan, on_run: Callable[[], None]) -> AsItWas | None:
     if experiment is None or plan.traffic is None:
         return None
     on_run()
-    return compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    return compare_with(plan.traffic, experiment, run_experiment(experiment))
 
 
 def _warnings(

@@ -110,7 +110,7 @@ def _repeat(plan: Plan) -> "AsItWas | None":
     experiment = as_it_was_experiment(plan)
     if experiment is None:
         return None
-    was = compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    was = compare_with(plan.traffic, experiment, run_experiment(experiment))
     if was.believable is not True:
         believed = "cannot be checked" if was.believable is None else "does not repeat the recording"
         click.echo(f"warning: the simulation {believed}: {was.reason}", err=True)
@@ -119,7 +119,7 @@ def _repeat(plan: Plan) -> "AsItWas | None":
 
 def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
     from dualmap_cli.simulate.documents import runs_document
-    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show
+    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show, windows_table
 
     with writing_results():
         if plan.as_json:
@@ -127,6 +127,8 @@ def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
         else:
             if was is not None:
                 show(as_it_was_table(was))
+                if was.windows.shares:
+                    show(windows_table(was.windows))
                 trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
                 click.echo(f"The simulation {trust}: {was.reason}.")
             show(runs_table(runs))

@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dualmap_cli.simulate.as_it_was import AsItWas
+from dualmap_cli.simulate.comparison import WindowShares
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.pool_option import ignored_fields
 from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_cli.simulate.values import window_text
 from dualmap_sim.experiment import Experiment, load_trace, load_workload
 from dualmap_sim.goodput import Goodput
 from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
@@ -133,6 +135,21 @@ def as_it_was_table(was: AsItWas) -> Table:
     for name, figure in (("hit rate", was.hit_rate), ("within SLO", was.slo_attainment)):
         table.add_row(
             name, *(("-" if math.isnan(each) else f"{each:.1%}") for each in (figure.measured, figure.simulated))
+        )
+    return table
+
+
+def windows_table(windows: WindowShares) -> Table:
+    """Return the share within the SLO by windows of time, measured and simulated."""
+    table = _table(f"windows ({window_text(windows.window_s)})", "requests", "measured", "simulated", "")
+    for each in windows.shares:
+        both = each.slo_attainment
+        table.add_row(
+            f"from {each.start_s:,.0f} s on",
+            f"{each.requests:,}",
+            f"{both.measured:.1%}",
+            f"{both.simulated:.1%}",
+            "differs" if each.differs else "",
         )
     return table
 
