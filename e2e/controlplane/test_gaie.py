@@ -1,4 +1,4 @@
-"""Tests of `dualmap epp` in the seat of another picker: the page change-the-picker.md word by word, and the chart.
+"""Tests of `dualmap epp` in the place of another picker: the page change-the-picker.md word by word, and the chart.
 
 The picker that a user has before the change cannot be had here. DualMap's image stands in for it, under its name.
 """

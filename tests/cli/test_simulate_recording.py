@@ -9,8 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import simulated_recording
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
 from dualmap_cli.main import main
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, pool_of
 from dualmap_sim.prefill_decode import split_pools
 from dualmap_sim.presets import PRESETS
@@ -94,6 +96,40 @@ def test_recording_of_a_prefill_pool_is_repeated_with_its_members(tmp_path: Path
     was = simulated(path)["as_it_was"]
     assert was["believable"] is True, was["reason"]
     assert was["ttft_p50_s"]["simulated"] == pytest.approx(was["ttft_p50_s"]["measured"], rel=0.05)
+
+
+def changing() -> Experiment:
+    """Return an experiment in which two members are too few for a minute; then two join, and the policy changes."""
+    base = replace(AS_RECORDED, requests_per_s=3.0, instances=2, policy="round_robin")
+    four = pool_of(replace(base, instances=4, policy="dualmap"))
+    return replace(base, events=(PoolChange(at_s=60.0, pool=four),))
+
+
+def test_pool_that_changed_is_repeated_with_its_changes(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", *simulated_recording.pool_lines(changing()), *simulated_recording.recorded(changing())
+    )
+    was = simulated(path)["as_it_was"]
+    assert was["believable"] is True, was["reason"]
+    assert (was["pool_changes"], was["not_repeated"]) == (1, [])
+    assert len({each["slo_attainment"]["measured"] < 0.9 for each in was["windows"]}) == 2
+    shown = invoke("simulate", "--recording", path, "--policy", "dualmap,round_robin")
+    assert "round_robin then dualmap, 2 to 4 instances" in shown.stdout
+    assert "4 instances, at most, as members joined and left" in shown.stderr
+    # With all members from the beginning, the first minute would be fast.
+    (kept,), (constant,) = (simulated(path, *options)["runs"] for options in ((), ("--instances", "4")))
+    assert constant["slo_attainment"] > kept["slo_attainment"] + 0.05
+
+
+def test_change_that_is_not_repeated_is_a_reason_to_doubt(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    line = simulated_recording.pool_line(AS_RECORDED)
+    stored = PoolChanged(at_s=100.0, pool=replace(line.pool, kv_store=KvStore(type=StoreType.MOONCAKE)))
+    path = write(tmp_path / "a.jsonl", line, stored, *requests)
+    result = invoke("simulate", "--recording", path)
+    assert "It does not repeat: spec.kvStore changed at 1970-01-01 00:01:40 UTC." in result.stdout
+    assert "warning: the simulation does not repeat: spec.kvStore changed at" in result.stderr
+    (found,) = simulated(path)["as_it_was"]["not_repeated"]
+    assert found == {"what": "spec.kvStore changed", "at_s": 100.0}
 
 
 def test_another_engine_is_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:

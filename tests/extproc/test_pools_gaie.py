@@ -294,7 +294,7 @@ async def test_optional_kinds_that_cannot_be_read_count_as_empty(
     await api.put(pod_body("qwen-0"))
     async with seat(api) as found:
         assert found.states() == {"qwen-0": "Active"}
-    lines = [each for each in caplog.messages if each == "Going on without an optional Kubernetes kind"]
+    lines = [each for each in caplog.messages if each == "Continuing without an optional Kubernetes kind"]
     assert len(lines) == 3
     assert "WARNING" not in {each.levelname for each in caplog.records}
 

@@ -1,8 +1,11 @@
 """Compares a recording with its own simulation: the same policy, instances and times."""
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from dualmap.pools.pool import Pool
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
@@ -10,9 +13,12 @@ from dualmap_cli.simulate.comparison import Figure, WindowShares, share_reasons,
 from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate, with_transfer
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import window_text
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids
+from dualmap_sim.recordings.pool_history import Unrepeated
 from dualmap_sim.recordings.replays import Traffic, was_measured
 from dualmap_sim.records import Record
+from dualmap_sim.repeats import with_changes
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.summary import percentile
 
@@ -30,12 +36,16 @@ class AsItWas:
     hit_rate: Figure
     slo_attainment: Figure
     windows: WindowShares
+    unrepeated: tuple[Unrepeated, ...]
     believable: bool | None
     reason: str
 
 
 def as_it_was_experiment(plan: Plan) -> Experiment | None:
-    """Return the experiment that repeats the recording of a plan: its pool at its own times; None without times."""
+    """Return the experiment that repeats the recording of a plan, with the changes of its pool; None without times.
+
+    The members of a pool with a prefill pool stay as they are.
+    """
     assert plan.traffic is not None
     pool, instances = plan.traffic.pool, plan.traffic.instances or plan.base.instances
     base = Experiment(
@@ -43,7 +53,6 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
         workload=replace(plan.base.workload, scale=1.0),
         instances=instances,
         engine=plan.base.engine,
-        engines=tuple(zip(member_ids(instances), plan.differing, strict=False)),
         slo_ttft_s=plan.base.slo_ttft_s,
         warmup=plan.base.warmup,
         sessions=plan.base.sessions,
@@ -55,9 +64,29 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
     if plan.base.workload.scale != 1:
         base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
-        return base
-    recorded = replace(of_pool(base, pool), block_tokens=None, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
-    return with_recorded_kv(recorded, pool, prefillers=plan.traffic.prefillers)
+        return replace(base, engines=tuple(zip(member_ids(instances), plan.differing.values(), strict=False)))
+    recorded = with_recorded_kv(_with_settings(base, pool), pool, prefillers=plan.traffic.prefillers)
+    if recorded.prefillers or not plan.traffic.members:
+        return recorded
+    engines = tuple((name, engine) for name, engine in plan.differing.items() if name in plan.traffic.members)
+    return with_changes(replace(recorded, engines=engines), plan.traffic, _with_settings)
+
+
+def _with_settings(experiment: Experiment, pool: Pool) -> Experiment:
+    """Return an experiment with the policy, the settings and the SLO of a recorded pool."""
+    configured = of_pool(experiment, pool)
+    return replace(configured, block_tokens=None, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
+
+
+def unrepeated_text(unrepeated: Sequence[Unrepeated]) -> str:
+    """Return the changes that a simulation does not repeat: what changed, and when for the first time."""
+    first = {each.what: each for each in reversed(unrepeated)}
+    counts = Counter(each.what for each in unrepeated)
+    return "; ".join(
+        f"{what} at {datetime.fromtimestamp(each.recorded_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        + (f", and {counts[what] - 1} more times" if counts[what] > 1 else "")
+        for what, each in sorted(first.items(), key=lambda item: item[1].recorded_s)
+    )
 
 
 def with_recorded_kv(experiment: Experiment, pool: Pool, *, prefillers: int) -> Experiment:
@@ -92,11 +121,12 @@ def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> 
     )
     hit_rate = _hit_rate(pairs)
     asked = [each for each in pairs if each[0].streamed or each[0].outcome is RecordedOutcome.REFUSED]
-    slo_ttft_s = experiment.slo_ttft_s
-    measured = [request.ttft_s is not None and request.ttft_s <= slo_ttft_s for request, _ in asked]
-    simulated = [record.ttft_s is not None and record.ttft_s <= slo_ttft_s for _, record in asked]
+    arrivals_s = [record.arrival.at_s for _, record in asked]
+    slos_s = _slos_s(experiment, arrivals_s)
+    measured = [_is_within(request.ttft_s, slo_s) for (request, _), slo_s in zip(asked, slos_s, strict=True)]
+    simulated = [_is_within(record.ttft_s, slo_s) for (_, record), slo_s in zip(asked, slos_s, strict=True)]
     slo_attainment = Figure(measured=_share(measured), simulated=_share(simulated))
-    windows = window_shares([record.arrival.at_s for _, record in asked], measured, simulated)
+    windows = window_shares(arrivals_s, measured, simulated)
     reasons = [
         *time_reasons("TTFT p50", ttft_p50_s),
         *time_reasons("TTFT p90", ttft_p90_s),
@@ -104,6 +134,7 @@ def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> 
         *share_reasons("share within the SLO", slo_attainment),
         *windows.reasons(),
     ]
+    unrepeated = traffic.unrepeated_between(counted[0], counted[-1])
     believable, reason = _verdict(traffic, counted, reasons, windows, timed=bool(timed))
     return AsItWas(
         experiment=experiment,
@@ -112,6 +143,7 @@ def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> 
         hit_rate=hit_rate,
         slo_attainment=slo_attainment,
         windows=windows,
+        unrepeated=unrepeated,
         believable=believable,
         reason=reason,
     )
@@ -128,8 +160,6 @@ def _verdict(
     if not timed:
         return None, "the recording has no times to the first token, which streamed answers have"
     if reasons:
-        if traffic.membership_changes:
-            reasons.append(f"the members changed {traffic.membership_changes} times, which is not simulated")
         return False, "; ".join(reasons)
     repeated = "the simulation repeats what was measured"
     if not windows.shares:
@@ -139,6 +169,18 @@ def _verdict(
         f"{repeated}, and the share within the SLO in {alike} of {len(windows.shares)} windows "
         f"({window_text(windows.window_s)})"
     )
+
+
+def _slos_s(experiment: Experiment, arrivals_s: Sequence[float]) -> list[float]:
+    """Return the pool's SLO at each arrival."""
+    changes = [event for event in experiment.events if isinstance(event, PoolChange)]
+    times_s = [event.at_s for event in changes]
+    slos_s = [experiment.slo_ttft_s, *(event.pool.slo.ttft_s for event in changes)]
+    return [slos_s[bisect_right(times_s, at_s)] for at_s in arrivals_s]
+
+
+def _is_within(ttft_s: float | None, slo_ttft_s: float) -> bool:
+    return ttft_s is not None and ttft_s <= slo_ttft_s
 
 
 def _hit_rate(pairs: Sequence[_Pair]) -> Figure:

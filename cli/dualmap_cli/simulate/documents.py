@@ -11,6 +11,7 @@ from dualmap_cli.simulate.as_it_was import AsItWas
 from dualmap_cli.simulate.comparison import Figure
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
 
@@ -34,6 +35,8 @@ def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
                 }
                 for each in was.windows.shares
             ],
+            "pool_changes": sum(isinstance(event, PoolChange) for event in was.experiment.events),
+            "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
             "believable": was.believable,
             "reason": was.reason,
         }
