@@ -1,8 +1,8 @@
 """A pool as the fields of a line: the settings that decide about requests, by the names of ``dualmap.pools.pool``.
 
 The fields are those of the immutable values, so a setting that is new there is in the format, too. A field that a line
-lacks has its default. Left out is what decides nothing, or may contain a secret: where stores, tokenizers and KV events
-are reached, and the names of objectives.
+lacks has its default. The line omits settings that do not affect decisions or may contain a secret: the addresses of
+stores, tokenizers and KV events, and the names of objectives.
 """
 
 from collections import Counter
