@@ -43,7 +43,9 @@ class FakeRouters:
         endpoints = {"qwen-1": EndpointReport(in_flight=self.in_flight)}
         return tuple(
             (
-                RouterReport(router=each.host, answered=self.answered, ring_version=self.ring_version, endpoints=endpoints),
+                RouterReport(
+                    router=each.host, answered=self.answered, ring_version=self.ring_version, endpoints=endpoints
+                ),
                 self.totals,
             )
             for each in routers
