@@ -87,6 +87,8 @@ class Experiment:
     """Whether requests carry their session id, if the workload has sessions."""
     kv_moves: bool = False
     """Whether an engine may pull a session's KV from the engine of the session's last request."""
+    continues: bool = False
+    """Whether a stream that its engine cuts continues on another engine, without a prefill pool."""
     store: StoreConfig | None = None
     """The KV store that the engines share; None for no store."""
     believed_tokens_per_s: float | None = None
@@ -197,6 +199,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             feedback_delay_s=experiment.feedback_delay_s,
             report_loss=experiment.report_loss,
             kv_moves=experiment.kv_moves,
+            continues=experiment.continues,
             discovery=experiment.discovery,
             events=experiment.events,
             sample_s=experiment.sample_s,
