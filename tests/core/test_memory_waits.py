@@ -1,9 +1,14 @@
 """The wait for KV memory at a member that has much less memory than the others counts in its predicted TTFT."""
 
+from unittest.mock import ANY
+
 import pytest
 
-from builders import pool, request, text_of
+from builders import chain, pool, request, text_of
 from dualmap.engines.profile import EngineProfile
+from dualmap.fleet.fleet import Fleet
+from dualmap.queue.request_queue import QueuedRequest
+from dualmap.receipt import Key
 from dualmap.requests import Decision, Queued, Usage
 from dualmap.router import PoolRouter
 
@@ -77,3 +82,26 @@ def test_cold_prompts_leave_out_the_small_member_while_its_memory_is_full() -> N
         assert isinstance(answer, Decision)
         assert answer.receipt.chosen != home
         router.on_first_token(now + 0.5, name)
+
+
+def test_expected_wait_is_bounded_for_any_queue() -> None:
+    fleet = Fleet(pool(2))
+    for member, tokens in (("m-0", SMALL), ("m-1", LARGE)):
+        fleet.on_profile(0.0, member, EngineProfile(kv_tokens=tokens))
+    fleet.answers.add(ANSWER_S)
+    for number in range(50):
+        fleet.capacity.queue("m-0").add(
+            QueuedRequest(
+                request=request(f"{number}", PROMPT),
+                key=Key(hash=1, blocks=1, tokens=1),
+                pair=("m-0",),
+                member="m-0",
+                matched_tokens=0,
+                compute_s=0.1,
+                predicted_ttft_s=0.1,
+                receipt=ANY,
+            )
+        )
+    view = fleet.candidates.view(0.0, chain(PROMPT))
+    assert view.candidate("m-0").queue_s == 3 * ANSWER_S
+    assert view.candidate("m-1").queue_s == 0.0

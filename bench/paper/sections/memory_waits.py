@@ -41,7 +41,7 @@ def counted(measure: Callable[[Experiment], Figures], small_part: float, experim
 def _cell(name: str, count: str, measure: Callable[[Experiment], Figures], experiment: Experiment) -> Cell:
     return Cell(
         section="decode",
-        name=f"memory waits {name} {count}",
+        name=f"memory waits {name} {DEFAULT_POLICY}, {count}",
         policy=DEFAULT_POLICY,
         measure=partial(counted, measure, _PARTS[count], experiment),
     )
