@@ -50,12 +50,13 @@ class Notice:
 
 
 def recomputed_tokens(records: Sequence[Record], *, from_s: float, block_tokens: int) -> int:
-    """Return the prompt tokens that engines computed although some engine had computed them before.
+    """Return the tokens that engines computed although some engine had computed them before.
 
-    Only the requests that arrived at ``from_s`` or later count. ``block_tokens`` is the engines' block length.
+    These are prompt tokens of the requests that arrived at ``from_s`` or later, and those of streams that continued.
+    ``block_tokens`` is the engines' block length.
     """
     computed: set[int] = set()
-    recomputed = 0
+    recomputed = sum(each.recomputed_tokens for each in records)
     prefilled = [(each.prefilled_s, each) for each in records if each.prefilled_s is not None]
     for _, record in sorted(prefilled, key=lambda each: each[0]):
         work = record.arrival.work

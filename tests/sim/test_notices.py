@@ -65,3 +65,35 @@ def test_recomputed_tokens_were_computed_before_and_are_not_cached() -> None:
     )
     assert recomputed_tokens(records, from_s=5.0, block_tokens=16) == 32
     assert recomputed_tokens(records, from_s=15.0, block_tokens=16) == 0
+
+
+def test_streams_without_a_notice_continue_on_another_engine() -> None:
+    events = NOTICE.events(pool_of(BASE), Reaction.NOTHING)
+    cut = run_experiment(replace(BASE, events=events)).records
+    records = run_experiment(replace(BASE, events=events, continues=True)).records
+
+    began = {each.arrival.request_id for each in cut if each.failed and each.first_token_s is not None}
+    continued = {each.arrival.request_id: each for each in records if each.continued}
+    assert began
+    assert began == continued.keys()
+    assert not any(each.failed and each.first_token_s is not None for each in records)
+    for each in continued.values():
+        work = each.arrival.work
+        # The other engine caches nothing of the answer, and stops where the first engine would have stopped.
+        assert 0 < each.recomputed_tokens < work.prompt_tokens + work.output_tokens
+        assert each.stall_s > 0
+        assert each.finished_s is not None
+
+
+def test_stream_whose_other_engine_fails_too_is_cut() -> None:
+    everybody = replace(NOTICE, members=frozenset({"qwen-0", "qwen-1", "qwen-2", "qwen-3"}))
+    events = everybody.events(pool_of(BASE), Reaction.NOTHING)[:-1]
+    records = run_experiment(replace(BASE, events=events, continues=True)).records
+
+    assert any(each.continued for each in records)
+    assert all(each.failed for each in records if each.continued)
+
+
+def test_recomputed_tokens_include_those_of_continued_streams() -> None:
+    stream = replace(record("a", (1, 2, 3), at_s=0.0), continued=True, recomputed_tokens=40)
+    assert recomputed_tokens((stream,), from_s=5.0, block_tokens=16) == 40

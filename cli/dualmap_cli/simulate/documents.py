@@ -7,9 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
-from dualmap_cli.simulate.as_it_was import AsItWas, Figure
+from dualmap_cli.simulate.as_it_was import AsItWas
+from dualmap_cli.simulate.comparison import Figure
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
 
@@ -23,6 +25,18 @@ def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
     if was is not None:
         document["as_it_was"] = {
             **{name: _figure(getattr(was, name)) for name in AS_IT_WAS},
+            "window_s": was.windows.window_s,
+            "windows": [
+                {
+                    "start_s": each.start_s,
+                    "requests": each.requests,
+                    "slo_attainment": _figure(each.slo_attainment),
+                    "differs": each.differs,
+                }
+                for each in was.windows.shares
+            ],
+            "pool_changes": sum(isinstance(event, PoolChange) for event in was.experiment.events),
+            "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
             "believable": was.believable,
             "reason": was.reason,
         }

@@ -55,8 +55,10 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
     before the next request.
 
-    With --recording, the command first simulates the recording as it was: the recorded policy, instances and times. It
-    prints the figures beside the measured ones, and whether the simulation may be believed for this recording.
+    With --recording, the command first simulates the recording as it was: the recorded times, members and settings,
+    with their changes. It prints the figures beside the measured ones, and whether the simulation may be believed for
+    this recording. The runs that follow have the pool's last settings, and the recorded members, which join and leave
+    at their times. With --pool or --instances, they have equal members from beginning to end.
 
     With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
     these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
@@ -70,7 +72,7 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
       dualmap simulate --recording recording --engine engine.yaml --policy dualmap,min_ttft
     """
     with command_errors("simulate"):
-        plan = make_plan(starts=(start,), seeds=(seed,), **options)
+        plan = make_plan(starts=(start,), seeds=(seed,), repeats_members=True, **options)
         if plan.plot is not None:
             require_matplotlib()
         was = None if plan.traffic is None else _repeat(plan)
@@ -85,10 +87,13 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     from dualmap_cli.simulate.tables import announcement
     from dualmap_sim.experiment import load_trace
     from dualmap_sim.parallel import run_reporting
+    from dualmap_sim.repeats import with_changes
 
     click.echo(announcement(plan), err=True)
     experiments = [replace(plan.base, policy=policy, requests_per_s=rate) for policy in plan.policies for rate in rates]
     experiments = [replace(each, sample_s=sample_s(each)) for each in experiments]
+    if plan.traffic is not None and plan.repeats_members:
+        experiments = [with_changes(each, plan.traffic) for each in experiments]
     total = len(experiments) * len(load_trace(plan.base).requests)
     with bar(total, f"{len(experiments)} runs") as shown:
         runs = run_reporting(
@@ -103,23 +108,26 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
 
 def _repeat(plan: Plan) -> "AsItWas | None":
     """Simulate a recording as it was, and compare the simulation with what was measured; None for a single time."""
-    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with
+    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with, unrepeated_text
     from dualmap_sim.experiment import run_experiment
 
     assert plan.traffic is not None
     experiment = as_it_was_experiment(plan)
     if experiment is None:
         return None
-    was = compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    was = compare_with(plan.traffic, experiment, run_experiment(experiment))
     if was.believable is not True:
         believed = "cannot be checked" if was.believable is None else "does not repeat the recording"
         click.echo(f"warning: the simulation {believed}: {was.reason}", err=True)
+    if was.unrepeated:
+        click.echo(f"warning: the simulation does not repeat: {unrepeated_text(was.unrepeated)}", err=True)
     return was
 
 
 def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
+    from dualmap_cli.simulate.as_it_was import unrepeated_text
     from dualmap_cli.simulate.documents import runs_document
-    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show
+    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show, windows_table
 
     with writing_results():
         if plan.as_json:
@@ -127,8 +135,12 @@ def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
         else:
             if was is not None:
                 show(as_it_was_table(was))
+                if was.windows.shares:
+                    show(windows_table(was.windows))
                 trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
                 click.echo(f"The simulation {trust}: {was.reason}.")
+                if was.unrepeated:
+                    click.echo(f"It does not repeat: {unrepeated_text(was.unrepeated)}.")
             show(runs_table(runs))
             click.echo(LEGEND)
     if plan.plot is not None:
