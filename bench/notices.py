@@ -15,7 +15,7 @@ from typing import Final
 import click
 
 from dualmap_sim.experiment import Experiment, Outcome, pool_of, run_experiment
-from dualmap_sim.notices import Notice, Reaction, recomputed_tokens
+from dualmap_sim.notices import Notice, Reaction, losses
 from dualmap_sim.records import Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
@@ -68,17 +68,17 @@ def _experiment(workload: str, store: StoreConfig | None) -> Experiment:
 def _row(base: Experiment, notice: Notice | None, reaction: Reaction | None) -> dict[str, str]:
     events = () if notice is None or reaction is None else notice.events(pool_of(base), reaction)
     outcome = run_experiment(replace(base, events=events))
-    failed = [each for each in outcome.records if each.failed]
+    lost = losses(outcome.records, from_s=_AT_S, block_tokens=base.engine.block_tokens)
     continued = [each for each in outcome.records if each.continued and not each.failed]
     cells = (
         base.workload.name or "",
         "none" if notice is None else f"{notice.notice_s:g}",
         "none" if base.store is None else f"{base.store.tokens_per_s:,.0f}/s",
         "" if reaction is None else reaction.value,
-        str(len(failed)),
-        str(sum(each.first_token_s is not None for each in failed)),
+        str(lost.failed),
+        str(lost.cut),
         *_streams(base, continued),
-        f"{recomputed_tokens(outcome.records, from_s=_AT_S, block_tokens=base.engine.block_tokens):,}",
+        f"{lost.recomputed_tokens:,}",
         str(sum(each.rule == "leaving-warm" for each in outcome.records)),
         *_latency(outcome, base.slo_ttft_s),
     )

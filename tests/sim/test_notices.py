@@ -8,9 +8,9 @@ from builders import chain
 from dualmap.pools.pool import MemberState
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import EngineRequest
-from dualmap_sim.events import Fail, PoolChange
+from dualmap_sim.events import Event, Fail, Forget, PoolChange
 from dualmap_sim.experiment import Experiment, pool_of, run_experiment
-from dualmap_sim.notices import Notice, Reaction, recomputed_tokens
+from dualmap_sim.notices import Notice, Reaction, losses, recomputed_tokens
 from dualmap_sim.records import Record
 from dualmap_sim.workloads.catalog import Workload
 
@@ -37,6 +37,57 @@ def test_notice_ends_its_members_at_the_same_time(reaction: Reaction) -> None:
             Reaction.NOTICE: [(20.0, MemberState.DRAINING, 40.0)],
         }[reaction]
     )
+
+
+def members_of(events: tuple[Event, ...]) -> list[tuple[float, list[str]]]:
+    """Return each change of the pool with its members; those that drain have a minus."""
+    return [
+        (
+            event.at_s,
+            [f"-{each.id}" if each.state is MemberState.DRAINING else each.id for each in event.pool.members],
+        )
+        for event in events
+        if isinstance(event, PoolChange)
+    ]
+
+
+def test_notice_among_other_changes_keeps_them() -> None:
+    three, four = (pool_of(replace(BASE, instances=number)) for number in (3, 4))
+    among = (
+        PoolChange(at_s=10.0, pool=three),
+        Forget(at_s=15.0, member="qwen-1"),
+        PoolChange(at_s=30.0, pool=four),
+        Forget(at_s=50.0, member="qwen-1"),
+        PoolChange(at_s=60.0, pool=three),
+    )
+    events = NOTICE.events(four, Reaction.NOTICE, among=among)
+    assert members_of(events) == [
+        (10.0, ["qwen-0", "qwen-1", "qwen-2"]),
+        (20.0, ["qwen-0", "-qwen-1", "qwen-2"]),
+        (30.0, ["qwen-0", "-qwen-1", "qwen-2", "qwen-3"]),
+        (40.0, ["qwen-0", "qwen-2", "qwen-3"]),
+        (60.0, ["qwen-0", "qwen-2"]),
+    ]
+    # The engine that stopped has no cache to forget.
+    assert [each for each in events if not isinstance(each, PoolChange)] == [among[1], Fail(at_s=40.0, member="qwen-1")]
+
+
+def test_member_that_was_removed_before_its_end_does_not_fail() -> None:
+    four = pool_of(BASE)
+    without = replace(four, members=four.members[2:])
+    events = NOTICE.events(four, Reaction.NOTICE, among=(PoolChange(at_s=35.0, pool=without),))
+    assert not any(isinstance(each, Fail) for each in events)
+
+
+def test_several_notices_end_all_their_members() -> None:
+    pool = pool_of(BASE)
+    at_once = Notice(at_s=40.0, notice_s=0.0, members=frozenset({"qwen-0"}))
+    events = at_once.events(pool, Reaction.NOTICE, among=NOTICE.events(pool, Reaction.NOTICE))
+    assert sorted(each.member for each in events if isinstance(each, Fail)) == ["qwen-0", "qwen-1"]
+    assert members_of(events)[-1] == (40.0, ["qwen-2", "qwen-3"])
+    assert isinstance(events[1], Fail), "a member fails before it is removed"
+    records = run_experiment(replace(BASE, events=events)).records
+    assert losses(records, from_s=40.0, block_tokens=16).failed > 0
 
 
 def failed(reaction: Reaction) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import window_text
 from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids
+from dualmap_sim.notices import Losses
 from dualmap_sim.recordings.pool_history import Unrepeated
 from dualmap_sim.recordings.replays import Traffic, was_measured
 from dualmap_sim.records import Record
@@ -39,6 +40,8 @@ class AsItWas:
     unrepeated: tuple[Unrepeated, ...]
     believable: bool | None
     reason: str
+    losses: Losses | None = None
+    """What the simulation lost, to compare it with runs in which members got a notice."""
 
 
 def as_it_was_experiment(plan: Plan) -> Experiment | None:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Final
 
@@ -14,6 +14,7 @@ from dualmap_cli.simulate.runs import Found, Run, rates
 from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
+from dualmap_sim.notices import Losses
 
 AS_IT_WAS: Final = ("ttft_p50_s", "ttft_p90_s", "hit_rate", "slo_attainment")
 """The figures of a recording beside those of its simulation."""
@@ -39,6 +40,7 @@ def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
             "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
             "believable": was.believable,
             "reason": was.reason,
+            "losses": _losses(was.losses),
         }
     return json.dumps(document, indent=2, allow_nan=False)
 
@@ -90,8 +92,13 @@ def _run(run: Run) -> dict[str, object]:
         "stale_hit_rate": _number(figures.stale_rate),
         "pending_cv": _number(figures.pending_cv),
         "rejected": figures.refused,
+        "losses": _losses(run.losses),
         "wall_s": run.wall_s,
     }
+
+
+def _losses(losses: Losses | None) -> dict[str, int] | None:
+    return None if losses is None else asdict(losses)
 
 
 def _number(value: float) -> float | None:

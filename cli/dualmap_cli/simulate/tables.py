@@ -177,6 +177,24 @@ def windows_table(windows: WindowShares) -> Table:
     return table
 
 
+def losses_table(runs: Sequence[Run], was: AsItWas | None) -> Table:
+    """Return what runs with notices lost, beside the simulation of the recording as it was."""
+    table = _table("with the notices", "req/s", "failed", "of these cut", "recomputed tokens")
+    rows = [(run.experiment.policy, run.experiment, run.losses) for run in runs]
+    if was is not None:
+        rows.insert(0, ("as it was, simulated", was.experiment, was.losses))
+    for name, experiment, lost in rows:
+        if lost is not None:
+            table.add_row(
+                name,
+                f"{experiment.requests_per_s:g}",
+                f"{lost.failed:,}",
+                f"{lost.cut:,}",
+                f"{lost.recomputed_tokens:,}",
+            )
+    return table
+
+
 def goodputs_table(found: Found) -> Table:
     """Return a table of each policy's goodput: mean, lowest and highest window, and share of the best policy's mean."""
     table = _table("policy", "goodput req/s", "lowest", "highest", "of the best", "windows", "runs")

@@ -6,6 +6,7 @@ from dualmap.receipt import CandidateReceipt, Receipt
 from dualmap.recordings.fields import SECONDS_MAX
 from dualmap.recordings.lines import encode_line, line_fields
 from dualmap.recordings.values import Line, RecordedReceipt, RecordedRequest
+from dualmap.requests import Usage
 from dualmap_extproc.recording.hashing import KeyedHashes, Purpose
 from dualmap_extproc.recording.requests import OpenRequest
 
@@ -53,9 +54,17 @@ def recorded(ended: OpenRequest, hashes: KeyedHashes, offset_s: float) -> Record
         duration_s=_rounded(ended.duration_s),
         engine_prompt_tokens=None if usage is None else usage.prompt_tokens,
         output_tokens=None if usage is None else usage.completion_tokens,
-        cached_tokens=None if usage is None else usage.cached_tokens,
+        cached_tokens=_cached_tokens(usage),
         comparable=request.comparable,
     )
+
+
+def _cached_tokens(usage: Usage | None) -> int | None:
+    """Return the engine's count; None if it contradicts the engine's count of the whole prompt."""
+    if usage is None or usage.cached_tokens is None:
+        return None
+    is_possible = usage.prompt_tokens is None or usage.cached_tokens <= usage.prompt_tokens
+    return usage.cached_tokens if is_possible else None
 
 
 def _receipt(receipt: Receipt) -> RecordedReceipt:
