@@ -6,7 +6,7 @@ The wait then counts for none: requests that avoid it lose the prefix that their
 (docs/adr/0011-deferring-and-memory.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median_high
 from typing import Final
 
@@ -55,18 +55,21 @@ class MemoryWaits:
         requests = load.working + load.others.load.in_flight + len(ahead) + 1
         missing = load.in_flight_kv_tokens + sum(ahead) + prompt_tokens + requests * output_tokens - kv_tokens
         wait_s = 0.0
-        for left_s, freed_tokens in sorted(_ends(now, load, answer_s)):
+        for left_s, freed_tokens in _ends(now, load, answer_s):
             if missing <= 0.0:
                 break
-            wait_s = left_s
+            wait_s = max(wait_s, left_s)
             missing -= freed_tokens + output_tokens
         return wait_s + answer_s * min(max(missing / kv_tokens, 0.0), _MOST_TURNS)
 
 
-def _ends(now: float, load: MemberLoad, answer_s: float) -> Iterable[tuple[float, int]]:
-    """Return when each request in flight is expected to end, in seconds from now, with the tokens of its prompt."""
-    for request in load.prefills.pending.values():
-        yield load.prefills.compute_s + answer_s, request.chain.tokens
+def _ends(now: float, load: MemberLoad, answer_s: float) -> Iterator[tuple[float, int]]:
+    """Yield the expected end of each request in flight, in seconds from now, with the tokens of its prompt.
+
+    The decoding request with the oldest report is first, which usually ends first.
+    """
     for request in load.kv.decoding.values():
         age_s = now - request.answers_since_s
         yield max(answer_s - age_s, _LEAST_LEFT * answer_s), request.chain.tokens
+    for request in load.prefills.pending.values():
+        yield load.prefills.compute_s + answer_s, request.chain.tokens
