@@ -1,7 +1,7 @@
 """The distinct blocks of the prompts in flight at one member. A block that several prompts share counts once."""
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dualmap.fleet.in_flight import InFlightRequest
@@ -29,7 +29,7 @@ class DistinctBlocks:
     """Sums the tokens of distinct blocks. The prompt that had a block first determines the tokens of the block.
 
     Of all prompts in lexicographic order, a prompt's neighbours have the longest prefixes in common with it. So a
-    change compares two prompts and takes O(log(blocks)) steps. The tokens after a prompt's last hashed block are its own.
+    change compares two prompts, in O(log(blocks)) steps. The tokens after a prompt's last hashed block are its own.
     """
 
     def __init__(self, requests: Iterable[InFlightRequest]) -> None:
