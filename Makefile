@@ -80,7 +80,7 @@ gateways: $(VENV)/.dev ## tests behind Istio, Envoy Gateway and llm-d's Envoy co
 	@PYTHONPATH=testing:e2e $(BIN)/python -m gateways.build >/dev/null
 	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest e2e/gateways $(ARGS)
 
-vllm: $(VENV)/.dev .vllm/.installed ## tests against three real vLLM engines on the CPU, 5 GB (ARGS=e2e/test_real_vllm.py)
+vllm: $(VENV)/.dev .vllm/.installed ## tests against three real vLLM engines on the CPU, 5 GB (ARGS=e2e/test_vllm_prefill_decode.py, e2e/test_real_vllm.py)
 	@DUALMAP_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(BIN)/pytest -s $(or $(ARGS),e2e/test_vllm_truth.py)
 
 controlplane: $(VENV)/.dev # Builds the control plane's programs and the chart's images for e2e.

@@ -52,6 +52,11 @@ COMMANDS: Final = {
     "soak": Benchmark(
         "bench.soak", "the router's memory over a million requests without sockets (half an hour)", "command"
     ),
+    "restarts": Benchmark(
+        "bench.restarts",
+        "memory and lost requests over restarts of the HTTP/2 server and renewals of its certificate (20 minutes)",
+        "command",
+    ),
     "tokens": Benchmark(
         "bench.tokens", "tokenizing prompts with the files of a model (a minute; needs --tokenizer FOLDER)"
     ),

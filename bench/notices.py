@@ -3,17 +3,20 @@
 Two of eight instances stop after a notice. The routers know nothing, drain the members, or know when they leave. The
 rows count the requests that arrive from the notice on, and those in flight at that time. A request fails if its
 instance stops before its end. Envoy sends a failed request without a first byte to another instance, and cuts the
-others. The client does not repeat a request.
+others. The client does not repeat a request. With sidecars that continue streams (``dualmap pd-proxy --continue``) and
+outlive their engines, another instance generates the rest of the others.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 import click
 
 from dualmap_sim.experiment import Experiment, Outcome, pool_of, run_experiment
-from dualmap_sim.notices import Notice, Reaction, recomputed_tokens
+from dualmap_sim.notices import Notice, Reaction, losses
+from dualmap_sim.records import Record
 from dualmap_sim.shared_store import StoreConfig
 from dualmap_sim.workloads.catalog import Workload
 
@@ -24,9 +27,10 @@ _LASTS_S: Final = 500.0
 _AT_S: Final = 200.0
 _LEAVING: Final = frozenset({"qwen-2", "qwen-5"})
 _STORE: Final = StoreConfig(tokens_per_s=200_000.0)
+_CUT: Final = "of these cut"
 _HEADS: Final = (
-    *("workload", "notice s", "KV store", "routers know", "failed", "of these cut", "recomputed tokens"),
-    *("stayed", "TTFT p90 s", "within SLO"),
+    *("workload", "notice s", "KV store", "routers know", "failed", _CUT, "continued", "longest stall s"),
+    *("recomputed tokens", "stayed", "TTFT p90 s", "within SLO"),
 )
 
 
@@ -45,7 +49,10 @@ def notices(quick: bool, as_json: bool) -> None:
             for notice_s in _NOTICES:
                 notice = Notice(at_s=_AT_S, notice_s=notice_s, members=_LEAVING)
                 for reaction in Reaction:
-                    _print(_row(base, notice, reaction), as_json)
+                    row = _row(base, notice, reaction)
+                    _print(row, as_json)
+                    if row[_CUT] != "0":
+                        _print(_row(replace(base, continues=True), notice, reaction), as_json)
 
 
 def _experiment(workload: str, store: StoreConfig | None) -> Experiment:
@@ -61,19 +68,28 @@ def _experiment(workload: str, store: StoreConfig | None) -> Experiment:
 def _row(base: Experiment, notice: Notice | None, reaction: Reaction | None) -> dict[str, str]:
     events = () if notice is None or reaction is None else notice.events(pool_of(base), reaction)
     outcome = run_experiment(replace(base, events=events))
-    failed = [each for each in outcome.records if each.failed]
+    lost = losses(outcome.records, from_s=_AT_S, block_tokens=base.engine.block_tokens)
+    continued = [each for each in outcome.records if each.continued and not each.failed]
     cells = (
         base.workload.name or "",
         "none" if notice is None else f"{notice.notice_s:g}",
         "none" if base.store is None else f"{base.store.tokens_per_s:,.0f}/s",
         "" if reaction is None else reaction.value,
-        str(len(failed)),
-        str(sum(each.first_token_s is not None for each in failed)),
-        f"{recomputed_tokens(outcome.records, from_s=_AT_S, block_tokens=base.engine.block_tokens):,}",
+        str(lost.failed),
+        str(lost.cut),
+        *_streams(base, continued),
+        f"{lost.recomputed_tokens:,}",
         str(sum(each.rule == "leaving-warm" for each in outcome.records)),
         *_latency(outcome, base.slo_ttft_s),
     )
     return dict(zip(_HEADS, cells, strict=True))
+
+
+def _streams(base: Experiment, continued: Sequence[Record]) -> tuple[str, str]:
+    """Return the number of streams that continued, and the longest time for which one of them stalled."""
+    if not base.continues:
+        return "", ""
+    return str(len(continued)), f"{max((each.stall_s for each in continued), default=0.0):.1f}"
 
 
 def _latency(outcome: Outcome, slo_ttft_s: float) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.prefill import Prefillers
 from dualmap_sidecar.proxy import Proxy
 from dualmap_sidecar.server import Server
-from dualmap_sidecar.settings import Limits, Settings
+from dualmap_sidecar.settings import KvConnector, Limits, Settings
 from dualmap_sidecar.targets import read_allowed
 from ports import reserved_port
 
@@ -164,6 +164,7 @@ async def site(
     *prefillers: Answering,
     engine: Answering = decoded,
     allow: Sequence[str] = ("127.0.0.0/8",),
+    kv_connector: KvConnector = KvConnector.NIXL,
     prefill_timeout_s: float = 30.0,
     limits: Limits | None = None,
     continue_tokens: int | None = None,
@@ -176,7 +177,13 @@ async def site(
             await each.start()
             stack.push_async_callback(each.stop)
         settings = Settings(
-            host="127.0.0.1", port=0, engine="", prefill_timeout_s=prefill_timeout_s, allow=allow, limits=limits
+            host="127.0.0.1",
+            port=0,
+            engine="",
+            kv_connector=kv_connector,
+            prefill_timeout_s=prefill_timeout_s,
+            allow=allow,
+            limits=limits,
         )
         clock = asyncio.get_running_loop().time
         session = await stack.enter_async_context(open_session(limits))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from xxhash import xxh3_64_intdigest
 
 from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedReceipt, RecordedRequest
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, pool_of, run_experiment
 from dualmap_sim.records import Record
 from dualmap_sim.workloads.trace import Trace
@@ -14,13 +15,20 @@ POOL = "simulation/qwen"
 
 def recorded(experiment: Experiment) -> list[RecordedRequest]:
     """Return the requests of an experiment in order of arrival."""
-    members = {member.endpoint: member.id for member in pool_of(experiment).members}
+    pools = [line.pool for line in pool_lines(experiment)]
+    members = {member.endpoint: member.id for pool in pools for member in pool.members}
     return list(_requests(run_experiment(experiment).records, members))
 
 
 def pool_line(experiment: Experiment) -> PoolChanged:
     """Return the line about the experiment's pool at the beginning of its recording."""
     return PoolChanged(at_s=0.0, pool=pool_of(experiment))
+
+
+def pool_lines(experiment: Experiment) -> list[PoolChanged]:
+    """Return the lines about the experiment's pool: at the beginning, and at each change of it."""
+    changes = [event for event in experiment.events if isinstance(event, PoolChange)]
+    return [pool_line(experiment), *(PoolChanged(at_s=each.at_s, pool=each.pool) for each in changes)]
 
 
 def _requests(records: tuple[Record, ...], members: Mapping[str, str]) -> Iterator[RecordedRequest]:

@@ -6,6 +6,8 @@ from a fixed seed. The first argument is the folder, and the second the size:
 - ``slow`` has 25 million parameters (512 wide, 8 layers, 8 heads, 4 of them with KV). On a CPU core it is slow enough
   to separate a prefill's time from its overhead.
 - ``fast`` is 64 wide with 2 layers. A token takes 512 bytes of KV memory.
+- ``contextual`` is as ``fast``, with larger weights. Its answers depend on all tokens of a prompt; the others mostly
+  repeat the last token.
 """
 
 import sys
@@ -20,7 +22,14 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 VOCABULARY = 2048
 END = "<|endoftext|>"
 MESSAGE, MESSAGE_END = "<|im_start|>", "<|im_end|>"
-SIZES = {
+_FAST = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SIZES: dict[str, dict[str, float]] = {
     "slow": {
         "hidden_size": 512,
         "intermediate_size": 1408,
@@ -28,13 +37,8 @@ SIZES = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
-    "fast": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
+    "fast": _FAST,
+    "contextual": {**_FAST, "initializer_range": 0.2},
 }
 # The template has the parts that change token ids: tools before the messages, tool calls, and a generation prompt.
 TEMPLATE = """\

@@ -112,7 +112,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("dualmap"), prog_name="dualmap")
 def main() -> None:
-    """Route each LLM request to the instance that already holds its prefix.
+    """Route each LLM request to an instance that caches its prefix.
 
     \b
     Try it here:         dualmap demo
@@ -121,6 +121,7 @@ def main() -> None:
     Run the operator:    dualmap operator --all-namespaces
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
     Explain a decision:  dualmap explain --pool pool.yaml --request request.json
-    Plan capacity:       dualmap goodput --policy round_robin,dualmap
+    Compare policies:    dualmap goodput --policy round_robin,dualmap
     Show a recording:    dualmap trace show recording
+    Plan capacity:       dualmap plan --recording recording --engine engine.yaml
     """

@@ -28,6 +28,10 @@ class MissingMatplotlib(Exception):
         super().__init__("--plot needs the package matplotlib; run: pip install 'dualmap[demo]'")
 
 
+class _Terminated(SystemExit):
+    """SIGTERM ends the command."""
+
+
 class NotWritten(Exception):
     """Results cannot be written; the message contains the path and the reason."""
 
@@ -79,13 +83,16 @@ def command_errors(command: str) -> Iterator[None]:
     except (MissingMatplotlib, NotWritten, WorkerError) as error:
         click.echo(f"dualmap {command}: {error}", err=True)
         sys.exit(1)
+    except _Terminated:
+        # A progress bar has ended by now, so this is the last line.
+        click.echo(f"\n{INTERRUPTED}", err=True)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    click.echo(f"\n{INTERRUPTED}", err=True)
-    sys.exit(SIGNAL_EXIT_BASE + number)
+    raise _Terminated(SIGNAL_EXIT_BASE + number)
 
 
 def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:

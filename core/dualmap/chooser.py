@@ -38,7 +38,10 @@ PredictedT = TypeVar("PredictedT", bound=Predicted)
 def best_of(
     ring: DualRing, preferred: DualRing, choose: Callable[[DualRing], PredictedT], *, slo_ttft_s: float
 ) -> PredictedT:
-    """Return the choice from the preferred members; if it misses the SLO, the better one of it and that from all."""
+    """Return the choice from the preferred members, if its predicted TTFT is within the SLO.
+
+    Otherwise, return the faster one of this choice and the choice from all members.
+    """
     chosen = choose(preferred)
     if chosen.predicted_ttft_s <= slo_ttft_s:
         return chosen
@@ -212,7 +215,7 @@ class Chooser:
         binding = None if request.session is None else self.sessions.get(now, request.session)
         hints = {} if binding is None else {binding.host: _hint(binding)}
         waited_s = max(0.0, now - request.arrived_s)
-        # A store holds no last token, so a few tokens more say nothing.
+        # Fetched tokens never include a prompt's last token, so a difference of a few tokens is no advantage.
         least_tokens = held_tokens + request.chain.block_tokens
         candidates = [
             candidate

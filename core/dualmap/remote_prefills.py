@@ -6,7 +6,9 @@ its prefill member, from the prefill pool's router. ``RemotePrefills`` asks both
 1. The decode pool's router chooses the decode member, or queues the request while no member has room for its KV.
 2. If few tokens of the prompt are uncached at the decode member, the prefill is local: the decode member computes it.
 3. Otherwise, the prefill pool's router chooses the prefill member, or queues the request while that is saturated.
-4. If the prefill pool rejects the request or is not usable, the decode pool's router decides again for a local prefill.
+4. If the prefill pool rejects the request, the decode pool's router decides again for a local prefill.
+
+Without a usable prefill pool, or without a member in it, the decode pool's router decides for a local prefill at once.
 
 Each router accounts for its own part of the request. The decode pool's router counts the KV memory from the decode
 decision to the request's end, and no pending prefill. The prefill pool's router counts the pending prefill from the
@@ -122,11 +124,11 @@ class RemotePrefills:
         ``prefiller`` is None if the prefill pool is not usable.
         """
         pool = decode.pool
-        most = None if prefiller is None else pool.prefill_min_tokens - 1
-        request = request._replace(prefills_up_to=most)
+        local = _unusable(prefiller)
+        request = request._replace(prefills_up_to=pool.prefill_min_tokens - 1 if local is None else None)
         split = Split(request=request, decode=decode, pool=pool.prefill_pool, prefiller=prefiller)
-        if prefiller is None:
-            split.stage = _Stage.LOCAL
+        if local is not None:
+            split.stage, split.local = _Stage.LOCAL, local
         self.splits[request.id] = split
         settled: list[Settled] = []
         due: deque[Outcomes] = deque()
@@ -237,7 +239,8 @@ class RemotePrefills:
             del self.splits[outcome.request_id]
             settled.append(Settled(split.decode, outcome))
         elif split.stage is _Stage.LOCAL:
-            settled.append(Settled(split.decode, self._local(split, outcome, split.local)))
+            is_short = split.local is NO_MEMBER and _new_tokens(outcome) < split.decode.pool.prefill_min_tokens
+            settled.append(Settled(split.decode, self._local(split, outcome, SHORT if is_short else split.local)))
         else:
             self._on_decode_member(now, split, outcome, due, settled)
 
@@ -245,16 +248,12 @@ class RemotePrefills:
         self, now: float, split: Split, decision: Decision, due: deque[Outcomes], settled: list[Settled]
     ) -> None:
         """Ask the prefill pool, unless the decode member computes the prompt itself."""
-        receipt, prefiller = decision.receipt, split.prefiller
-        if not split.request.is_prefilled_elsewhere(
-            receipt.prompt_tokens - receipt.matched_tokens - (receipt.fetch_tokens or 0)
-        ):
+        prefiller, local = split.prefiller, _unusable(split.prefiller)
+        if not split.request.is_prefilled_elsewhere(_new_tokens(decision)):
             settled.append(Settled(split.decode, self._local(split, decision, SHORT)))
-        elif prefiller is None:
-            due.extend(self._decide_locally(now, split, UNUSABLE))
-        elif not any(each.takes_new_keys for each in prefiller.router.pool.members):
-            # A pool that is scaled to zero may queue requests until it has a member.
-            due.extend(self._decide_locally(now, split, NO_MEMBER))
+        elif prefiller is None or local is not None:
+            # The prefill pool has changed since the request came.
+            due.extend(self._decide_locally(now, split, local or UNUSABLE))
         else:
             split.stage, split.decision = _Stage.PREFILL, decision
             answer, outcomes = prefiller.router.on_request(now, prefiller.request)
@@ -289,3 +288,19 @@ class RemotePrefills:
     def _prefilling(split: Split) -> Router:
         assert split.prefiller is not None, "a prefill pool's router was asked"
         return split.prefiller.router
+
+
+def _unusable(prefiller: Prefiller | None) -> LocalPrefill | None:
+    """Return why no prefill pool can be asked; None if one can.
+
+    A pool that is scaled to zero may queue requests until it has a member, so it is not asked.
+    """
+    if prefiller is None:
+        return UNUSABLE
+    return None if any(each.takes_new_keys for each in prefiller.router.pool.members) else NO_MEMBER
+
+
+def _new_tokens(decision: Decision) -> int:
+    """Return the tokens of a prompt that are neither cached nor fetched at the decode member."""
+    receipt = decision.receipt
+    return receipt.prompt_tokens - receipt.matched_tokens - (receipt.fetch_tokens or 0)

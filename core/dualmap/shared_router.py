@@ -407,7 +407,7 @@ class SharedRouter:
         outcome = answer.outcome
         waiting = self._requests.waiting.get(outcome.request_id)
         if waiting is None or waiting.at != peer or waiting.number != answer.number:
-            # The request was aborted, decided by this router, or asked again. Messages have told the peer.
+            # The request was aborted, decided by this router, or asked again. The peer has a message about it.
             return ()
         if outcome.request_id in self._requests.asked:
             self._decided(RemoteDecision("answered", now - waiting.asked_s))

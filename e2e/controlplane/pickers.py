@@ -22,6 +22,7 @@ from controlplane.helm import references
 from controlplane.site import MODEL, until_so
 from emulated_cluster.control_plane.build import GAIE_CHARTS, OBJECTIVES_CRD, binaries_folder
 from emulated_cluster.control_plane.cluster import Cluster
+from harness import fail_open
 from harness.clients import Reply, http1
 from harness.envoy import Envoy
 from harness.processes import dualmap_argv
@@ -30,7 +31,9 @@ from harness.stack import PoolMember, pool_document
 
 POOL = "qwen"
 PAGE = Path(__file__).parents[2] / "docs" / "change-the-picker.md"
+LLM_D_API = "llm-d.ai"
 OBJECTIVES = "inferenceobjectives.inference.networking.x-k8s.io"
+LLM_D_OBJECTIVES = f"inferenceobjectives.{LLM_D_API}"
 _SECTION = r"^## {}\n(.*?)(?=^## |\Z)"
 _BLOCK = r"^```{}\n(.*?)^```"
 
@@ -54,8 +57,15 @@ class PickerSite:
         self._audited = len(cluster.audit())
         self._stack = AsyncExitStack()
         self._envoy: Envoy | None = None
+        # The labels of the gateway's pickers.
+        self._pickers = ""
         crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
-        crds.install(cluster, binaries_folder() / OBJECTIVES_CRD, OBJECTIVES)
+        objectives = binaries_folder() / OBJECTIVES_CRD
+        crds.install(cluster, objectives, OBJECTIVES)
+        # llm-d's definition has the same fields in another group.
+        of_llm_d = directory / "llm-d-objectives.yaml"
+        of_llm_d.write_text(objectives.read_text().replace(OBJECTIVES.partition(".")[2], LLM_D_API))
+        crds.install(cluster, of_llm_d, LLM_D_OBJECTIVES)
         crds.install(cluster)
 
     async def __aenter__(self) -> Self:
@@ -64,10 +74,12 @@ class PickerSite:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._pickers:
+            fail_open.count_pods(await self.pods(self._pickers))
         await self._stack.aclose()
         await asyncio.to_thread(crds.remove_namespace, self.cluster, self.namespace)
         # Other tests have only DualMap's kinds.
-        await self.kubectl("delete", "crd", crds.GAIE_NAME, OBJECTIVES, "--timeout=60s")
+        await self.kubectl("delete", "crd", crds.GAIE_NAME, OBJECTIVES, LLM_D_OBJECTIVES, "--timeout=60s")
 
     async def run(self, script: str, *, helm: Path | None = None) -> str:
         """Run a shell script as the page's reader does, and return its output; fails if a command fails.
@@ -130,7 +142,9 @@ class PickerSite:
 
     async def open_gateway(self, service: str) -> None:
         """Start an Envoy that asks the picker behind a Service, with TLS, in the gateways' body mode."""
-        address = json.loads(await self.kubectl("get", "service", service, "-o", "json"))["spec"]["clusterIP"]
+        spec = json.loads(await self.kubectl("get", "service", service, "-o", "json"))["spec"]
+        address = spec["clusterIP"]
+        self._pickers = ",".join(f"{key}={value}" for key, value in spec["selector"].items())
         members = [
             PoolMember(id=pod["metadata"]["name"], address=pod["status"]["podIP"], port=8000, state="Active")
             for pod in await self.pods(f"app={POOL}")

@@ -19,6 +19,7 @@ import aiohttp
 from controlplane import crds
 from controlplane.helm import CHART, Helm, references
 from emulated_cluster.control_plane.cluster import Cluster
+from harness import fail_open
 from harness.traffic import Traffic
 from harness.waiting import until
 
@@ -66,8 +67,15 @@ class Site:
 
     def leave(self) -> None:
         """Remove the release, if it still exists, and the namespace."""
+        self._count_failures()
         self._helm("uninstall", RELEASE, "--ignore-not-found", "--no-hooks")
         crds.remove_namespace(self._cluster, self.namespace)
+
+    def _count_failures(self) -> None:
+        """Count the failures of the present routers, for the check after each test."""
+        selector = "app.kubernetes.io/component=router"
+        pods = self._cluster.kubectl("-n", self.namespace, "get", "pods", "-l", selector, "-o", "json")
+        fail_open.count_pods(json.loads(pods)["items"])
 
     async def install(self, values: Mapping[str, Any]) -> None:
         """Install the unchanged chart and wait until helm reports that all components run."""
@@ -81,6 +89,8 @@ class Site:
 
     async def helm(self, *arguments: str | Path) -> str:
         """Run a helm command in the namespace and return its output."""
+        if arguments[0] == "uninstall":
+            await asyncio.to_thread(self._count_failures)
         return await asyncio.to_thread(self._helm, *arguments)
 
     async def kubectl(self, *arguments: str, input: str | None = None) -> str:

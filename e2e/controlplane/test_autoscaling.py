@@ -11,6 +11,8 @@ from controlplane.product import Product
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.traffic import failed
 
+pytestmark = pytest.mark.always_picked
+
 METRIC = "dualmap_pool_desired_replicas"
 
 

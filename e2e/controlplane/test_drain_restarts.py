@@ -13,6 +13,8 @@ from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
+pytestmark = pytest.mark.always_picked
+
 Status = dict[str, Any]
 # The operator ends a watch after 55 s without data.
 NOTICED_S = 90.0

@@ -1,4 +1,4 @@
-"""Tests of `dualmap epp` in the seat of another picker: the page change-the-picker.md word by word, and the chart.
+"""Tests of `dualmap epp` in the place of another picker: the page change-the-picker.md word by word, and the chart.
 
 The picker that a user has before the change cannot be had here. DualMap's image stands in for it, under its name.
 """
@@ -14,6 +14,7 @@ from controlplane import llm_d_chart
 from controlplane.chart_node import dualmap_images
 from controlplane.helm import CHART, binary, references
 from controlplane.pickers import (
+    LLM_D_API,
     POOL,
     PickerSite,
     code,
@@ -87,9 +88,9 @@ async def test_image_of_gaies_chart_is_changed_and_changed_back(
     assert 'rule="pair-warm"' in second.headers["x-dualmap-decision"]
     said = kubelet.log(kubelet.pod(site.namespace, pods[0]["metadata"]["name"]))
     assert "dualmap epp ready" in said
-    # What the chart's Role lacks are DualMap's own settings, which are optional.
+    # What the chart's Role lacks are DualMap's own settings and llm-d's objectives, which are optional.
     refused = [each for each in site.requests_of(f"{POOL}-epp") if each["responseStatus"]["code"] == 403]
-    assert {each["objectRef"]["apiGroup"] for each in refused} <= {SETTINGS_API}
+    assert {each["objectRef"]["apiGroup"] for each in refused} <= {SETTINGS_API, LLM_D_API}
     assert restarts(await site.pods(PICKER)) == [0]
 
     await site.run(code("The way back"), helm=helm)

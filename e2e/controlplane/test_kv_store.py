@@ -12,6 +12,8 @@ from harness.traffic import failed, tally
 from harness.waiting import until
 from redis_server import RedisServer
 
+pytestmark = pytest.mark.always_picked
+
 # A store that is left alone is tried again after 30 s, and the operator asks the routers every 15 s.
 _WITHIN_S = 120.0
 

@@ -11,6 +11,8 @@ from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from harness.traffic import failed, tally
 from harness.waiting import until
 
+pytestmark = pytest.mark.always_picked
+
 
 async def serving(product: Product, replicas: int, *, abrupt: bool = False) -> Operator:
     operator = await product.operator()

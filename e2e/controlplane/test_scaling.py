@@ -9,6 +9,8 @@ from controlplane.product import Product, pool_manifest
 from harness.traffic import failed, tally
 from harness.waiting import until
 
+pytestmark = pytest.mark.always_picked
+
 
 async def test_new_pool_becomes_ready_and_serves_first_requests(product: Product) -> None:
     await product.operator()

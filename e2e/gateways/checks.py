@@ -13,6 +13,7 @@ from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Upstream
 from harness.waiting import until
 
 DESTINATION = "x-gateway-destination-endpoint"
+PREFILLER = "x-prefiller-host-port"
 LARGE_BYTES = 3_000_000
 _JSON = {"content-type": "application/json"}
 _SERVES_WITHIN_S = 60.0
@@ -89,6 +90,16 @@ class Gateway:
     async def check_event_stream(self) -> None:
         """Each event of a stream arrives before the engine sends the next event."""
         await check_event_stream(list(self.site.engines.values()), self.url + CHAT, chat("stream", stream=True))
+
+    async def check_prefills(self) -> None:
+        """Engines that decode get the address of the one that prefills: a site with ``ROLES`` and ``PREFILLS``."""
+        prefiller, *decoders = self.site.engines.values()
+        served = [self.served_by(await self.ask(f"{number} " + "story " * 400)) for number in range(12)]
+        assert all(each in decoders for each in served)
+        assert {each.received[-1].headers[PREFILLER] for each in served} == {prefiller.endpoint}
+        short = self.served_by(await self.ask("Hi", x_prefiller_host_port="10.244.255.250:8000"))
+        assert PREFILLER not in short.received[-1].headers
+        assert prefiller.received == []
 
     async def check_dead_first_pick(self) -> None:
         """If the first endpoint of the list refuses connections, the gateway uses the second endpoint."""

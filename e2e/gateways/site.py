@@ -26,6 +26,25 @@ PICKER_PORT = 9002
 METRICS_PORT = 9090
 ENGINE_PORT = 8000
 WITHIN_S = 120.0
+ROLES = ("prefill", "decode", "decode")
+"""The roles of engines in a site whose first engine prefills for the others."""
+PREFILLS = "--config-text=" + json.dumps(
+    {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [
+            {"type": "prefill-filter"},
+            {"type": "decode-filter"},
+            {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 64}},
+            {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}}},
+        ],
+        "schedulingProfiles": [
+            {"name": "prefill", "plugins": [{"pluginRef": "prefill-filter"}]},
+            {"name": "decode", "plugins": [{"pluginRef": "decode-filter"}]},
+        ],
+    }
+)
+"""The picker's argument with llm-d's plugins for prefill and decode on different pods."""
 _HEALTH_PORT = 9003
 _ENGINE_LABELS = {"app": POOL}
 _PICKER_LABELS = {"app": PICKER}

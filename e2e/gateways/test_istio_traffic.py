@@ -10,11 +10,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from controlplane import crds
 from emulated_cluster.control_plane.cluster import ADVERTISED, Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from gateways import images, istio, recordings
 from gateways.checks import Gateway, metric
-from gateways.site import MODEL, PICKER, PICKER_PORT, POOL, WITHIN_S, Site
+from gateways.site import MODEL, PICKER, PICKER_PORT, POOL, PREFILLS, ROLES, WITHIN_S, Site
 from gateways.tap import Tap
 from harness import fail_open
 from harness.traffic import END_OF_STREAM, Outcome, Traffic, tally
@@ -110,6 +111,17 @@ async def test_two_pickers_share_the_requests(site: Site, running_istio: None) -
             return min([await metric(each, _REQUESTS) for each in pickers]) > 0
 
         await until(both_used, "both pickers have requests", timeout_s=WITHIN_S)
+
+
+@pytest.mark.always_picked
+async def test_pods_that_prefill_are_named_to_the_pods_that_decode(cluster: Cluster, running_istio: None) -> None:
+    crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
+    async with Site(cluster, roles=ROLES) as site:
+        site.deploy_picker(PREFILLS)
+        site.publish_picker()
+        await site.picker_pods(1)
+        async with _gateway(site) as gateway:
+            await gateway.check_prefills()
 
 
 @pytest.mark.parametrize("failure_mode", ["FailClose", "FailOpen"])

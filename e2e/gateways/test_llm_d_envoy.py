@@ -1,6 +1,5 @@
 """Envoy with the configuration of llm-d-router's stand-alone chart, with DualMap in the place of its picker."""
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,29 +13,12 @@ from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from gateways import llm_d, recordings
 from gateways.checks import Gateway
-from gateways.site import PICKER_PORT, Site
+from gateways.site import PICKER_PORT, PREFILLS, ROLES, Site
 from gateways.tap import Tap
 from harness import fail_open
 from harness.envoy import Envoy
 
 pytestmark = pytest.mark.always_picked
-
-_PREFILLER = "x-prefiller-host-port"
-# llm-d's plugins for prefill and decode on different pods.
-_PREFILLS = {
-    "apiVersion": "llm-d.ai/v1alpha1",
-    "kind": "EndpointPickerConfig",
-    "plugins": [
-        {"type": "prefill-filter"},
-        {"type": "decode-filter"},
-        {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 64}},
-        {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}}},
-    ],
-    "schedulingProfiles": [
-        {"name": "prefill", "plugins": [{"pluginRef": "prefill-filter"}]},
-        {"name": "decode", "plugins": [{"pluginRef": "decode-filter"}]},
-    ],
-}
 
 
 @pytest_asyncio.fixture(name="gateway")
@@ -78,17 +60,11 @@ async def test_pods_that_prefill_are_named_to_the_pods_that_decode(
     cluster: Cluster, node: ProcessKubelet, tmp_path: Path
 ) -> None:
     crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
-    async with Site(cluster, roles=("prefill", "decode", "decode")) as site:
-        site.deploy_picker("--single-destination", f"--config-text={json.dumps(_PREFILLS)}")
+    async with Site(cluster, roles=ROLES) as site:
+        site.deploy_picker("--single-destination", PREFILLS)
         (picker,) = await site.picker_pods(1)
-        prefiller, *decoders = site.engines.values()
         async with _envoy(site, tmp_path, picker["status"]["podIP"], PICKER_PORT) as gateway:
-            served = [gateway.served_by(await gateway.ask(f"{number} " + "story " * 400)) for number in range(12)]
-            assert all(each in decoders for each in served)
-            assert {each.received[-1].headers[_PREFILLER] for each in served} == {prefiller.endpoint}
-            short = gateway.served_by(await gateway.ask("Hi"))
-            assert _PREFILLER not in short.received[-1].headers
-            assert prefiller.received == []
+            await gateway.check_prefills()
 
 
 async def test_streams_are_as_recorded(site: Site, tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ import json
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol
 
 # Envoy's counter of GOAWAYs is not read, because a draining router sends one. The router counts its GOAWAYs by reason.
 _ENVOY: Final = r"ext_proc\.(failure_mode_allowed|streams_failed|spurious_msgs_received|message_timeouts)$"
 _GOAWAYS: Final = re.compile(r'^dualmap_http2_goaways_total\{reason="(?!drain")(\w+)"\} (\S+)$', re.MULTILINE)
 _GOAWAY: Final = "goaway "
 _TIMEOUT_S: Final = 10.0
+# The port of a router's metrics in a pod.
+_METRICS_PORT: Final = 9090
 
 
 class Process(Protocol):
@@ -65,6 +67,15 @@ def counting(admin: str) -> Iterator[None]:
         yield
     finally:
         end(process)
+
+
+def count_pods(pods: Iterable[Mapping[str, Any]]) -> None:
+    """Count the GOAWAYs of routers in pods until now. Call it once for each router, before its pod ends."""
+    for pod in pods:
+        if address := pod["status"].get("podIP"):
+            process = Elsewhere()
+            watch_router(process, f"http://{address}:{_METRICS_PORT}")
+            end(process)
 
 
 def end(process: Process) -> None:

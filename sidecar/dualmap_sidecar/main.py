@@ -10,7 +10,7 @@ import click
 
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration
-from dualmap_sidecar.settings import Settings
+from dualmap_sidecar.settings import KvConnector, Settings
 from dualmap_sidecar.targets import read_allowed
 
 _PORT_MAX: Final = 65_535
@@ -100,6 +100,13 @@ class _Allowed(click.ParamType[str]):
 )
 @click.option("--namespace", help="With --kube: the namespace of the pools. [default: env POD_NAMESPACE]")
 @click.option(
+    "--kv-connector",
+    type=click.Choice([each.value for each in KvConnector]),
+    default=KvConnector.NIXL.value,
+    help="How the engines move KV: with nixl, the prefiller's answer says where the KV is; with shared-storage, the "
+    "engine finds the KV in a common store by itself.",
+)
+@click.option(
     "--prefill-timeout", type=Duration(), default="60s", help="Longest time for a prefiller's answer, then the next."
 )
 @click.option(
@@ -124,6 +131,7 @@ def pd_proxy(
     allow: tuple[str, ...],
     kube: bool,
     namespace: str | None,
+    kv_connector: str,
     prefill_timeout: float,
     continues: bool,
     continue_max_tokens: int,
@@ -157,6 +165,7 @@ def pd_proxy(
         pools=pools,
         namespace=_namespace(namespace, kube=kube),
         allow=allow,
+        kv_connector=KvConnector(kv_connector),
         prefill_timeout_s=prefill_timeout,
         continue_tokens=continue_max_tokens if continues else None,
         log_level=log_level,

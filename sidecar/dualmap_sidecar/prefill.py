@@ -2,8 +2,9 @@
 
 The leg is the client's request with one output token, and with ``kv_transfer_params`` that ask for a remote decode
 (docs.vllm.ai, "NixlConnector Usage Guide", and its toy proxy server). The answer's ``kv_transfer_params`` say where the
-KV is. They go into the request to the decode engine, unchanged. If a prefiller fails, the next one is asked. After the
-last one, the decode engine computes the prompt itself.
+KV is. They go into the request to the decode engine, unchanged. With a shared storage, neither request has
+``kv_transfer_params``: the prefiller stores the KV, and the decode engine looks for it. If a prefiller fails, the next
+one is asked. After the last one, the decode engine computes the prompt itself.
 """
 
 import io
@@ -21,7 +22,7 @@ from dualmap_sidecar.json_object import JsonObject
 from dualmap_sidecar.messages import EngineAnswer, for_prefiller
 from dualmap_sidecar.metrics import SidecarMetrics
 from dualmap_sidecar.outcomes import Reason, Where
-from dualmap_sidecar.settings import Settings
+from dualmap_sidecar.settings import KvConnector, Settings
 from dualmap_sidecar.targets import Target
 
 PARAMETERS: Final = "kv_transfer_params"
@@ -50,7 +51,7 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """The result: ``parameters`` is the JSON text for the decode engine, None if it has to compute the prompt.
+    """The result: ``parameters`` is the JSON text that tells the decode engine where the KV is, None without one.
 
     ``rejection`` is a prefiller's answer about an error of the client.
     """
@@ -72,6 +73,7 @@ class Prefillers:
     ) -> None:
         self._session = session
         self._limits = settings.limits
+        self._connector = settings.kv_connector
         self._timeout = aiohttp.ClientTimeout(
             total=settings.prefill_timeout_s, sock_connect=min(settings.limits.connect_s, settings.prefill_timeout_s)
         )
@@ -83,19 +85,20 @@ class Prefillers:
 
     async def prefill(self, leg: PrefillLeg, targets: Sequence[Target]) -> Prefilled:
         """Ask the targets in order until one has prefilled the prompt or rejected the request."""
-        body = prefill_body(leg.document)
+        body = prefill_body(leg.document, self._connector)
         for number, target in enumerate(targets):
             started_s = self._clock()
             where = Where.NEXT if number else Where.REMOTE
             try:
                 answer = await self._ask(target, leg, body, where)
-                parameters = None if answer.status >= 400 else _parameters(answer.first)
+                rejected = answer.status >= 400
+                parameters = None if rejected else self._parameters(answer.first)
             except PrefillFailed as failure:
                 self._failed(target, failure)
                 continue
             self._metrics.prefill_took(self._clock() - started_s)
             self._works(target)
-            return Prefilled(where=where, parameters=parameters, rejection=answer if parameters is None else None)
+            return Prefilled(where=where, parameters=parameters, rejection=answer if rejected else None)
         return Prefilled(where=Where.LOCAL)
 
     async def _ask(self, target: Target, leg: PrefillLeg, body: bytes, where: Where) -> EngineAnswer:
@@ -125,6 +128,10 @@ class Prefillers:
             raise PrefillFailed(Reason.UNREACHABLE, str(error.os_error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise PrefillFailed(Reason.CUT, type(error).__name__) from error
+
+    def _parameters(self, body: bytes) -> bytes | None:
+        """Return the parameters in a prefiller's answer, None with a shared storage. Raises PrefillFailed."""
+        return _parameters(body) if self._connector is KvConnector.NIXL else None
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         parts, size = [], 0
@@ -156,12 +163,17 @@ class Prefillers:
             _log.info("Prefiller works again", prefiller=str(target))
 
 
-def prefill_body(document: JsonObject) -> bytes:
+def prefill_body(document: JsonObject, connector: KvConnector) -> bytes:
     """Return the body of the prefill leg: the same prompt, not streamed, with one output token."""
-    replace = {"stream": b"false", "max_tokens": b"1", PARAMETERS: _ASK_FOR_REMOTE_DECODE}
+    remove = ["stream_options", "min_tokens", "return_token_ids"]
+    replace = {"stream": b"false", "max_tokens": b"1"}
     if "max_completion_tokens" in document.names:
         replace["max_completion_tokens"] = b"1"
-    return document.edited(remove=("stream_options", "min_tokens", "return_token_ids"), replace=replace)
+    if connector is KvConnector.NIXL:
+        replace[PARAMETERS] = _ASK_FOR_REMOTE_DECODE
+    else:
+        remove.append(PARAMETERS)
+    return document.edited(remove=remove, replace=replace)
 
 
 def decode_body(document: JsonObject, parameters: bytes | None) -> bytes:

@@ -2,9 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from dualmap_edge.logs import LogFormat
+
+
+class KvConnector(StrEnum):
+    """How the decode engine gets the KV of a prefiller.
+
+    With ``NIXL``, the prefiller's answer says where the KV is. With ``SHARED_STORAGE``, the prefiller writes the KV to
+    a store, and the decode engine finds it there by the tokens of the prompt.
+    """
+
+    NIXL = "nixl"
+    SHARED_STORAGE = "shared-storage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +47,10 @@ class Limits:
 class Settings:
     """The settings of ``dualmap pd-proxy``. Port 0 means any free port.
 
-    ``engine`` is the base URL of the engine, without a path. A prefiller has ``prefill_timeout_s`` to answer. The proxy
-    asks the members of the ``pools`` in files, of the pools in ``namespace`` of the Kubernetes API (None: none), and
-    the networks and addresses ``allow``. It continues streams of up to ``continue_tokens`` tokens (None: none).
+    ``engine`` is the base URL of the engine, without a path. The engines move KV by ``kv_connector``. A prefiller has
+    ``prefill_timeout_s`` to answer. The proxy asks the members of the ``pools`` in files, of the pools in ``namespace``
+    of the Kubernetes API (None: none), and the networks and addresses ``allow``. It continues streams of up to
+    ``continue_tokens`` tokens (None: none).
     """
 
     host: str
@@ -47,6 +60,7 @@ class Settings:
     pools: tuple[Path, ...] = ()
     namespace: str | None = None
     allow: Sequence[str] = ()
+    kv_connector: KvConnector = KvConnector.NIXL
     prefill_timeout_s: float = 60.0
     continue_tokens: int | None = None
     log_level: str = "info"

@@ -27,6 +27,7 @@ from dualmap.router import PoolRouter
 from dualmap.shared_router import Router
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.block_pool import EventBatch, stand_in_tokens
+from dualmap_sim.continuations import Continuations
 from dualmap_sim.decoders import Decoders, DecodeSide
 from dualmap_sim.discovery import LOAD_EVERY_S, profile_of
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
@@ -71,6 +72,8 @@ class ClusterConfig:
     """Share (0 to 1) of first tokens and completions that are never reported. The request id determines the loss."""
     kv_moves: bool = False
     """Whether an engine may pull a session's KV from the engine of the session's last request."""
+    continues: bool = False
+    """Whether a stream that its engine cuts continues at the second endpoint of its pick (``continuations.py``)."""
     discovery: bool = False
     """Whether the routers ask every engine once a second for its memory and load, as they do by default."""
     sample_s: float | None = None
@@ -133,6 +136,7 @@ class Cluster:
             self._decoders = Decoders(
                 config.decode_side, timeline=self._timeline, first_token=self._note_answer, finished=self._note_end
             )
+        self._continuations = Continuations() if config.continues else None
         self._token_root = token_root(model=config.pool.model.name)
         self._replication: Replication | None = None
         self._records: dict[str, Record] = {}
@@ -256,6 +260,8 @@ class Cluster:
             record.dispatched_s = self._timeline.now_s
             record.endpoint = outcome.endpoints[0]
             record.rule = outcome.receipt.rule
+            if self._continuations is not None:
+                self._continuations.picked(outcome.request_id, outcome.endpoints)
             if self._observer is not None:
                 self._observer.routed(self._timeline.now_s, record.router, outcome.receipt)
             self._hand_over(record, self._instances.at(record.endpoint))
@@ -268,9 +274,12 @@ class Cluster:
         work = record.arrival.work
         if self._config.kv_moves and record.arrival.session is not None:
             work = self._with_pull(work, record.arrival.session, instance)
+        self._submit(instance, work)
+
+    def _submit(self, instance: Instance, work: EngineRequest) -> None:
         if self._store is not None:
             work = replace(work, pulled_tokens=self._store.tokens(self._full_blocks(work)))
-        instance.submit(now, work, weighed=self._config.sample_s is not None)
+        instance.submit(self._timeline.now_s, work, weighed=self._config.sample_s is not None)
         self._wake_engine(instance)
 
     def _with_pull(self, work: EngineRequest, session: int, to: Instance) -> EngineRequest:
@@ -350,8 +359,11 @@ class Cluster:
         for event in events:
             record = self._records[event.request_id]
             if isinstance(event, FirstToken):
-                self._note_prefill(record, event)
                 instance.prefilled(event.request_id)
+                if self._continuations is not None and record.continued:
+                    self._continuations.went_on(record, event)
+                    continue
+                self._note_prefill(record, event)
                 if not self._is_lost(b"first ", event.request_id):
                     self._timeline.at(report_s, self._hear_first_token, record)
             else:
@@ -382,6 +394,8 @@ class Cluster:
         assert record.prefilled_s is None, f"{event.request_id} was prefilled twice"
         record.prefilled_s = event.at_s
         record.cached_tokens, record.pulled_tokens = event.cached_tokens, event.pulled_tokens
+        if self._continuations is not None:
+            self._continuations.began(event)
         if self._store is not None and record.endpoint is not None:
             host = record.endpoint.rpartition(":")[0]
             self._store.put(host, self._full_blocks(record.arrival.work))
@@ -481,8 +495,23 @@ class Cluster:
         if instance.alive:
             # The engine advances first, because its tokens until now count.
             self._advance(instance)
+            steps = instance.engine.decode_steps
             for request_id in instance.die():
-                self._fail(self._records[request_id])
+                record = self._records[request_id]
+                if not self._continue(record, steps):
+                    self._fail(record)
+
+    def _continue(self, record: Record, decode_steps: int) -> bool:
+        """Send the rest of a stream to another engine, if there is one. The failed one made ``decode_steps``."""
+        if self._continuations is None:
+            return False
+        rest = self._continuations.rest_of(record, decode_steps=decode_steps)
+        target = None if rest is None else self._instances.find(rest[0])
+        if rest is None or target is None or not target.alive:
+            return False
+        self._continuations.asked(self._timeline.now_s, record)
+        self._submit(target, rest[1])
+        return True
 
     def _discover(self, config: ClusterConfig) -> None:
         now = self._timeline.now_s

@@ -42,7 +42,7 @@ class Experiment:
     """The settings of one experiment: workload, rate, engines, policy, and more.
 
     Prompts longer than the engine's maximum are cut (DualMap paper, A.2.1). Members have the ids ``qwen-0``,
-    ``qwen-1``, ...
+    ``qwen-1``, ..., unless ``members`` has others.
     """
 
     requests_per_s: float
@@ -50,6 +50,8 @@ class Experiment:
     policy: str = "dualmap"
     """A key of ``dualmap.policies.registry.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
     instances: int = 8
+    members: tuple[Member, ...] | None = None
+    """The members at the beginning of the run, without a prefill pool. None makes them of ``instances``."""
     engine: EngineConfig = PRESETS["7b"]
     engines: tuple[tuple[str, EngineConfig], ...] = ()
     """Members with an engine that differs from ``engine``, by member id."""
@@ -85,6 +87,8 @@ class Experiment:
     """Whether requests carry their session id, if the workload has sessions."""
     kv_moves: bool = False
     """Whether an engine may pull a session's KV from the engine of the session's last request."""
+    continues: bool = False
+    """Whether a stream that its engine cuts continues on another engine, without a prefill pool."""
     store: StoreConfig | None = None
     """The KV store that the engines share; None for no store."""
     believed_tokens_per_s: float | None = None
@@ -195,6 +199,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
             feedback_delay_s=experiment.feedback_delay_s,
             report_loss=experiment.report_loss,
             kv_moves=experiment.kv_moves,
+            continues=experiment.continues,
             discovery=experiment.discovery,
             events=experiment.events,
             sample_s=experiment.sample_s,
@@ -294,10 +299,16 @@ def pool_of(experiment: Experiment) -> Pool:
             policy=experiment.policy,
             prefix=replace(experiment.routing.prefix, block_tokens=block_tokens),
         ),
-        members=tuple(
-            Member(id=name, address=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", port=8000)
-            for number, name in enumerate(member_ids(experiment.instances - experiment.decoders))
-        ),
+        members=_members(experiment.instances - experiment.decoders)
+        if experiment.members is None
+        else experiment.members,
+    )
+
+
+def _members(instances: int) -> tuple[Member, ...]:
+    return tuple(
+        Member(id=name, address=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", port=8000)
+        for number, name in enumerate(member_ids(instances))
     )
 
 

@@ -79,6 +79,10 @@ class Instances:
         """Return the instance at an ``ip:port`` of the pool."""
         return self._at[endpoint]
 
+    def find(self, endpoint: str) -> Instance | None:
+        """Return the instance at an ``ip:port``; None if no member of the pool has it."""
+        return self._at.get(endpoint)
+
     def adopt(self, pool: Pool) -> None:
         """Apply a new version of the pool. The engines of new members start with an empty cache."""
         present, self._at, self._endpoints = self._at, {}, {}

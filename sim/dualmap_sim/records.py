@@ -19,6 +19,8 @@ class Record:
     of the request's end. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
     failed before or during the request. ``prefilled_s`` is the end of the prefill. ``prefilled_s`` differs from
     ``first_token_s`` only in a static prefill/decode split, where another engine returns the first token.
+    ``continued`` is true if another engine got the rest of the stream (``continuations.py``). It then computed
+    ``recomputed_tokens`` of the prompt and the answer again, and the stream stalled for ``stall_s``.
     """
 
     arrival: Arrival
@@ -35,6 +37,9 @@ class Record:
     finished_s: float | None = None
     refused: Reason | None = None
     failed: bool = False
+    continued: bool = False
+    recomputed_tokens: int = 0
+    stall_s: float = 0.0
 
     @property
     def predicted_hit(self) -> bool:

@@ -66,7 +66,7 @@ def some_requests() -> tuple[RecordedRequest, ...]:
 @pytest.fixture(name="folder")
 def _folder(tmp_path: Path) -> Path:
     (tmp_path / "pool.yaml").write_text(POOL)
-    written = re.search(r"```yaml\n# kv.yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    written = re.search(r"```yaml\n# kv.yaml\n(.*?)```", (ROOT / "docs/kv-events.md").read_text(), re.DOTALL)
     assert written is not None
     (tmp_path / "kv.yaml").write_text(written[1])
     (tmp_path / "request.json").write_text(json.dumps(REQUEST))

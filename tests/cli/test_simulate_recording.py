@@ -9,8 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import simulated_recording
+from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
 from dualmap_cli.main import main
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, pool_of
 from dualmap_sim.prefill_decode import split_pools
 from dualmap_sim.presets import PRESETS
@@ -18,6 +20,8 @@ from dualmap_sim.workloads.catalog import Workload
 from recorded import HEADER, write
 
 AS_RECORDED = Experiment(requests_per_s=1.5, workload=Workload(requests=400), instances=3, warmup=0, slo_ttft_s=2.0)
+
+REPEATED = "the simulation repeats what was measured, and the share within the SLO in 7 of 7 windows (30 s)"
 
 
 @pytest.fixture(name="requests", scope="module")
@@ -44,13 +48,43 @@ def simulated(path: Path, *options: str) -> dict[str, Any]:
 def test_recording_of_the_modelled_engine_is_repeated(requests: list[RecordedRequest], tmp_path: Path) -> None:
     document = simulated(recording(tmp_path, requests))
     was = document["as_it_was"]
-    assert (was["believable"], was["reason"]) == (True, "the simulation repeats what was measured")
+    assert (was["believable"], was["reason"]) == (True, REPEATED)
     for name in ("ttft_p50_s", "ttft_p90_s", "hit_rate", "slo_attainment"):
         assert was[name]["simulated"] == pytest.approx(was[name]["measured"], rel=0.05), name
     (run,) = document["runs"]
     assert (run["policy"], run["instances"], run["requests"]) == ("dualmap", 3, 400)
     assert run["qps"] == pytest.approx(1.5, rel=0.01)
     assert run["ttft_p90_s"] == was["ttft_p90_s"]["simulated"]
+
+
+def test_windows_have_the_share_within_the_slo_side_by_side(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path = recording(tmp_path, requests)
+    was = simulated(path, "--warmup", "0")["as_it_was"]
+    assert was["window_s"] == 30.0
+    assert sum(each["requests"] for each in was["windows"]) == 400
+    first = was["windows"][0]
+    within = [each.ttft_s is not None and each.ttft_s <= 2.0 for each in requests if each.arrived_s < 30.0]
+    assert (first["start_s"], first["requests"]) == (0.0, len(within))
+    assert first["slo_attainment"]["measured"] == pytest.approx(sum(within) / len(within))
+    assert first["slo_attainment"]["simulated"] == pytest.approx(first["slo_attainment"]["measured"], abs=0.05)
+    assert first["differs"] is False
+    shown = invoke("simulate", "--recording", path, "--warmup", "0").stdout
+    assert "windows (30 s)" in shown
+    assert ["from", "0", "s", "on", str(len(within))] in [line.split()[:5] for line in shown.splitlines()]
+
+
+def test_equal_means_with_other_windows_are_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    # The same times in ascending order have the same percentiles and the same share within the SLO.
+    ttft_s = sorted(each.ttft_s or 0.0 for each in requests)
+    sorted_ones = [each._replace(ttft_s=own_s) for each, own_s in zip(requests, ttft_s, strict=True)]
+    strict = replace(AS_RECORDED, slo_ttft_s=ttft_s[200])
+    path = write(tmp_path / "sorted.jsonl", simulated_recording.pool_line(strict), *sorted_ones)
+    was = simulated(path, "--warmup", "0")["as_it_was"]
+    for name in ("ttft_p50_s", "ttft_p90_s", "slo_attainment"):
+        assert was[name]["simulated"] == pytest.approx(was[name]["measured"], rel=0.05), name
+    assert was["believable"] is False
+    assert was["reason"].startswith("the share within the SLO differs in ")
+    assert " windows (30 s), most from " in was["reason"]
 
 
 def test_recording_of_a_prefill_pool_is_repeated_with_its_members(tmp_path: Path) -> None:
@@ -60,8 +94,42 @@ def test_recording_of_a_prefill_pool_is_repeated_with_its_members(tmp_path: Path
     lines = [PoolChanged(at_s=0.0, pool=each) for each in (decode, prefill)]
     path = write(tmp_path / "requests.jsonl.gz", *lines, *simulated_recording.recorded(apart))
     was = simulated(path)["as_it_was"]
-    assert (was["believable"], was["reason"]) == (True, "the simulation repeats what was measured")
+    assert was["believable"] is True, was["reason"]
     assert was["ttft_p50_s"]["simulated"] == pytest.approx(was["ttft_p50_s"]["measured"], rel=0.05)
+
+
+def changing() -> Experiment:
+    """Return an experiment in which two members are too few for a minute; then two join, and the policy changes."""
+    base = replace(AS_RECORDED, requests_per_s=3.0, instances=2, policy="round_robin")
+    four = pool_of(replace(base, instances=4, policy="dualmap"))
+    return replace(base, events=(PoolChange(at_s=60.0, pool=four),))
+
+
+def test_pool_that_changed_is_repeated_with_its_changes(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", *simulated_recording.pool_lines(changing()), *simulated_recording.recorded(changing())
+    )
+    was = simulated(path)["as_it_was"]
+    assert was["believable"] is True, was["reason"]
+    assert (was["pool_changes"], was["not_repeated"]) == (1, [])
+    assert len({each["slo_attainment"]["measured"] < 0.9 for each in was["windows"]}) == 2
+    shown = invoke("simulate", "--recording", path, "--policy", "dualmap,round_robin")
+    assert "round_robin then dualmap, 2 to 4 instances" in shown.stdout
+    assert "4 instances, at most, as members joined and left" in shown.stderr
+    # With all members from the beginning, the first minute would be fast.
+    (kept,), (constant,) = (simulated(path, *options)["runs"] for options in ((), ("--instances", "4")))
+    assert constant["slo_attainment"] > kept["slo_attainment"] + 0.05
+
+
+def test_change_that_is_not_repeated_is_a_reason_to_doubt(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    line = simulated_recording.pool_line(AS_RECORDED)
+    stored = PoolChanged(at_s=100.0, pool=replace(line.pool, kv_store=KvStore(type=StoreType.MOONCAKE)))
+    path = write(tmp_path / "a.jsonl", line, stored, *requests)
+    result = invoke("simulate", "--recording", path)
+    assert "It does not repeat: spec.kvStore changed at 1970-01-01 00:01:40 UTC." in result.stdout
+    assert "warning: the simulation does not repeat: spec.kvStore changed at" in result.stderr
+    (found,) = simulated(path)["as_it_was"]["not_repeated"]
+    assert found == {"what": "spec.kvStore changed", "at_s": 100.0}
 
 
 def test_another_engine_is_not_believed(requests: list[RecordedRequest], tmp_path: Path) -> None:

@@ -358,15 +358,24 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
         assert yaml.safe_load(default) == leaves[name].get("default"), name
 
 
-def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
-    text = (ROOT / "docs" / "pool.md").read_text()
-    examples = [list(yaml.safe_load_all(block)) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    [in_a_cluster], [in_a_file], with_prefills, [with_store], [with_shadow], [adopting] = examples
+def examples(page: str) -> list[list[Any]]:
+    """Return the documents of each YAML block of a page."""
+    text = (ROOT / "docs" / page).read_text()
+    return [list(yaml.safe_load_all(block)) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+
+
+def test_pages_examples_are_valid_pools_without_warnings() -> None:
+    [in_a_cluster], [in_a_file], [adopting] = examples("pool.md")
+    with_prefills, *_ = examples("prefill-decode.md")
+    [with_store] = examples("kv-store.md")[0]
+    [with_shadow] = examples("policies.md")[0]
+    [with_events], [in_a_file_with_events] = examples("kv-events.md")
     assert template_warnings(read_spec(in_a_cluster)) == ()
     assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
     for each in with_prefills:
         assert set(each["spec"]) <= set(SPEC["properties"])
-    for each in (with_store, with_shadow):
+    assert read_pools(in_a_file_with_events)[0].engine.kv_events.enabled
+    for each in (with_store, with_shadow, with_events):
         read({**POOL, "spec": {**POOL["spec"], **each["spec"]}})
     read({**POOL, **adopting})
 

@@ -11,7 +11,7 @@ from dualmap.kv_store.view import NO_MATCH, StoreMatch
 from dualmap.pools.kv_store import KvStore, StoreType
 from dualmap.pools.pool import MemberState, Pool, Queue, Routing
 from dualmap.remote_prefills import Prefiller, RemotePrefills, Settled
-from dualmap.requests import Asked, Completion, Decision, Queued, Rejection, Usage
+from dualmap.requests import Asked, Completion, Decision, Effects, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 
 LONG = text_of(4000, "a long prompt")
@@ -21,6 +21,16 @@ BRIEF = text_of(500, "a short prompt")
 def prefill_pool(**changes: object) -> Pool:
     prefillers = tuple(replace(each, id=f"p-{n}", port=9000) for n, each in enumerate(members(2)))
     return replace(pool(), name="prefill", members=prefillers, **changes)  # type: ignore[arg-type]
+
+
+class CountingRouter(PoolRouter):
+    """A router that counts how often it is asked."""
+
+    asked = 0
+
+    def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
+        self.asked += 1
+        return super().on_request(now, request)
 
 
 class Split:
@@ -245,10 +255,23 @@ def test_prefill_pool_without_usable_members_leaves_prefills_to_decode_members(s
     holding = Routing(queue=Queue(hold_when_empty=True))
     split = Split(prefill=replace(prefill_pool(), members=none, routing=holding))
 
-    decision = split.decide("a")
+    decision, brief = split.decide("a"), split.decide("b", BRIEF)
 
     assert decision.receipt.prefill is not None
     assert decision.receipt.prefill.local == "no-member"
+    assert brief.receipt.prefill is not None
+    assert brief.receipt.prefill.local == "short"
+
+
+def test_prefill_pool_without_members_costs_no_second_decision() -> None:
+    split = Split(prefill=replace(prefill_pool(), members=()))
+    router = CountingRouter(split.decode.pool)
+    split.decode = router
+
+    split.decide("a")
+
+    assert router.asked == 1
+    assert loads(split.decode) == (1, 4000, 4000)
 
 
 def test_unusable_prefill_pool_leaves_prefills_to_decode_members() -> None:

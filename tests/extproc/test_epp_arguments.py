@@ -90,13 +90,14 @@ class TestArguments:
 
 
 class TestPlugins:
-    def config(self, *types: str, **fields: object) -> dict[str, object]:
+    def config(self, *types: str, **fields: object) -> dict[str, Any]:
         head = {"apiVersion": "inference.networking.x-k8s.io/v1alpha1", "kind": "EndpointPickerConfig"}
         return {**head, "plugins": [{"type": each} for each in types], **fields}
 
     def test_known_plugins_are_accepted(self) -> None:
         profiles = [{"name": "default", "plugins": [{"pluginRef": "queue-scorer", "weight": 2}]}]
-        config = self.config("queue-scorer", "prefix-cache-scorer", "queue-scorer", schedulingProfiles=profiles)
+        config = self.config("queue-scorer", "prefix-cache-scorer", schedulingProfiles=profiles)
+        config["plugins"] += [{"type": "queue-scorer", "name": "second", "parameters": {"any": 1}}]
         read = read_plugins([config])
         assert (read.unneeded, read.roles) == (("queue-scorer", "prefix-cache-scorer"), ANY_ROLE)
 
@@ -136,8 +137,30 @@ class TestPlugins:
             ({"plugins": ["queue-scorer"]}, "plugins[0]"),
             ({"plugins": {}, "pluginz": []}, "pluginz"),
             ({"plugins": "queue-scorer"}, "plugins"),
+            ({"plugins": {}}, "plugins"),
+            ({"plugins": [{"type": "queue-scorer", "weight": 2}]}, "plugins[0].weight"),
+            ({"plugins": [{"type": "queue-scorer", "name": 3}]}, "plugins[0].name"),
+            ({"plugins": [{"type": "queue-scorer"}, {"type": "queue-scorer"}]}, "plugins[1].name"),
             ({"kind": "Pod"}, "kind"),
+            ({"kind": None}, "kind"),
             ({"apiVersion": "v2"}, "apiVersion"),
+            ({"apiVersion": "llm-d.ai/v1"}, "apiVersion"),
+            ({"apiVersion": "llm-d.ai/v1alpha2"}, "apiVersion"),
+            ({"schedulingProfiles": "decode"}, "schedulingProfiles"),
+            ({"schedulingProfiles": {"name": "decode"}}, "schedulingProfiles"),
+            ({"schedulingProfiles": ["decode"]}, "schedulingProfiles[0]"),
+            ({"schedulingProfiles": [{"plugins": []}]}, "schedulingProfiles[0].name"),
+            ({"schedulingProfiles": [{"name": "a"}, {"name": "a"}]}, "schedulingProfiles[1].name"),
+            ({"schedulingProfiles": [{"name": "a", "plugin": []}]}, "schedulingProfiles[0].plugin"),
+            ({"schedulingProfiles": [{"name": "a", "plugins": {}}]}, "schedulingProfiles[0].plugins"),
+            (
+                {"schedulingProfiles": [{"name": "a", "plugins": [{"pluginRef": "decode-filter"}]}]},
+                "schedulingProfiles[0].plugins[0].pluginRef",
+            ),
+            (
+                {"schedulingProfiles": [{"name": "a", "plugins": [{"pluginRef": "queue-scorer", "weight": "2"}]}]},
+                "schedulingProfiles[0].plugins[0].weight",
+            ),
         ],
         ids=str,
     )
@@ -146,17 +169,26 @@ class TestPlugins:
             read_plugins([self.config(**changes)])
         assert refused.value.field == field
 
+    def test_configuration_without_version_and_kind_is_accepted(self) -> None:
+        assert read_plugins([{"plugins": [{"type": "queue-scorer"}]}]).unneeded == ("queue-scorer",)
+
+    def test_profile_may_name_a_default_plugin(self) -> None:
+        profiles = [{"name": "default", "plugins": [{"pluginRef": "max-score-picker"}]}]
+        assert read_plugins([self.config("queue-scorer", schedulingProfiles=profiles)]).unneeded == ("queue-scorer",)
+
+
+HEAD = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+PROFILES = [{"name": "prefill", "plugins": []}, {"name": "decode", "plugins": []}]
+
 
 class TestPrefills:
     """llm-d's plugins for prefill and decode on different pods, as its documentation combines them."""
 
     def roles(self, handler: dict[str, Any], *deciders: dict[str, Any]) -> RoleUse:
-        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
         filters = [{"type": "prefill-filter"}, {"type": "decode-filter"}]
-        profiles = [{"name": "prefill", "plugins": []}, {"name": "decode", "plugins": []}]
         plugins = [*filters, *deciders, handler]
-        read = read_plugins([{**head, "plugins": plugins, "schedulingProfiles": profiles}])
-        assert read.unneeded == ()
+        read = read_plugins([{**HEAD, "plugins": plugins, "schedulingProfiles": PROFILES}])
+        assert (read.unneeded, read.unused) == ((), ())
         return read.roles
 
     def by_prefix(self, tokens: object, **fields: object) -> dict[str, Any]:
@@ -180,7 +212,7 @@ class TestPrefills:
 
     @pytest.mark.parametrize(
         "parameters",
-        [{}, {"deciderPluginName": "prefix-based-pd-decider", "primaryPort": 8000}, {"prefillDeciderPluginName": "no"}],
+        [{}, {"deciderPluginName": "prefix-based-pd-decider", "primaryPort": 8000}, {"deciderPluginName": "no"}],
         ids=str,
     )
     def test_older_handler_and_its_parameters_are_read(self, parameters: dict[str, Any]) -> None:
@@ -200,14 +232,21 @@ class TestPrefills:
     def test_without_an_effective_decider_decode_pods_compute_all_prompts(
         self, handler: dict[str, Any], decider: int
     ) -> None:
-        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
         plugins = [{"type": "decode-filter"}, {"type": "prefill-filter"}, self.by_prefix(decider), handler]
-        assert read_plugins([{**head, "plugins": plugins}]).roles == RoleUse(respected=True)
+        config = {**HEAD, "plugins": plugins, "schedulingProfiles": PROFILES}
+        assert read_plugins([config]).roles == RoleUse(respected=True)
 
     @pytest.mark.parametrize(
         ("handler", "tokens", "said"),
         [
-            ({"deciders": "prefix-based-pd-decider"}, 16, "a mapping of prefill to the name of a decider"),
+            ({"deciders": "prefix-based-pd-decider"}, 16, "plugins[3].parameters.deciders: 'prefix-based-pd-decider'"),
+            ({"deciders": {"prefil": "any"}}, 16, "plugins[3].parameters.deciders.prefil: 'any' is not accepted"),
+            ({"decider": "any"}, 16, "give a parameter of disagg-profile-handler: deciderPluginName, deciders"),
+            ({"deciderPluginName": "none"}, 16, "plugins[3].parameters.deciderPluginName: 'none'"),
+            ({"prefillDeciderPluginName": "none"}, 16, "plugins[3].parameters.prefillDeciderPluginName: 'none'"),
+            ({"deciders": {}, "decodeProfile": "decode"}, 16, "or with the older parameters: decodeProfile"),
+            ({"profiles": {"decode": "generate"}}, 16, "schedulingProfiles: ['decode', 'prefill'] is not accepted"),
+            ({"profiles": {"decode": 3}}, 16, "plugins[3].parameters.profiles.decode: 3"),
             ({"deciders": {"prefill": "none"}}, 16, "plugins[3].parameters.deciders.prefill: 'none'"),
             (
                 {"deciders": {"prefill": "decode-filter"}},
@@ -231,13 +270,78 @@ class TestPrefills:
         assert said in str(refused.value)
 
     def test_configuration_of_a_picker_for_prefills_only_is_refused(self) -> None:
-        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
         with pytest.raises(PoolError, match=r"plugins\[1\].type: 'prefill-filter'"):
-            read_plugins([{**head, "plugins": [{"type": "queue-scorer"}, {"type": "prefill-filter"}]}])
+            read_plugins([{**HEAD, "plugins": [{"type": "queue-scorer"}, {"type": "prefill-filter"}]}])
 
     def test_parameters_that_are_no_mapping_are_refused(self) -> None:
         with pytest.raises(PoolError, match=r"plugins\[2\].parameters"):
             self.roles({"type": "disagg-profile-handler", "parameters": "prefill"})
+
+    def test_older_handler_without_a_decider_names_the_missing_parameter(self) -> None:
+        with pytest.raises(PoolError) as refused:
+            self.roles({"type": "pd-profile-handler"})
+        assert (refused.value.field, refused.value.shown) == ("plugins[2].parameters.deciderPluginName", "nothing")
+        assert "a plugin with the name prefix-based-pd-decider is needed" in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("decider", "unknown"),
+        [
+            ({"type": "prefix-based-pd-decider", "parameters": {"nonCachedToken": 16}}, "nonCachedToken"),
+            ({"type": "disagg-headers-handler", "parameters": {"decodeProfile": "decode"}}, "decodeProfile"),
+        ],
+        ids=str,
+    )
+    def test_unknown_parameter_is_refused_with_the_known_ones(self, decider: dict[str, Any], unknown: str) -> None:
+        with pytest.raises(PoolError, match=f"give a parameter of {decider['type']}: ") as refused:
+            self.roles(self.handler(), decider)
+        assert refused.value.field == f"plugins[2].parameters.{unknown}"
+
+    @pytest.mark.parametrize("order", ["decode-first", "Decode_First", "decode", "", None])
+    def test_order_of_stages_is_read_as_llm_d_does(self, order: str | None) -> None:
+        assert self.roles(self.handler(stageOrder=order)) == RoleUse(respected=True)
+
+    @pytest.mark.parametrize(
+        ("handler", "profiles", "tokens"),
+        [
+            ({}, ["decode"], None),
+            ({"prefill": "p"}, ["decode", "prefill"], None),
+            ({"prefill": "p"}, ["decode", "p"], 16),
+        ],
+        ids=str,
+    )
+    def test_decider_needs_the_profile_for_prefills(
+        self, handler: dict[str, str], profiles: list[str], tokens: int | None
+    ) -> None:
+        plugins = [
+            {"type": "decode-filter"},
+            self.by_prefix(16),
+            self.handler(profiles=handler, deciders={"prefill": "prefix-based-pd-decider"}),
+        ]
+        named = [{"name": each} for each in profiles]
+        read = read_plugins([{**HEAD, "plugins": plugins, "schedulingProfiles": named}])
+        assert read.roles == RoleUse(respected=True, prefill_min_tokens=tokens)
+        missing = f"plugins[1]: schedulingProfiles has no profile with the name {handler.get('prefill', 'prefill')}"
+        assert read.unused == ((missing,) if tokens is None else ())
+
+    @pytest.mark.parametrize(
+        ("plugin", "unused"),
+        [
+            (
+                {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16, "promptTokens": 32}},
+                "plugins[0].parameters.promptTokens: only uncached tokens count, against nonCachedTokens",
+            ),
+            ({"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 16, "promptTokens": 16}}, None),
+            (
+                {"type": "always-disagg-pd-decider", "name": "prefix-based-pd-decider", "parameters": {"tokens": 16}},
+                "plugins[0].parameters: always-disagg-pd-decider has no parameters",
+            ),
+        ],
+        ids=str,
+    )
+    def test_parameter_without_effect_is_reported(self, plugin: dict[str, Any], unused: str | None) -> None:
+        plugins = [plugin, self.handler(deciders={"prefill": "prefix-based-pd-decider"})]
+        read = read_plugins([{**HEAD, "plugins": plugins, "schedulingProfiles": PROFILES}])
+        assert read.unused == (() if unused is None else (unused,))
 
 
 class TestLlmDsCharts:
@@ -278,8 +382,7 @@ class TestLlmDsCharts:
             {"name": f"{name}-affinity-filter", "type": "prefix-cache-affinity-filter"} for name in ("strict", "loose")
         ]
         plugins += [*({"type": each} for each in self.PREDICTED), *affinity]
-        head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
-        read = read_plugins([{**head, "plugins": plugins, "schedulingProfiles": [{"name": "default", "plugins": []}]}])
+        read = read_plugins([{**HEAD, "plugins": plugins, "schedulingProfiles": [{"name": "default", "plugins": []}]}])
         assert (read.unneeded, read.roles) == ((*self.DEFAULT, *self.PREDICTED), ANY_ROLE)
 
 

@@ -37,9 +37,9 @@ def gaie_pool(name: str = "qwen", *ports: int, version: str = f"{V1}/v1", **spec
     }
 
 
-def objective(name: str, priority: int) -> dict[str, Any]:
+def objective(name: str, priority: int, group: str = OLD) -> dict[str, Any]:
     return {
-        "apiVersion": f"{OLD}/v1alpha2",
+        "apiVersion": f"{group}/v1alpha2",
         "kind": "InferenceObjective",
         "metadata": {"name": name, "namespace": "llm"},
         "spec": {"poolRef": {"name": "qwen"}, "priority": priority},
@@ -273,6 +273,17 @@ async def test_objectives_of_the_pool_are_followed(api: KubeApi) -> None:
         await until(lambda: found.pool is not None and found.pool.objectives.priority_of("urgent") == 9)
 
 
+async def test_objective_of_llm_d_counts_before_the_older_one(api: KubeApi) -> None:
+    await api.put(gaie_pool())
+    for each in (objective("batch", -1), objective("batch", -2, "llm-d.ai"), objective("urgent", 9, "llm-d.ai")):
+        await api.put(each)
+    async with seat(api) as found:
+        assert found.pool is not None
+        assert (found.pool.objectives.priority_of("batch"), found.pool.objectives.priority_of("urgent")) == (-2, 9)
+        await api.delete(objective("batch", -2, "llm-d.ai"))
+        await until(lambda: found.pool is not None and found.pool.objectives.priority_of("batch") == -1)
+
+
 @pytest.mark.parametrize("status", [403, 404])
 async def test_optional_kinds_that_cannot_be_read_count_as_empty(
     api: KubeApi, caplog: pytest.LogCaptureFixture, status: int
@@ -283,8 +294,8 @@ async def test_optional_kinds_that_cannot_be_read_count_as_empty(
     await api.put(pod_body("qwen-0"))
     async with seat(api) as found:
         assert found.states() == {"qwen-0": "Active"}
-    lines = [each for each in caplog.messages if each == "Going on without an optional Kubernetes kind"]
-    assert len(lines) == 2
+    lines = [each for each in caplog.messages if each == "Continuing without an optional Kubernetes kind"]
+    assert len(lines) == 3
     assert "WARNING" not in {each.levelname for each in caplog.records}
 
 
@@ -298,7 +309,8 @@ async def test_optional_kind_that_cannot_be_watched_keeps_its_objects(
         await until(lambda: api.lists.count(f"/apis/{OLD}/v1alpha2/namespaces/llm/inferenceobjectives") > 2)
         assert [pool.objectives.priority_of("batch") for (pool,) in found.told] == [-1]
     said = [each.details["error"] for each in caplog.records if each.levelname == "WARNING"]
-    assert len([each for each in said if 'cannot watch resource "inferenceobjectives"' in each]) == 1
+    # One line for each group of the kind.
+    assert len([each for each in said if 'cannot watch resource "inferenceobjectives"' in each]) == 2
 
 
 async def test_first_version_that_is_invalid_is_not_served(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,11 +153,11 @@ PLANTED = [
         "The store, pools, Envoy's configuration",
     ),
     ("extproc/dualmap_extproc/request/picked.py", "import time", "Request code reads no clock and does no I/O"),
-    ("extproc/dualmap_extproc/epp/pools.py", "import click", "The seat of other pickers imports pools"),
+    ("extproc/dualmap_extproc/epp/pools.py", "import click", "The flags and plugins of other pickers import pools"),
     (
         "extproc/dualmap_extproc/epp/pools.py",
         "import dualmap_extproc.request.picker",
-        "The seat of other pickers imports pools",
+        "The flags and plugins of other pickers import pools",
     ),
     (
         "extproc/dualmap_extproc/epp/plugins.py",

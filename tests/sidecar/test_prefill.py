@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dualmap_sidecar.settings import Limits
+from dualmap_sidecar.settings import KvConnector, Limits
 from sidecar_site import PARAMETERS, Answering, Site, cut, decoded, prefilled, silent, site, with_status
 
 ASKS_FOR_REMOTE_DECODE = {
@@ -115,6 +115,28 @@ async def test_failed_prefill_goes_to_the_next_and_then_to_the_engine(fails: Ans
         assert await where(made, made.naming(0, 2)) == "local"
         assert "kv_transfer_params" not in made.engine.received[-1].json
         assert made.count("dualmap_pd_prefill_failures_total", reason=reason) == 3
+
+
+async def test_shared_storage_needs_no_parameters_in_either_leg() -> None:
+    async with site(with_status(200), kv_connector=KvConnector.SHARED_STORAGE) as made:
+        assert await where(made, made.naming(0), stream=True, kv_transfer_params={"remote_host": "evil"}) == "remote"
+        sent = {"model": "qwen", "prompt": "hello"}
+        assert made.prefillers[0].received[0].json == {**sent, "max_tokens": 1, "stream": False}
+        assert made.engine.received[0].json == {**sent, "max_tokens": 8, "stream": True}
+        assert made.count("dualmap_pd_prefill_failures_total", reason="no_parameters") == 0
+
+
+async def test_shared_storage_without_a_prefiller_that_works_is_a_local_prefill() -> None:
+    async with site(with_status(503), with_status(200), kv_connector=KvConnector.SHARED_STORAGE) as made:
+        assert await where(made, made.naming(0, 1)) == "next"
+        assert await where(made, made.naming(0)) == "local"
+
+
+async def test_shared_storage_passes_the_prefillers_rejection_to_the_client() -> None:
+    async with site(with_status(400, b'{"error": "bad"}'), kv_connector=KvConnector.SHARED_STORAGE) as made:
+        response = await made.complete(made.naming(0))
+        assert (response.status, await response.read()) == (400, b'{"error": "bad"}')
+        assert not made.engine.received
 
 
 async def test_killed_prefiller_is_replaced_in_the_middle_of_its_prefill() -> None:

@@ -149,6 +149,20 @@ def test_file_of_foreign_version_is_damaged_in_a_folder_and_refused_alone(tmp_pa
         Reading([foreign])
 
 
+def test_joined_files_are_read_until_a_foreign_version(tmp_path: Path) -> None:
+    other = HEADER._replace(key="00bb")
+    foreign = text(HEADER).replace(b'"version":1', b'"version":99')
+    joined = tmp_path / "joined.jsonl"
+    joined.write_bytes(text(HEADER, REQUESTS[0], other, REQUESTS[1]) + foreign + text(REQUESTS[2]))
+    reading = Reading([joined])
+    assert list(reading.requests()) == [REQUESTS[0], REQUESTS[1]]
+    assert reading.keys == {"00aa", "00bb"}
+    (damage,) = reading.damaged
+    assert damage.line == 5
+    assert "version 99" in damage.reason
+    assert damage.reason.endswith("the lines after it are left out, too")
+
+
 def test_file_of_a_folder_with_a_damaged_first_line_is_damaged(tmp_path: Path) -> None:
     write(tmp_path / "1.jsonl", *REQUESTS)
     broken = write(tmp_path / "2.jsonl", request(9))

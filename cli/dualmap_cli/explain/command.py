@@ -76,6 +76,9 @@ def explain(
     With --redis, the command first reads the state that running routers share in Redis. A running router
     selects the same pair only if both have the same hash key.
 
+    If the request's pool has a KV store (spec.kvStore), the command asks the store once, for at most one second. The
+    candidates then have tokens to fetch. A store that is not asked or gives no answer is named with the reason.
+
     With --recording, the command prints which instance the recording's router chose for a past request, and what it
     knew about the candidates at that time.
 

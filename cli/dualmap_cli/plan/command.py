@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from dualmap.pools.pool import Pool, Slo
-from dualmap_cli.plan.peak_option import read_peak, window_text
+from dualmap_cli.plan.peak_option import read_peak
 from dualmap_cli.running import command_errors, plot_option, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import changed, read_engine_file
 from dualmap_cli.simulate.plan import Plan, make_plan
 from dualmap_cli.simulate.pool_option import read_pool
-from dualmap_cli.simulate.values import duration, factor
+from dualmap_cli.simulate.values import duration, factor, window_text
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.planning.capacity import Engines
 from dualmap_sim.planning.sizes import Unattainable

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from dualmap_cli.plan.peak_option import window_text
 from dualmap_cli.plan.result import CapacityPlan, Windows
+from dualmap_cli.simulate.values import window_text
 from dualmap_sim.planning.capacity import Size, Sizes
 from dualmap_sim.planning.intervals import Share
 from dualmap_sim.planning.sizes import Fleet

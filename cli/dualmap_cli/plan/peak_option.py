@@ -1,4 +1,4 @@
-"""The option ``--peak``: the windows of time that a plan must hold, and how windows are named."""
+"""The option ``--peak``: the windows of time that a plan must hold."""
 
 import re
 from typing import Final
@@ -28,14 +28,6 @@ def read_peak(_context: click.Context, _parameter: click.Parameter, value: str |
             "p95-10m"
         )
     return Peak(percentile=percent / 100, window_s=window_s)
-
-
-def window_text(window_s: float) -> str:
-    """Return the length of a window for people."""
-    for name, seconds in _NAMED_S.items():
-        if window_s == seconds:
-            return name
-    return f"{window_s / 60:g} min" if window_s % 60 == 0 else f"{window_s:g} s"
 
 
 def _window_s(text: str) -> float | None:

@@ -8,10 +8,16 @@ import click
 
 from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Routing
-from dualmap_cli.plan.peak_option import window_text
 from dualmap_cli.plan.settings import Change, changes
-from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_experiment, compare_with, with_recorded_kv
+from dualmap_cli.simulate.as_it_was import (
+    AsItWas,
+    as_it_was_experiment,
+    compare_with,
+    unrepeated_text,
+    with_recorded_kv,
+)
 from dualmap_cli.simulate.plan import Plan, recorded_rate, with_transfer
+from dualmap_cli.simulate.values import window_text
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
 from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
 from dualmap_sim.planning.intervals import Share
@@ -153,7 +159,7 @@ def _was(plan: Plan, on_run: Callable[[], None]) -> AsItWas | None:
     if experiment is None or plan.traffic is None:
         return None
     on_run()
-    return compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    return compare_with(plan.traffic, experiment, run_experiment(experiment))
 
 
 def _warnings(
@@ -163,6 +169,8 @@ def _warnings(
         yield f"the simulation is not checked: {'all requests arrived at once' if was is None else was.reason}"
     elif not was.believable:
         yield f"the simulation does not repeat the recording: {was.reason}"
+    if was is not None and was.unrepeated:
+        yield f"the simulation does not repeat: {unrepeated_text(was.unrepeated)}"
     requests = len(load_trace(base).requests)
     if requests < _SHORT_REQUESTS:
         yield f"the workload has only {requests:,} requests, too few for a reliable figure"

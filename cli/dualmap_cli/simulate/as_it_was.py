@@ -1,38 +1,30 @@
 """Compares a recording with its own simulation: the same policy, instances and times."""
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from datetime import UTC, datetime
 
 from dualmap.pools.pool import Pool
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
+from dualmap_cli.simulate.comparison import Figure, WindowShares, share_reasons, time_reasons, window_shares
 from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate, with_transfer
 from dualmap_cli.simulate.pool_option import of_pool
-from dualmap_sim.experiment import Experiment, load_trace, member_ids
+from dualmap_cli.simulate.values import window_text
+from dualmap_sim.events import PoolChange
+from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids
+from dualmap_sim.notices import Losses
+from dualmap_sim.recordings.pool_history import Unrepeated
 from dualmap_sim.recordings.replays import Traffic, was_measured
+from dualmap_sim.records import Record
+from dualmap_sim.repeats import with_changes
 from dualmap_sim.shared_store import StoreConfig
-from dualmap_sim.summary import Summary, percentile
+from dualmap_sim.summary import percentile
 
-_SHARES_APART: Final = 0.05
-"""The largest difference of two shares with which a simulation is believed."""
-_TIMES_APART: Final = 0.25
-"""The largest relative difference of two times."""
-_TIMES_APART_S: Final = 0.05
-"""The largest difference of two times that are too short for a relative one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One figure of the recording and of its simulation; NaN without data."""
-
-    measured: float
-    simulated: float
-
-    @property
-    def has_both(self) -> bool:
-        """Whether the figure can be compared."""
-        return not (math.isnan(self.measured) or math.isnan(self.simulated))
+_Pair = tuple[RecordedRequest, Record]
+"""A request as it was recorded, and as it was simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +36,19 @@ class AsItWas:
     ttft_p90_s: Figure
     hit_rate: Figure
     slo_attainment: Figure
+    windows: WindowShares
+    unrepeated: tuple[Unrepeated, ...]
     believable: bool | None
     reason: str
+    losses: Losses | None = None
+    """What the simulation lost, to compare it with runs in which members got a notice."""
 
 
 def as_it_was_experiment(plan: Plan) -> Experiment | None:
-    """Return the experiment that repeats the recording of a plan: its pool at its own times; None without times."""
+    """Return the experiment that repeats the recording of a plan, with the changes of its pool; None without times.
+
+    The members of a pool with a prefill pool stay as they are.
+    """
     assert plan.traffic is not None
     pool, instances = plan.traffic.pool, plan.traffic.instances or plan.base.instances
     base = Experiment(
@@ -57,7 +56,6 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
         workload=replace(plan.base.workload, scale=1.0),
         instances=instances,
         engine=plan.base.engine,
-        engines=tuple(zip(member_ids(instances), plan.differing, strict=False)),
         slo_ttft_s=plan.base.slo_ttft_s,
         warmup=plan.base.warmup,
         sessions=plan.base.sessions,
@@ -69,9 +67,29 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
     if plan.base.workload.scale != 1:
         base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
-        return base
-    recorded = replace(of_pool(base, pool), block_tokens=None, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
-    return with_recorded_kv(recorded, pool, prefillers=plan.traffic.prefillers)
+        return replace(base, engines=tuple(zip(member_ids(instances), plan.differing.values(), strict=False)))
+    recorded = with_recorded_kv(_with_settings(base, pool), pool, prefillers=plan.traffic.prefillers)
+    if recorded.prefillers or not plan.traffic.members:
+        return recorded
+    engines = tuple((name, engine) for name, engine in plan.differing.items() if name in plan.traffic.members)
+    return with_changes(replace(recorded, engines=engines), plan.traffic, _with_settings)
+
+
+def _with_settings(experiment: Experiment, pool: Pool) -> Experiment:
+    """Return an experiment with the policy, the settings and the SLO of a recorded pool."""
+    configured = of_pool(experiment, pool)
+    return replace(configured, block_tokens=None, policy=pool.routing.policy, slo_ttft_s=pool.slo.ttft_s)
+
+
+def unrepeated_text(unrepeated: Sequence[Unrepeated]) -> str:
+    """Return the changes that a simulation does not repeat: what changed, and when for the first time."""
+    first = {each.what: each for each in reversed(unrepeated)}
+    counts = Counter(each.what for each in unrepeated)
+    return "; ".join(
+        f"{what} at {datetime.fromtimestamp(each.recorded_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        + (f", and {counts[what] - 1} more times" if counts[what] > 1 else "")
+        for what, each in sorted(first.items(), key=lambda item: item[1].recorded_s)
+    )
 
 
 def with_recorded_kv(experiment: Experiment, pool: Pool, *, prefillers: int) -> Experiment:
@@ -91,65 +109,102 @@ def with_recorded_kv(experiment: Experiment, pool: Pool, *, prefillers: int) -> 
     return experiment
 
 
-def compare_with(traffic: Traffic, experiment: Experiment, simulated: Summary) -> AsItWas:
-    """Compare the counted requests of a recording with their simulation."""
-    start = experiment.workload.start
-    counted = traffic.requests[start:][: experiment.workload.requests][experiment.warmup :]
-    measured_s = sorted(each.ttft_s for each in counted if each.ttft_s is not None)
-    ttft_p50_s = Figure(measured=percentile(measured_s, 0.5), simulated=simulated.ttft_p50_s)
-    ttft_p90_s = Figure(measured=percentile(measured_s, 0.9), simulated=simulated.ttft_p90_s)
-    hit_rate = Figure(measured=_hit_rate(counted), simulated=simulated.hit_rate)
-    slo_attainment = Figure(measured=_attainment(counted, experiment.slo_ttft_s), simulated=simulated.slo_attainment)
+def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> AsItWas:
+    """Compare the counted requests of a recording with their simulation.
+
+    A figure covers the same requests on both sides: those for which the recording has it.
+    """
+    counted = traffic.requests[experiment.workload.start :][: experiment.workload.requests][experiment.warmup :]
+    pairs = tuple(zip(counted, outcome.records[experiment.warmup :], strict=True))
+    timed = [(request, record) for request, record in pairs if request.ttft_s is not None]
+    measured_s = sorted(request.ttft_s for request, _ in timed if request.ttft_s is not None)
+    simulated_s = sorted(record.ttft_s for _, record in timed if record.ttft_s is not None)
+    ttft_p50_s, ttft_p90_s = (
+        Figure(measured=percentile(measured_s, share), simulated=percentile(simulated_s, share)) for share in (0.5, 0.9)
+    )
+    hit_rate = _hit_rate(pairs)
+    asked = [each for each in pairs if each[0].streamed or each[0].outcome is RecordedOutcome.REFUSED]
+    arrivals_s = [record.arrival.at_s for _, record in asked]
+    slos_s = _slos_s(experiment, arrivals_s)
+    measured = [_is_within(request.ttft_s, slo_s) for (request, _), slo_s in zip(asked, slos_s, strict=True)]
+    simulated = [_is_within(record.ttft_s, slo_s) for (_, record), slo_s in zip(asked, slos_s, strict=True)]
+    slo_attainment = Figure(measured=_share(measured), simulated=_share(simulated))
+    windows = window_shares(arrivals_s, measured, simulated)
     reasons = [
-        *_apart("TTFT p50", ttft_p50_s, seconds=True),
-        *_apart("TTFT p90", ttft_p90_s, seconds=True),
-        *_apart("hit rate", hit_rate, seconds=False),
-        *_apart("share within the SLO", slo_attainment, seconds=False),
+        *time_reasons("TTFT p50", ttft_p50_s),
+        *time_reasons("TTFT p90", ttft_p90_s),
+        *share_reasons("hit rate", hit_rate),
+        *share_reasons("share within the SLO", slo_attainment),
+        *windows.reasons(),
     ]
-    if traffic.sample < 1:
-        reasons.append(f"the recording has only {traffic.sample:.4g} of the sessions")
-    if not any(map(was_measured, counted)):
-        believable, reason = None, "the recording has no measurements"
-    elif not measured_s:
-        believable, reason = None, "the recording has no times to the first token, which streamed answers have"
-    elif reasons:
-        if traffic.membership_changes:
-            reasons.append(f"the members changed {traffic.membership_changes} times, which is not simulated")
-        believable, reason = False, "; ".join(reasons)
-    else:
-        believable, reason = True, "the simulation repeats what was measured"
+    unrepeated = traffic.unrepeated_between(counted[0], counted[-1])
+    believable, reason = _verdict(traffic, counted, reasons, windows, timed=bool(timed))
     return AsItWas(
         experiment=experiment,
         ttft_p50_s=ttft_p50_s,
         ttft_p90_s=ttft_p90_s,
         hit_rate=hit_rate,
         slo_attainment=slo_attainment,
+        windows=windows,
+        unrepeated=unrepeated,
         believable=believable,
         reason=reason,
     )
 
 
-def _hit_rate(counted: Sequence[RecordedRequest]) -> float:
-    both = [
-        (each.cached_tokens, each.engine_prompt_tokens)
-        for each in counted
-        if each.cached_tokens is not None and each.engine_prompt_tokens
+def _verdict(
+    traffic: Traffic, counted: Sequence[RecordedRequest], reasons: list[str], windows: WindowShares, *, timed: bool
+) -> tuple[bool | None, str]:
+    """Return whether the simulation may be believed, None if nothing was measured, and why."""
+    if traffic.sample < 1:
+        reasons.append(f"the recording has only {traffic.sample:.4g} of the sessions")
+    if not any(map(was_measured, counted)):
+        return None, "the recording has no measurements"
+    if not timed:
+        return None, "the recording has no times to the first token, which streamed answers have"
+    if reasons:
+        return False, "; ".join(reasons)
+    repeated = "the simulation repeats what was measured"
+    if not windows.shares:
+        return True, repeated
+    alike = len(windows.shares) - len(windows.differing)
+    return True, (
+        f"{repeated}, and the share within the SLO in {alike} of {len(windows.shares)} windows "
+        f"({window_text(windows.window_s)})"
+    )
+
+
+def _slos_s(experiment: Experiment, arrivals_s: Sequence[float]) -> list[float]:
+    """Return the pool's SLO at each arrival."""
+    changes = [event for event in experiment.events if isinstance(event, PoolChange)]
+    times_s = [event.at_s for event in changes]
+    slos_s = [experiment.slo_ttft_s, *(event.pool.slo.ttft_s for event in changes)]
+    return [slos_s[bisect_right(times_s, at_s)] for at_s in arrivals_s]
+
+
+def _is_within(ttft_s: float | None, slo_ttft_s: float) -> bool:
+    return ttft_s is not None and ttft_s <= slo_ttft_s
+
+
+def _hit_rate(pairs: Sequence[_Pair]) -> Figure:
+    """Return the hit rate of the served requests of which an engine reported the cached tokens."""
+    known = [
+        (request.cached_tokens, request.engine_prompt_tokens, record)
+        for request, record in pairs
+        if request.cached_tokens is not None and request.engine_prompt_tokens
     ]
-    return sum(cached for cached, _ in both) / sum(prompt for _, prompt in both) if both else math.nan
+    served = [record for _, _, record in known if record.finished_s is not None]
+    return Figure(
+        measured=_ratio(sum(cached for cached, _, _ in known), sum(prompt for _, prompt, _ in known)),
+        simulated=_ratio(
+            sum(record.cached_tokens for record in served), sum(record.arrival.work.prompt_tokens for record in served)
+        ),
+    )
 
 
-def _attainment(counted: Sequence[RecordedRequest], slo_ttft_s: float) -> float:
-    asked = [each for each in counted if each.streamed or each.outcome is RecordedOutcome.REFUSED]
-    within = sum(each.ttft_s is not None and each.ttft_s <= slo_ttft_s for each in asked)
-    return within / len(asked) if asked else math.nan
+def _share(within: Sequence[bool]) -> float:
+    return _ratio(sum(within), len(within))
 
 
-def _apart(name: str, figure: Figure, *, seconds: bool) -> Iterator[str]:
-    """Yield why a figure makes the simulation unbelievable."""
-    if not figure.has_both:
-        return
-    apart = abs(figure.simulated - figure.measured)
-    limit = max(_TIMES_APART_S, _TIMES_APART * figure.measured) if seconds else _SHARES_APART
-    if apart > limit:
-        shown = [f"{each:.2f} s" if seconds else f"{each:.1%}" for each in (figure.simulated, figure.measured)]
-        yield f"the {name} is {shown[0]} simulated and {shown[1]} measured"
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan

@@ -150,7 +150,7 @@ def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
     """Draw each instance's pending tokens over time."""
     colour, _ = styles[run.experiment.policy]
     at_s = [sample.at_s for sample in run.samples]
-    members = list(run.samples[0].pending_tokens)
+    members = list(dict.fromkeys(member for sample in run.samples for member in sample.pending_tokens))
     loads = [[sample.pending_tokens.get(member, 0) / 1000 for member in members] for sample in run.samples]
     if len(members) <= _LINES_MOST:
         for number in range(len(members)):

@@ -3,15 +3,18 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Final
 
-from dualmap_cli.simulate.as_it_was import AsItWas, Figure
+from dualmap_cli.simulate.as_it_was import AsItWas
+from dualmap_cli.simulate.comparison import Figure
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
+from dualmap_sim.notices import Losses
 
 AS_IT_WAS: Final = ("ttft_p50_s", "ttft_p90_s", "hit_rate", "slo_attainment")
 """The figures of a recording beside those of its simulation."""
@@ -23,8 +26,21 @@ def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
     if was is not None:
         document["as_it_was"] = {
             **{name: _figure(getattr(was, name)) for name in AS_IT_WAS},
+            "window_s": was.windows.window_s,
+            "windows": [
+                {
+                    "start_s": each.start_s,
+                    "requests": each.requests,
+                    "slo_attainment": _figure(each.slo_attainment),
+                    "differs": each.differs,
+                }
+                for each in was.windows.shares
+            ],
+            "pool_changes": sum(isinstance(event, PoolChange) for event in was.experiment.events),
+            "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
             "believable": was.believable,
             "reason": was.reason,
+            "losses": _losses(was.losses),
         }
     return json.dumps(document, indent=2, allow_nan=False)
 
@@ -76,8 +92,13 @@ def _run(run: Run) -> dict[str, object]:
         "stale_hit_rate": _number(figures.stale_rate),
         "pending_cv": _number(figures.pending_cv),
         "rejected": figures.refused,
+        "losses": _losses(run.losses),
         "wall_s": run.wall_s,
     }
+
+
+def _losses(losses: Losses | None) -> dict[str, int] | None:
+    return None if losses is None else asdict(losses)
 
 
 def _number(value: float) -> float | None:

@@ -139,7 +139,8 @@ _POOL: Final[tuple[Decorator, ...]] = (
         metavar="MEMBER=SPEED",
         multiple=True,
         callback=named_numbers,
-        help="Run one engine at a fraction of its speed, such as qwen-0=0.5. The engines are qwen-0, qwen-1, ...",
+        help="Run one engine at a fraction of its speed, such as qwen-0=0.5. The engines are qwen-0, qwen-1, ..., or "
+        "with `simulate --recording` the recorded members.",
     ),
     click.option(
         "--slo",

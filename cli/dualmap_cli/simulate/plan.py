@@ -5,7 +5,7 @@ Each error is a click.BadParameter with the option, the value and the accepted v
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -53,8 +53,10 @@ class Plan:
     """The pool of ``--pool`` or ``--recording``, whose settings ``base`` has."""
     traffic: Traffic | None
     """What ``--recording`` contains."""
-    differing: tuple[EngineConfig, ...]
-    """The engines of the members that differ in the file of ``--engine``."""
+    differing: Mapping[str, EngineConfig]
+    """The engines of the members that differ in the file of ``--engine``, by member id."""
+    repeats_members: bool
+    """Whether runs have the recorded members, which join and leave at their times."""
     model: str
     """A key of ``PRESETS``. ``base`` has the preset's engine, with the changes of ``--set``."""
     processes: int
@@ -93,8 +95,12 @@ def make_plan(
     processes: int | None,
     plot: Path | None,
     as_json: bool,
+    repeats_members: bool = False,
 ) -> Plan:
-    """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter."""
+    """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter.
+
+    With ``repeats_members``, runs have the members of a recording, unless the options say otherwise.
+    """
     engine, differing = _engines(model, engine_file, parameters)
     source = _source(trace_file, recording, pool_name, scale, workload, requests, starts)
     traffic = _traffic(source)
@@ -102,7 +108,10 @@ def make_plan(
         pool = pool or traffic.pool
         if "cap" not in dict(parameters):
             engine = _accepting(engine, traffic)
-            differing = tuple(_accepting(each, traffic) for each in differing)
+            differing = {name: _accepting(each, traffic) for name, each in differing.items()}
+    recorded_members: tuple[str, ...] = ()
+    if repeats_members and not (instances or prefillers):
+        recorded_members = _recorded_members(traffic, pool)
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
@@ -120,7 +129,8 @@ def make_plan(
         instances=instances,
         prefillers=prefillers,
         engine=engine,
-        engines=_slow_ones(slow, engine, instances, policies) or _unequal(differing, instances, policies),
+        engines=_slow_ones(slow, engine, recorded_members or member_ids(instances), policies)
+        or _unequal(differing, recorded_members, instances, policies),
         slo_ttft_s=slo_ttft_s,
         routers=routers,
         owner_decides=decide == "owner",
@@ -147,6 +157,7 @@ def make_plan(
         pool=pool,
         traffic=traffic,
         differing=differing,
+        repeats_members=bool(recorded_members),
         model=model,
         processes=processes or os.cpu_count() or 1,
         plot=plot,
@@ -163,6 +174,13 @@ def _accepting(engine: EngineConfig, traffic: Traffic) -> EngineConfig:
     """Return an engine that computes every recorded prompt whole, because the recorded engines accepted them."""
     longest = max(each.input_tokens for each in traffic.trace.requests)
     return replace(engine, input_tokens_max=max(engine.input_tokens_max, longest))
+
+
+def _recorded_members(traffic: Traffic | None, pool: Pool | None) -> tuple[str, ...]:
+    """Return the members of a recorded pool that runs repeat; none for another pool, or with a prefill pool."""
+    if traffic is None or pool is None or pool is not traffic.pool or pool.prefill_pool:
+        return ()
+    return traffic.members
 
 
 def _check_moves(base: Experiment, policies: Sequence[str]) -> None:
@@ -305,28 +323,29 @@ def _check_split(
 
 def _engines(
     model: str, file: "EngineFile | None", parameters: Sequence[tuple[str, float]]
-) -> tuple[EngineConfig, tuple[EngineConfig, ...]]:
+) -> tuple[EngineConfig, Mapping[str, EngineConfig]]:
     """Return the engine of most members, and those of the members that differ in the file. Raises BadParameter."""
-    engine, differing = PRESETS[model], list[EngineConfig]()
+    engine, differing = PRESETS[model], dict[str, EngineConfig]()
     if file is not None:
         engine = changed(engine, file.parameters, hint="--engine")
-        differing = [changed(engine, own, hint="--engine") for own in file.members.values()]
-    return changed(engine, parameters), tuple(changed(each, parameters) for each in differing)
+        differing = {name: changed(engine, own, hint="--engine") for name, own in file.members.items()}
+    return changed(engine, parameters), {name: changed(each, parameters) for name, each in differing.items()}
 
 
 def _unequal(
-    differing: Sequence[EngineConfig], instances: int, policies: Sequence[str]
+    differing: Mapping[str, EngineConfig], recorded: Sequence[str], instances: int, policies: Sequence[str]
 ) -> tuple[tuple[str, EngineConfig], ...]:
-    """Return the members that differ, which are the first ones. Raises BadParameter."""
+    """Return the members that differ: those of the ``recorded`` ones, else the first ones. Raises BadParameter."""
     if differing and any(policy in ORACLES for policy in policies):
         raise click.BadParameter("the bounds require equal engines; omit them in --policy", param_hint="--engine")
-    return tuple(zip(member_ids(instances), differing, strict=False))
+    if recorded:
+        return tuple((name, engine) for name, engine in differing.items() if name in recorded)
+    return tuple(zip(member_ids(instances), differing.values(), strict=False))
 
 
 def _slow_ones(
-    slow: Sequence[tuple[str, float]], engine: EngineConfig, instances: int, policies: Sequence[str]
+    slow: Sequence[tuple[str, float]], engine: EngineConfig, members: Sequence[str], policies: Sequence[str]
 ) -> tuple[tuple[str, EngineConfig], ...]:
-    members = member_ids(instances)
     for name, speed in slow:
         if name not in members:
             raise click.BadParameter(

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.experiment import Experiment, Outcome, load_trace, run_experiment
 from dualmap_sim.goodput import Goodput, NeverOverloaded, goodput
+from dualmap_sim.notices import Losses, losses
 from dualmap_sim.parallel import Report
 from dualmap_sim.records import LoadSample
 from dualmap_sim.summary import Summary
@@ -24,6 +25,8 @@ class Run:
     summary: Summary
     samples: tuple[LoadSample, ...]
     wall_s: float
+    losses: Losses | None = None
+    """What the run lost, if members got a notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +48,10 @@ def rates(answers: Sequence[Goodput | NeverOverloaded]) -> list[float] | None:
     return found if len(found) == len(answers) else None
 
 
-def simulate(experiment: Experiment, report: Report, *, keep_samples: bool) -> Run:
+def simulate(experiment: Experiment, report: Report, *, keep_samples: bool, lost_from_s: float | None = None) -> Run:
     """Run an experiment and report how many requests were answered since the last report.
 
-    ``keep_samples`` keeps the load samples for charts.
+    ``keep_samples`` keeps the load samples for charts. With ``lost_from_s``, the result has what was lost from then on.
     """
     began_s = time.perf_counter()
     requests = len(load_trace(experiment).requests)
@@ -68,7 +71,15 @@ def simulate(experiment: Experiment, report: Report, *, keep_samples: bool) -> R
         summary=outcome.summary,
         samples=outcome.samples if keep_samples else (),
         wall_s=time.perf_counter() - began_s,
+        losses=losses_of(outcome, experiment, lost_from_s),
     )
+
+
+def losses_of(outcome: Outcome, experiment: Experiment, from_s: float | None) -> Losses | None:
+    """Return what a run lost from a time on; None without a time."""
+    if from_s is None:
+        return None
+    return losses(outcome.records, from_s=from_s, block_tokens=experiment.engine.block_tokens)
 
 
 def search(what: Search, report: Report) -> Goodput | NeverOverloaded:

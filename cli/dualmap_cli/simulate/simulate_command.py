@@ -9,9 +9,13 @@ import click
 
 from dualmap_cli.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.engine_options import described
+from dualmap_cli.simulate.notice_option import read_notices, with_notices
 from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, recorded_rate, sample_s
 from dualmap_cli.simulate.values import RATE_MOST, numbers
+from dualmap_sim.experiment import Experiment
+from dualmap_sim.notices import Notice
+from dualmap_sim.repeats import with_changes
 
 if TYPE_CHECKING:
     from dualmap_cli.simulate.as_it_was import AsItWas
@@ -40,8 +44,17 @@ if TYPE_CHECKING:
         "[default: that of --recording, or the rate that fully loads the engines if half of the possible cache hits "
         "occur]",
     ),
+    click.option(
+        "--notice",
+        "notices",
+        metavar="MEMBER=TIME+DURATION",
+        multiple=True,
+        callback=read_notices,
+        help="Give a member notice at this time after the first request, such as qwen-2=10m+30s: it drains, and stops "
+        "after the duration. +0s is a failure without a notice. Repeat the option for several members.",
+    ),
 )
-def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:
+def simulate(start: int, seed: int, qps: tuple[float, ...] | None, notices: tuple[Notice, ...], **options: Any) -> None:
     """Simulate policies on a workload, with the production router code.
 
     The production code routes the requests, and a model of the engine serves them in virtual time. Equal options give
@@ -55,8 +68,10 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
     before the next request.
 
-    With --recording, the command first simulates the recording as it was: the recorded policy, instances and times. It
-    prints the figures beside the measured ones, and whether the simulation may be believed for this recording.
+    With --recording, the command first simulates the recording as it was: the recorded times, members and settings,
+    with their changes. It prints the figures beside the measured ones, and whether the simulation may be believed for
+    this recording. The runs that follow have the pool's last settings, and the recorded members, which join and leave
+    at their times. With --pool or --instances, they have equal members from beginning to end.
 
     With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
     these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
@@ -68,17 +83,29 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
       dualmap simulate --trace conversation.jsonl --start 2000 --requests 2000 --model 14b --set c=250000 --json
       dualmap simulate --pool pool.yaml --policy dualmap,min_ttft --qps 4
       dualmap simulate --recording recording --engine engine.yaml --policy dualmap,min_ttft
+      dualmap simulate --recording recording --engine engine.yaml --notice qwen-2=10m+30s
     """
     with command_errors("simulate"):
-        plan = make_plan(starts=(start,), seeds=(seed,), **options)
+        plan = make_plan(starts=(start,), seeds=(seed,), repeats_members=True, **options)
         if plan.plot is not None:
             require_matplotlib()
-        was = None if plan.traffic is None else _repeat(plan)
-        runs = _run(plan, qps or (recorded_rate(plan.base) or half_reuse_rate(plan.base),))
-        _publish(plan, runs, was)
+        rates = qps or (recorded_rate(plan.base) or half_reuse_rate(plan.base),)
+        experiments = _experiments(plan, rates, notices)
+        lost_from_s = min((notice.at_s for notice in notices), default=None)
+        was = None if plan.traffic is None else _repeat(plan, lost_from_s)
+        _publish(plan, _run(plan, experiments, lost_from_s), was)
 
 
-def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
+def _experiments(plan: Plan, rates: Sequence[float], notices: Sequence[Notice]) -> list[Experiment]:
+    """Return the experiments of a plan, one for each policy and rate. Raises BadParameter."""
+    experiments = [replace(plan.base, policy=policy, requests_per_s=rate) for policy in plan.policies for rate in rates]
+    experiments = [replace(each, sample_s=sample_s(each)) for each in experiments]
+    if plan.traffic is not None and plan.repeats_members:
+        experiments = [with_changes(each, plan.traffic) for each in experiments]
+    return [with_notices(each, notices) for each in experiments]
+
+
+def _run(plan: Plan, experiments: Sequence[Experiment], lost_from_s: float | None) -> "list[Run]":
     # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import simulate as run_one
@@ -87,12 +114,10 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     from dualmap_sim.parallel import run_reporting
 
     click.echo(announcement(plan), err=True)
-    experiments = [replace(plan.base, policy=policy, requests_per_s=rate) for policy in plan.policies for rate in rates]
-    experiments = [replace(each, sample_s=sample_s(each)) for each in experiments]
     total = len(experiments) * len(load_trace(plan.base).requests)
     with bar(total, f"{len(experiments)} runs") as shown:
         runs = run_reporting(
-            partial(run_one, keep_samples=plan.plot is not None),
+            partial(run_one, keep_samples=plan.plot is not None, lost_from_s=lost_from_s),
             experiments,
             processes=plan.processes,
             on_progress=lambda _number, answered: shown.done(answered),
@@ -101,25 +126,30 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     return runs
 
 
-def _repeat(plan: Plan) -> "AsItWas | None":
+def _repeat(plan: Plan, lost_from_s: float | None) -> "AsItWas | None":
     """Simulate a recording as it was, and compare the simulation with what was measured; None for a single time."""
-    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with
+    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with, unrepeated_text
+    from dualmap_cli.simulate.runs import losses_of
     from dualmap_sim.experiment import run_experiment
 
     assert plan.traffic is not None
     experiment = as_it_was_experiment(plan)
     if experiment is None:
         return None
-    was = compare_with(plan.traffic, experiment, run_experiment(experiment).summary)
+    outcome = run_experiment(experiment)
+    was = replace(compare_with(plan.traffic, experiment, outcome), losses=losses_of(outcome, experiment, lost_from_s))
     if was.believable is not True:
         believed = "cannot be checked" if was.believable is None else "does not repeat the recording"
         click.echo(f"warning: the simulation {believed}: {was.reason}", err=True)
+    if was.unrepeated:
+        click.echo(f"warning: the simulation does not repeat: {unrepeated_text(was.unrepeated)}", err=True)
     return was
 
 
 def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
+    from dualmap_cli.simulate.as_it_was import unrepeated_text
     from dualmap_cli.simulate.documents import runs_document
-    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, runs_table, show
+    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, losses_table, runs_table, show, windows_table
 
     with writing_results():
         if plan.as_json:
@@ -127,9 +157,15 @@ def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
         else:
             if was is not None:
                 show(as_it_was_table(was))
+                if was.windows.shares:
+                    show(windows_table(was.windows))
                 trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
                 click.echo(f"The simulation {trust}: {was.reason}.")
+                if was.unrepeated:
+                    click.echo(f"It does not repeat: {unrepeated_text(was.unrepeated)}.")
             show(runs_table(runs))
+            if runs[0].losses is not None:
+                show(losses_table(runs, was))
             click.echo(LEGEND)
     if plan.plot is not None:
         # Imported here because the library takes half a second to load.

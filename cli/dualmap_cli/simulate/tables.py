@@ -12,9 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dualmap_cli.simulate.as_it_was import AsItWas
+from dualmap_cli.simulate.comparison import WindowShares
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.pool_option import ignored_fields
 from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_cli.simulate.values import window_text
+from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, load_trace, load_workload
 from dualmap_sim.goodput import Goodput
 from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
@@ -73,7 +76,13 @@ def _pool(plan: Plan) -> str:
         return ""
     ignored = ", ".join(ignored_fields(plan.base, plan.pool))
     without = f"; without effect here: {ignored}" if ignored else ""
-    return f"settings of pool {plan.pool.id}, {plan.base.instances} instances{without}\n"
+    changing = ", at most, as members joined and left" if plan.repeats_members and _members_change(plan) else ""
+    return f"settings of pool {plan.pool.id}, {instances_text(plan.base.instances)}{changing}{without}\n"
+
+
+def _members_change(plan: Plan) -> bool:
+    assert plan.traffic is not None
+    return len({tuple(member.id for member in version.pool.members) for version in plan.traffic.versions}) > 1
 
 
 def _routers(experiment: Experiment) -> str:
@@ -126,14 +135,63 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 def as_it_was_table(was: AsItWas) -> Table:
     """Return a recording's figures beside those of its simulation."""
-    experiment = was.experiment
-    table = _table(f"{experiment.policy}, {experiment.instances} instances", "measured", "simulated")
+    policies, instances = _as_it_was(was.experiment)
+    table = _table(f"{policies}, {instances}", "measured", "simulated")
     for name, figure in (("TTFT p50", was.ttft_p50_s), ("TTFT p90", was.ttft_p90_s)):
         table.add_row(name, _seconds(figure.measured), _seconds(figure.simulated))
     for name, figure in (("hit rate", was.hit_rate), ("within SLO", was.slo_attainment)):
         table.add_row(
             name, *(("-" if math.isnan(each) else f"{each:.1%}") for each in (figure.measured, figure.simulated))
         )
+    return table
+
+
+def _as_it_was(experiment: Experiment) -> tuple[str, str]:
+    """Return the policies and the numbers of instances of a run, which may change."""
+    if experiment.members is None:
+        return experiment.policy, instances_text(experiment.instances)
+    pools = [event.pool for event in experiment.events if isinstance(event, PoolChange)]
+    policies = dict.fromkeys([experiment.policy, *(pool.routing.policy for pool in pools)])
+    counts = sorted({len(experiment.members), *(len(pool.members) for pool in pools)})
+    several = f"{counts[0]} to " if len(counts) > 1 else ""
+    return " then ".join(policies), f"{several}{instances_text(counts[-1])}"
+
+
+def instances_text(count: int) -> str:
+    """Return a number of instances."""
+    return f"{count} instance{'' if count == 1 else 's'}"
+
+
+def windows_table(windows: WindowShares) -> Table:
+    """Return the share within the SLO by windows of time, measured and simulated."""
+    table = _table(f"windows ({window_text(windows.window_s)})", "requests", "measured", "simulated", "")
+    for each in windows.shares:
+        both = each.slo_attainment
+        table.add_row(
+            f"from {each.start_s:,.0f} s on",
+            f"{each.requests:,}",
+            f"{both.measured:.1%}",
+            f"{both.simulated:.1%}",
+            "differs" if each.differs else "",
+        )
+    return table
+
+
+def losses_table(runs: Sequence[Run], was: AsItWas | None) -> Table:
+    """Return what runs with notices lost, beside the simulation of the recording as it was."""
+    table = _table("with the notices", "req/s", "failed", "of these cut", "recomputed tokens")
+    rows = [(run.experiment.policy, run.experiment, run.losses) for run in runs]
+    if was is not None:
+        rows.insert(0, ("as it was, simulated", was.experiment, was.losses))
+    for name, experiment, lost in rows:
+        if lost is not None:
+            table.add_row(
+                name,
+                f"{experiment.requests_per_s:g}",
+                f"{lost.failed:,}",
+                f"{lost.cut:,}",
+                f"{lost.recomputed_tokens:,}",
+            )
     return table
 
 

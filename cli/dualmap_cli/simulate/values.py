@@ -20,6 +20,7 @@ FACTOR_LEAST: Final = 0.001
 FACTOR_MOST: Final = 1000.0
 REQUESTS_MOST: Final = 10_000_000
 """Maximum length of a workload; a longer run would take too long."""
+_HOUR_S: Final = 3600.0
 
 N = TypeVar("N", int, float)
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -74,6 +75,16 @@ def named_numbers(
 ) -> tuple[tuple[str, float], ...]:
     """Read the values of a repeatable option ``NAME=NUMBER``; the caller checks names and numbers."""
     return tuple(_named_number(each) for each in value)
+
+
+def window_text(window_s: float) -> str:
+    """Return the length of a window of time for people, in words that ``--peak`` accepts for an hour and a day."""
+    if window_s in (_HOUR_S, 24 * _HOUR_S):
+        return "hour" if window_s == _HOUR_S else "day"
+    for unit_s, unit in ((24 * _HOUR_S, "days"), (_HOUR_S, "h"), (60.0, "min")):
+        if window_s % unit_s == 0:
+            return f"{window_s / unit_s:g} {unit}"
+    return f"{window_s:g} s"
 
 
 def _named_number(text: str) -> tuple[str, float]:

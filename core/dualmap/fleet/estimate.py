@@ -123,7 +123,7 @@ class PrefillModel:
             self._fades = rounds
 
     def _keep(self, part: float) -> None:
-        """Reduce the weight of all samples to ``part`` of it."""
+        """Multiply the weight of all samples by ``part``."""
         # After a long time, nothing is left of the samples.
         part = max(part, _LEAST_KEPT)
         self._log_kept += log(part)

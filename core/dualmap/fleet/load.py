@@ -222,7 +222,7 @@ class MemberLoad:
         return EndedAnswer(taught, work_s=self._work_s - before_s, seconds=now - request.dispatched_s)
 
     def give_up_answer(self, request: InFlightRequest) -> None:
-        """Record that a request's answer will teach nothing any more."""
+        """Record that the router will not learn from a request's answer."""
         if request.answer is not None:
             request.answer.taught.await_answer_no_more()
             request.answer = None

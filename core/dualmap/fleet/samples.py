@@ -200,7 +200,7 @@ class RecentPrefills:
         self._last_round = 0.0
 
     def accept(self, now: float, client: int, slowness: float) -> float | None:
-        """Record a prefill of a client; return the slowness that it may teach, or None if it may teach nothing."""
+        """Record a prefill of a client; return the bounded slowness to learn from, or None to learn nothing from it."""
         if self._agreement.rounds > self._last_round + FRESH_ROUNDS:
             # Old prefills say nothing about the member's speed now.
             self._samples.keep_newest(0)

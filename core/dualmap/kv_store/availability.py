@@ -1,11 +1,11 @@
-"""Whether a KV store may be asked: after failures in a row, it is left alone for a while."""
+"""Whether the router may ask a KV store: after failures in a row, it leaves the store alone for a while."""
 
 from typing import Final
 
 FAILURES_MAX: Final = 3
 """The failures in a row after which a store is left alone. An answer after the timeout is a failure."""
 LEFT_ALONE_S: Final = 30.0
-"""The time for which a store is left alone. Then one question tries it; its failure begins the time again."""
+"""The time for which a store is left alone. Then one question tries it. If it fails, the time begins again."""
 
 
 class Availability:

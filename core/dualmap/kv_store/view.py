@@ -1,7 +1,9 @@
 """What is known about the chunks in a KV store: answers of the last seconds, by key.
 
 Answers are kept for a short time, because a store removes chunks at any time. Requests with equal prefixes then share
-one question, and a late answer is of use for the next request.
+one question, and a late answer is of use for the next request. An old answer that a chunk is held still counts while
+the store is asked again. An old answer that a chunk is missing does not: engines put the chunks of a prompt into the
+store after its first request, and the session's next request needs them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Final, NamedTuple
 FRESH_S: Final = 1.0
 """An answer counts as new for this long; later, the store is asked again."""
 STALE_S: Final = 10.0
-"""An answer that the store did not renew in time counts for this long."""
+"""An answer that a chunk is held counts for this long, if the store did not renew it."""
 KEYS_MAX: Final = 65_536
 """The most chunks about which answers are kept: 16 million tokens in chunks of 256."""
 HOLDERS_MAX: Final = 64
@@ -63,6 +65,16 @@ class StoreView:
             elif not known.chunk.is_held:
                 break
         return tuple(wanted)
+
+    def is_known(self, now: float, keys: Sequence[str]) -> bool:
+        """Return whether a prompt's match needs no further answer: each chunk is held, up to a newly missing one."""
+        for key in keys:
+            known = self._known.get(key)
+            if known is None or now - known.at_s >= STALE_S:
+                return False
+            if not known.chunk.is_held:
+                return now - known.at_s < FRESH_S
+        return True
 
     def put(self, now: float, keys: Collection[str], chunks: Mapping[str, Chunk]) -> None:
         """Take an answer about ``keys``. A key that is not in ``chunks`` is missing in the store."""

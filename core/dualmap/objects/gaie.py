@@ -17,7 +17,8 @@ from dualmap.pools.pool import Member, MemberState, Objectives
 
 GROUP_VERSIONS: Final = {"inference.networking.k8s.io": "v1", "inference.networking.x-k8s.io": "v1alpha2"}
 """The groups of the InferencePool, each with the version that is read."""
-OBJECTIVES_GROUP_VERSION: Final = "inference.networking.x-k8s.io/v1alpha2"
+OBJECTIVES_GROUP_VERSIONS: Final = {"inference.networking.x-k8s.io": "v1alpha2", "llm-d.ai": "v1alpha2"}
+"""The groups of the InferenceObjective, each with the version that is read; llm-d installs the second one."""
 PORTS_MAX: Final = 8
 """The most target ports of a pool."""
 ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
@@ -146,7 +147,10 @@ def gaie_members(
 
 
 def read_objectives(bodies: Iterable[Mapping[str, Any]], pool: str) -> Objectives:
-    """Return the priorities of the InferenceObjectives for ``pool``; an objective without a priority has priority 0."""
+    """Return the priorities of the InferenceObjectives for ``pool``; an objective without a priority has priority 0.
+
+    Of objectives with equal names, the last one counts.
+    """
     priorities: dict[str, int] = {}
     for body in bodies:
         spec, name = mapping_in(body, "spec"), text_in(mapping_in(body, "metadata"), "name")

@@ -127,6 +127,10 @@ def _read_header(fields: Fields) -> Header:
 
 def _read_request(fields: Fields) -> RecordedRequest:
     receipt = fields.sub("receipt")
+    engine_prompt_tokens = fields.optional_integer("engine_prompt_tokens")
+    cached_tokens = fields.optional_integer("cached_tokens")
+    if engine_prompt_tokens is not None and (cached_tokens or 0) > engine_prompt_tokens:
+        raise InvalidField("cached_tokens", cached_tokens, f"at most engine_prompt_tokens, {engine_prompt_tokens}")
     return RecordedRequest(
         arrived_s=fields.number("arrived_s", high=EPOCH_S_MAX),
         pool=fields.text("pool"),
@@ -151,9 +155,9 @@ def _read_request(fields: Fields) -> RecordedRequest:
         queued_s=fields.optional_number("queued_s"),
         ttft_s=fields.optional_number("ttft_s"),
         duration_s=fields.optional_number("duration_s"),
-        engine_prompt_tokens=fields.optional_integer("engine_prompt_tokens"),
+        engine_prompt_tokens=engine_prompt_tokens,
         output_tokens=fields.optional_integer("output_tokens"),
-        cached_tokens=fields.optional_integer("cached_tokens"),
+        cached_tokens=cached_tokens,
         comparable=fields.flag("comparable", default=True),
     )
 

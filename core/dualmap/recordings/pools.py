@@ -1,10 +1,11 @@
 """A pool as the fields of a line: the settings that decide about requests, by the names of ``dualmap.pools.pool``.
 
 The fields are those of the immutable values, so a setting that is new there is in the format, too. A field that a line
-lacks has its default. Left out is what decides nothing, or may contain a secret: where stores, tokenizers and KV events
-are reached, and the names of objectives.
+lacks has its default. The line omits settings that do not affect decisions or may contain a secret: the addresses of
+stores, tokenizers and KV events, and the names of objectives.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from math import inf
 from types import UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
+from dualmap.policies.registry import POLICIES
 from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Engine, Pool, Routing
 from dualmap.recordings.errors import InvalidField
@@ -37,8 +39,15 @@ def pool_fields(pool: Pool) -> dict[str, object]:
 
 
 def read_pool(raw: Fields) -> Pool:
-    """Return the pool that the fields describe. Raises InvalidField."""
-    return _decoded(Pool, raw)
+    """Return the pool that the fields describe. Raises InvalidField, also for an unknown policy and an equal member."""
+    pool = _decoded(Pool, raw)
+    if pool.routing.policy not in POLICIES:
+        raise InvalidField(raw.at("routing.policy"), pool.routing.policy, f"one of {', '.join(POLICIES)}")
+    for names in ([member.id for member in pool.members], [member.endpoint for member in pool.members]):
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise InvalidField(raw.at("members"), [name] * count, "each id and each address once")
+    return pool
 
 
 def _fields_of(kind: type[Any]) -> tuple[tuple[Field[Any], Any], ...]:

@@ -163,7 +163,7 @@ class Reflector(Generic[T]):
         self._store.replace(())
         if str(error) != self._logged:
             self._logged = str(error)
-            _log.info("Going on without an optional Kubernetes kind", kind=self._kind, reason=str(error))
+            _log.info("Continuing without an optional Kubernetes kind", kind=self._kind, reason=str(error))
         await asyncio.sleep(self._policy.pause_s(_MOST_DOUBLINGS))
 
     async def _list(self) -> None:

@@ -1,4 +1,4 @@
-"""The commands ``router``, ``explain`` and ``envoy-config``, the start of the router, and the use of new pool versions.
+"""The commands of the router, such as ``router``, ``epp`` and ``explain``, its start, and the use of new pool versions.
 
 This package may import every other package of the router. No other package imports this package.
 """

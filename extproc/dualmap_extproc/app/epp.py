@@ -1,4 +1,4 @@
-"""The command ``dualmap epp``: takes the seat of a picker of the Gateway API Inference Extension.
+"""The command ``dualmap epp``: replaces a picker of the Gateway API Inference Extension.
 
 The command accepts the flags and the configuration file of other pickers, and runs the router for the members of one
 InferencePool (``epp.pools``).

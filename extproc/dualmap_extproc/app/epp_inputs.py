@@ -78,6 +78,8 @@ def log_effects(flags: Sequence[str], config: PickerConfig) -> None:
         _log.warning("Flags have no effect", flags=[f"--{each}" for each in names], instead=instead)
     for instead, names in other_flags.explained(config.unneeded, plugins.UNNEEDED).items():
         _log.warning("Plugins have no effect", plugins=names, instead=instead)
+    for reason in config.unused:
+        _log.warning("Part of the picker's configuration has no effect", reason=reason)
     if config.roles.respected:
         _log.info("Respecting the roles of pods", label=ROLE, prefill_min_tokens=config.roles.prefill_min_tokens)
 

@@ -47,10 +47,10 @@ def explain_request(
         sys.exit(1 if outcome.status >= 500 else 2)
     click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome, pools))
     for pool in pools:
-        tokenizer = pool.engine.tokenizer
-        if pool.id == outcome.pool and tokenizer.path and not (Path(tokenizer.path) / "tokenizer.json").is_file():
+        path = pool.engine.tokenizer.path
+        if pool.id == outcome.receipt.pool and path and not (Path(path) / "tokenizer.json").is_file():
             click.echo(
-                f"dualmap explain: {tokenizer.path} contains no tokenizer.json on this machine. A router with this "
+                f"dualmap explain: {path} contains no tokenizer.json on this machine. A router with this "
                 "pool file does not start without it.",
                 err=True,
             )

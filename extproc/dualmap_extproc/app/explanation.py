@@ -1,13 +1,13 @@
 """Makes the decision of a newly started router, for the command ``dualmap explain``.
 
 The decision comes from the router's own class ``Picker``, without earlier requests. With Redis, the picker first reads
-the state that the other routers share.
+the state that the other routers share. The KV store of the request's pool is asked as a router asks it.
 """
 
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dualmap.objects.times import time_text
@@ -15,11 +15,13 @@ from dualmap.pools.pool import Member, MemberState, Pool
 from dualmap.prompts.blocks import PUBLIC_KEY
 from dualmap.receipt import Receipt
 from dualmap_edge.logs import clipped
+from dualmap_extproc.app.stored import Stored, StoreState, stored_of
 from dualmap_extproc.errors import Refused, no_endpoint
-from dualmap_extproc.request.body import guess_api_of
+from dualmap_extproc.request.body import guess_api_of, read_body
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.tokens import Tokens
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
 from dualmap_extproc.store.exchange import AnswerDelivery, history_s
@@ -41,6 +43,19 @@ READ_S: Final = 2.0
 """The timeout for an answer of Redis."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """A decision, and what the KV store of its pool said about the prompt; None for a pool without a store."""
+
+    receipt: Receipt
+    stored: Stored | None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the values as JSON values."""
+        receipt = self.receipt.as_json()
+        return receipt if self.stored is None else {**receipt, "kv_store": self.stored.as_json()}
+
+
 def decide(
     pools: tuple[Pool, ...],
     body: bytes,
@@ -48,21 +63,38 @@ def decide(
     headers: Mapping[str, str],
     hash_key: bytes = PUBLIC_KEY,
     redis: RedisSettings | None = None,
-) -> Receipt | Refused:
-    """Return the receipt that a newly started router would give for a request, or its error answer.
+) -> Explained | Refused:
+    """Return the decision of a newly started router for a request, or its error answer.
 
     The names in ``headers`` are lower-case. ``hash_key`` is the key of the prompts' hashes. With ``redis``, the router
     first reads the state that the other routers share. Raises StoreError if Redis does not answer.
     """
-    outcome = _pick(_picker(pools, hash_key), body, headers)
-    if redis is not None and not isinstance(outcome, Refused):
-        asking, picker = _picker(pools, hash_key, replicated=True), _picker(pools, hash_key)
-        asyncio.run(_read(picker, redis, _wanted(asking, body, headers)))
-        outcome = _pick(picker, body, headers)
+    picker = _picker(pools, hash_key)
+    outcome = _pick(picker, body, headers)
+    if isinstance(outcome, Refused):
+        return outcome
+    stored = _stored(picker, body)
+    if stored is not None or redis is not None:
+        picker = _picker(pools, hash_key)
+        if redis is not None:
+            replica = _picker(pools, hash_key, replicated=True)
+            asyncio.run(_read(picker, redis, _wanted(replica, body, headers)))
+        outcome = _pick(picker, body, headers, None if stored is None else stored.tokens)
     if isinstance(outcome, Refused):
         return outcome
     assert outcome.decision is not None, "a pick with a prompt has a decision"
-    return outcome.decision.receipt
+    return Explained(receipt=outcome.decision.receipt, stored=stored)
+
+
+def _stored(picker: Picker, body: bytes) -> Stored | None:
+    """Return what the KV store says about the prompt of a body that the picker accepts; None without a store."""
+    api = guess_api_of(body)
+    prompt = read_body(body, api)
+    assert not isinstance(prompt, Refused), "the picker has accepted the body"
+    pool = picker.pool(picker.pool_of(prompt.model) or "")
+    if pool is None or not pool.kv_store.is_used:
+        return None
+    return asyncio.run(stored_of(pool, prompt, body, api))
 
 
 def _picker(pools: tuple[Pool, ...], hash_key: bytes, *, replicated: bool = False) -> Picker:
@@ -80,9 +112,18 @@ def _picker(pools: tuple[Pool, ...], hash_key: bytes, *, replicated: bool = Fals
     return picker
 
 
-def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
+def _pick(picker: Picker, body: bytes, headers: Mapping[str, str], tokens: Tokens | None = None) -> Picked | Refused:
     named = {name: value for name, value in headers.items() if name in picker.kept_headers}
-    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None, api=guess_api_of(body))
+    outcome = picker.pick_read(
+        _NOW_S,
+        read_body(body, guess_api_of(body)),
+        None,
+        _NOW_S,
+        size_bytes=len(body),
+        headers=named,
+        resume=lambda _: None,
+        tokens=tokens,
+    )
     # Only a request to a pool without members gets AnswerLater here.
     return no_endpoint("") if isinstance(outcome, AnswerLater) else outcome
 
@@ -116,12 +157,12 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
         await store.close()
 
 
-def in_words(receipt: Receipt, pools: Iterable[Pool]) -> str:
-    """Return the text of a receipt for people, with the members of its pool that get no new keys."""
-    known = {pool.id: pool for pool in pools}
+def in_words(explained: Explained, pools: Iterable[Pool]) -> str:
+    """Return the text of a decision for people, with the members of its pool that get no new keys."""
+    receipt, known = explained.receipt, {pool.id: pool for pool in pools}
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
-        *_choice(receipt, known[receipt.pool]),
+        *_choice(receipt, known[receipt.pool], explained.stored),
     ]
     prefill = receipt.prefill
     if prefill is None:
@@ -135,7 +176,7 @@ def in_words(receipt: Receipt, pools: Iterable[Pool]) -> str:
     return "\n".join(lines)
 
 
-def _choice(receipt: Receipt, pool: Pool) -> list[str]:
+def _choice(receipt: Receipt, pool: Pool, stored: Stored | None = None) -> list[str]:
     """Return the reason for the choice of a member of ``pool``, in lines."""
     lines = [
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
@@ -148,12 +189,16 @@ def _choice(receipt: Receipt, pool: Pool) -> list[str]:
         lines.append(f"Session: moves from {receipt.moved_from} to {receipt.chosen}{source}.")
     if receipt.adapter:
         lines.append(f"Adapter: {_ADAPTER_WORDS[receipt.adapter].format(member=receipt.chosen)}.")
-    if receipt.fetch_tokens is not None:
-        lines.append("Tokens to fetch: only a running router asks the KV store and knows the sessions' instances.")
+    if stored is not None:
+        lines.append(_store(stored, pool))
+    if pool.routing.session.migration.pull:
+        lines.append("Sessions' KV: only a running router knows what a session's instance caches.")
     lines += [f"Tokens that {receipt.chosen} holds: known from {_SOURCE_WORDS[receipt.source]}.", "Candidates:"]
+    # Without an answer of the store, it is not known what would be fetched.
+    fetch_is_known = stored is not None and stored.state is StoreState.ANSWERED
     for each in receipt.candidates:
         held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
-        if receipt.fetch_tokens is not None and receipt.prompt_tokens:
+        if fetch_is_known and receipt.prompt_tokens:
             computed = receipt.prompt_tokens - each.matched_tokens - each.fetch_tokens
             held += f" would fetch {_count(each.fetch_tokens, 'token')} and compute {computed},"
         lines += [
@@ -162,6 +207,18 @@ def _choice(receipt: Receipt, pool: Pool) -> list[str]:
             f" {_count(each.in_flight, 'request')} in flight; predicted TTFT {_duration(each.ttft_s)}",
         ]
     return lines
+
+
+def _store(stored: Stored, pool: Pool) -> str:
+    """Return what the KV store of a pool said, as a line."""
+    match stored.state:
+        case StoreState.ANSWERED:
+            said = f"{pool.kv_store.endpoint} holds {_count(stored.held_tokens, 'token')} of the prompt"
+        case StoreState.FAILED:
+            said = f"gave no answer, so fetched tokens are not known ({stored.reason})"
+        case _:
+            said = f"not asked, because {stored.reason}"
+    return f"KV store: {said}."
 
 
 def _left_out(receipt: Receipt, pool: Pool) -> list[str]:

@@ -162,8 +162,8 @@ def process_options(function: _Function) -> _Function:
             "--max-buffered",
             default="512MiB",
             type=Size(),
-            help="Most memory for all request bodies that wait to be complete, read or sent back; 503 beyond. At most "
-            "a quarter of the memory limit.",
+            help="Maximum size of all request bodies that the router stores. Above it, the largest one gets 503. Give "
+            "at most a quarter of the memory limit.",
         ),
         click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS)),
         click.option("--log-format", default="text", type=click.Choice(["text", "json"])),

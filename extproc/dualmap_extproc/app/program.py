@@ -1,4 +1,4 @@
-"""What messages call a command and its options, where commands differ."""
+"""The names of a command and of its options in messages, where commands differ."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -42,7 +42,10 @@ def record_options(function: _Function) -> _Function:
     """Add the options of the recording."""
     for option in (
         click.option(
-            "--record-max", default="10GB", type=Size(), help="Most bytes of the recording. The oldest go first."
+            "--record-max",
+            default="10GB",
+            type=Size(),
+            help="Maximum size of the recording. The router deletes the oldest files first.",
         ),
         click.option("--record-sample", default="1", type=_Share(), help="Share of the sessions to record."),
         click.option(

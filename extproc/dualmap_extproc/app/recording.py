@@ -1,4 +1,4 @@
-"""Connects the recording, if the settings ask for one."""
+"""Starts the recording if the settings contain one."""
 
 import time
 from asyncio import get_running_loop
@@ -14,7 +14,7 @@ from dualmap_extproc.telemetry.metrics import Metrics
 
 
 def start_recording(settings: Settings, observations: FanOut, metrics: Metrics, *, version: str) -> Recorder | None:
-    """Return a recorder that has subscribed, None if the settings ask for none.
+    """Return a recorder that has subscribed, or None if the settings contain no recording.
 
     Raises RecordingError for a folder that this router may not use.
     """

@@ -16,11 +16,10 @@ from dualmap.scaling.reports import NO_SHARE, Share, share_of
 from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
 from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
-# Error codes of requests that the router would not have rejected with one more member. Malformed requests have other
-# codes.
-_FOR_WANT_OF_MEMBERS: Final = frozenset(reason.value for reason in Reason)
-# Why prompts are computed at decode members that one more member of the prefill pool would have computed.
-_FOR_WANT_OF_PREFILLERS: Final = frozenset((NO_MEMBER.name, FULL.name))
+# Error codes of requests that the router rejected for lack of members. Malformed requests have other codes.
+_LACK_OF_MEMBERS: Final = frozenset(reason.value for reason in Reason)
+# Reasons of local prefills that more members of the prefill pool would avoid.
+_LACK_OF_PREFILLERS: Final = frozenset((NO_MEMBER.name, FULL.name))
 
 
 class Demand:
@@ -87,7 +86,7 @@ class Demand:
             self._add(routed.now, prefill.receipt.pool, prefill.receipt)
         else:
             self._add(routed.now, routed.pool, receipt)
-            if prefill.local in _FOR_WANT_OF_PREFILLERS:
+            if prefill.local in _LACK_OF_PREFILLERS:
                 self._reject(routed.now, f"{routed.pool.partition('/')[0]}/{prefill.pool}")
 
     def _add(self, now: float, pool: str, receipt: Receipt, *, new_tokens: int | None = None) -> None:
@@ -107,7 +106,7 @@ class Demand:
 
     def _rejected(self, rejected: Rejected) -> None:
         """Count a rejected request that one more member would have served."""
-        if rejected.refused.code in _FOR_WANT_OF_MEMBERS:
+        if rejected.refused.code in _LACK_OF_MEMBERS:
             self._reject(rejected.now, rejected.pool)
 
     def _reject(self, now: float, pool: str) -> None:

@@ -67,7 +67,7 @@ class SourceConnection:
         # Without the address, because the dashboard shows reasons but no addresses.
         self._place = f"port {address.port}"
         self._no_message = f"{self._place}: no message yet"
-        # What was logged, and when. A new hole of a partial source is nothing new.
+        # What was logged, and when. Another gap of a source that is already partial is not logged.
         self._logged: set[str] = set()
         self._logged_s = 0.0
         self._loop = loop

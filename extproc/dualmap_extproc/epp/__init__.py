@@ -1,4 +1,4 @@
-"""The seat of a picker of the Gateway API Inference Extension: its flags, its configuration file, its pool's members.
+"""Reads what other pickers of the Gateway API Inference Extension read: flags, a configuration file, one pool's pods.
 
 ``app.epp`` is the command. This package may import the core, ``dualmap_edge``, ``pools`` and ``names``.
 """

@@ -72,8 +72,8 @@ _BOOLEAN: Final = frozenset(
         "zap-devel",
     }
 )
-# Without these functions, there is nothing to do instead.
-_OFF_IS_GIVEN: Final = frozenset(
+# Flags of functions that this picker does not have. The value false needs no warning.
+_MAY_BE_FALSE: Final = frozenset(
     {
         "enable-multi-engine",
         "tracing",
@@ -128,7 +128,7 @@ def read_arguments(arguments: Sequence[str], *, valued: Collection[str], boolean
             value = left.pop()
         if name not in UNNEEDED:
             own.append(f"--{name}={'true' if name in boolean and value in _TRUE else value}")
-        elif not (name in _OFF_IS_GIVEN and value in _FALSE):
+        elif not (name in _MAY_BE_FALSE and value in _FALSE):
             unneeded.append(name)
     return Arguments(own=tuple(own), unneeded=tuple(dict.fromkeys(unneeded)))
 

@@ -5,16 +5,19 @@ and decode on different pods set up the router's own prefills (``epp.prefills``)
 may serve a request, or how a request is read, cannot be left out: the picker refuses them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dualmap.errors import PoolError
 from dualmap_extproc.epp import prefills
+from dualmap_extproc.epp.fields import any_mapping, list_at, text_at
 from dualmap_extproc.epp.prefills import Plugin
+from dualmap_extproc.epp.profiles import ENCODERS, read_profiles
 
 API_VERSIONS: Final = ("inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1alpha1")
 _KIND: Final = "EndpointPickerConfig"
+_PLUGIN_FIELDS: Final = ("type", "name", "parameters")
 _FIELDS: Final = (
     *("apiVersion", "kind", "metadata", "featureGates", "plugins", "schedulingProfiles", "saturationDetector"),
     *("data", "dataLayer", "flowControl", "parser", "requestHandler"),
@@ -98,12 +101,6 @@ UNNEEDED: Final = {
     "request-attribute-reporter": "requests' attributes are not reported to the gateway",
 }
 """What is done instead, by the type of a plugin that has no effect."""
-# llm-d's name of the profile that chooses a pod for the images of a request.
-_ENCODE: Final = "encode"
-_ENCODERS: Final = (
-    "a configuration without encode-filter and its profile: a decode or prefill pod encodes images, and pods that only "
-    "encode are not supported"
-)
 _STAGES: Final = (
     "disagg-profile-handler with decode-filter and prefill-filter: the stages of a request are decode, and prefill"
 )
@@ -115,7 +112,7 @@ _BODIES: Final = "another parser: the router reads JSON bodies only, as openai-p
 _PODS: Final = "another plugin: the members are ready pods of one cluster, those of the InferencePool's selector"
 _ATTRIBUTES: Final = "another plugin: the router leaves out members that are not ready or overloaded, and no others"
 UNSUPPORTED: Final = {
-    **dict.fromkeys(("encode-filter", "always-disagg-multimodal-decider"), _ENCODERS),
+    **dict.fromkeys(("encode-filter", "always-disagg-multimodal-decider"), ENCODERS),
     "header-profile-handler": _STAGES,
     **dict.fromkeys(("topology-affinity-filter", "disaggregatedset-rollout-screener"), _PLACES),
     **dict.fromkeys(
@@ -138,51 +135,53 @@ UNSUPPORTED: Final = {
 class PickerConfig:
     """What the configuration of another picker says.
 
-    ``unneeded`` are the types of its plugins that have no effect, all of which are in UNNEEDED. ``roles`` says how the
-    pods' roles count.
+    ``unneeded`` are the types of its plugins that have no effect, all of which are in UNNEEDED. ``unused`` are further
+    parts without effect, each with its reason. ``roles`` says how the pods' roles count.
     """
 
     unneeded: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     roles: prefills.RoleUse = prefills.ANY_ROLE
 
 
 def read_plugins(documents: Iterable[object]) -> PickerConfig:
     """Return what the documents of a configuration say. Raises PoolError."""
     found: list[Plugin] = []
+    profiles: set[str] = set()
     for document in documents:
-        fields = _mapping(document, "document")
+        fields = any_mapping(document, "document")
+        # As in llm-d, both may be absent.
         for key, accepted in (("apiVersion", API_VERSIONS), ("kind", (_KIND,))):
-            if fields.get(key) not in accepted:
-                raise PoolError(key, fields.get(key), " or ".join(accepted))
+            if key in fields and fields[key] not in accepted:
+                raise PoolError(key, fields[key], " or ".join(accepted))
         for name in fields:
             if name not in _FIELDS:
-                raise PoolError(str(name)[:80], fields[name], f"a field of {_KIND}: {', '.join(_FIELDS)}")
-        plugins = fields.get("plugins") or []
-        if not isinstance(plugins, list):
-            raise PoolError("plugins", plugins, "a list of plugins")
+                raise PoolError(name[:80], fields[name], f"a field of {_KIND}: {', '.join(_FIELDS)}")
+        plugins = list_at(fields, "plugins", "", "a list of plugins")
         found += [_read_plugin(plugin, f"plugins[{position}]") for position, plugin in enumerate(plugins)]
-        _check_profiles(fields.get("schedulingProfiles"))
-    unneeded = (each.type for each in found if each.type in UNNEEDED)
-    return PickerConfig(unneeded=tuple(dict.fromkeys(unneeded)), roles=prefills.read_role_use(found))
+        _check_names(found)
+        profiles |= read_profiles(fields, {each.name for each in found} | UNNEEDED.keys())
+    unneeded = dict.fromkeys(each.type for each in found if each.type in UNNEEDED)
+    roles, unused = prefills.read_role_use(found, profiles)
+    return PickerConfig(unneeded=tuple(unneeded), unused=unused, roles=roles)
 
 
-def _check_profiles(profiles: object) -> None:
-    for position, profile in enumerate(profiles if isinstance(profiles, list) else ()):
-        if isinstance(profile, Mapping) and profile.get("name") == _ENCODE:
-            raise PoolError(f"schedulingProfiles[{position}].name", _ENCODE, _ENCODERS)
+def _read_plugin(value: object, place: str) -> Plugin:
+    plugin = any_mapping(value, place)
+    type = _read_type(plugin.get("type"), f"{place}.type")
+    for name, found in plugin.items():
+        if name not in _PLUGIN_FIELDS:
+            raise PoolError(f"{place}.{name[:80]}", found, f"a field of a plugin: {', '.join(_PLUGIN_FIELDS)}")
+    parameters = any_mapping(plugin.get("parameters") or {}, f"{place}.parameters")
+    return Plugin(place=place, type=type, name=text_at(plugin, "name", place, type), parameters=parameters)
 
 
-def _read_plugin(plugin: object, field: str) -> Plugin:
-    fields = _mapping(plugin, field)
-    type, name = _read_type(fields.get("type"), f"{field}.type"), fields.get("name")
-    parameters = _mapping(fields.get("parameters") or {}, f"{field}.parameters")
-    return Plugin(field=field, type=type, name=name if isinstance(name, str) and name else type, parameters=parameters)
-
-
-def _mapping(value: object, field: str) -> Mapping[object, object]:
-    if not isinstance(value, Mapping):
-        raise PoolError(field, value, "a mapping of field names to values")
-    return value
+def _check_names(plugins: Sequence[Plugin]) -> None:
+    names: set[str] = set()
+    for each in plugins:
+        if each.name in names:
+            raise PoolError(f"{each.place}.name", each.name, "a name that no other plugin has; the default is the type")
+        names.add(each.name)
 
 
 def _read_type(type: object, field: str) -> str:

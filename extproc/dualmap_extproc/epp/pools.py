@@ -1,20 +1,22 @@
 """Watches one InferencePool of the Gateway API Inference Extension, and reports it as a pool to serve.
 
 The pool's selector and target ports give the members: the ready pods at each port. An InferencePool of this project
-with the same name and namespace gives the settings, where there is one. InferenceObjectives give the priorities. The
-last two are optional: without their kinds, or without the permission to read them, there are none.
+with the same name and namespace gives the settings, where there is one. InferenceObjectives of the Inference Extension
+or of llm-d give the priorities. Settings and priorities are optional: without their kinds, or without the permission
+to read them, there are none.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, Generic, TypeVar
 
 from dualmap.errors import PoolError
 from dualmap.objects.gaie import (
     DECODE_ROLES,
     GROUP_VERSIONS,
-    OBJECTIVES_GROUP_VERSION,
+    OBJECTIVES_GROUP_VERSIONS,
     PREFILL_ROLES,
     GaiePod,
     GaiePool,
@@ -90,8 +92,9 @@ class GaiePools:
         version = GROUP_VERSIONS[wanted.group]
         self._objects = self._watched(self._pools, f"/apis/{wanted.group}/{version}", "inferencepools", wanted.name)
         self._owns = self._watched(SETTINGS, f"/apis/{API_VERSION}", "inferencepools", wanted.name, optional=True)
-        self._objectives = self._watched(
-            OBJECTIVES, f"/apis/{OBJECTIVES_GROUP_VERSION}", "inferenceobjectives", optional=True
+        self._objectives = tuple(
+            self._watched(f"{OBJECTIVES}.{group}", f"/apis/{group}/{version}", OBJECTIVES, optional=True)
+            for group, version in OBJECTIVES_GROUP_VERSIONS.items()
         )
         self._pods: _Watched[GaiePod] | None = None
         self._pods_task: asyncio.Task[None] | None = None
@@ -103,7 +106,7 @@ class GaiePools:
 
     def ages_s(self) -> Mapping[str, float]:
         """Return for each resource the seconds since the API server's last answer. Any thread may call this method."""
-        watched: list[_Watched[Any]] = [self._owns, self._objectives]
+        watched: list[_Watched[Any]] = [self._owns, *self._objectives]
         if self._wanted.fixed is None:
             watched.append(self._objects)
         if (pods := self._pods) is not None:
@@ -118,7 +121,8 @@ class GaiePools:
             if self._wanted.fixed is None:
                 self._tasks.create_task(self._objects.reflector.run())
             self._tasks.create_task(self._owns.reflector.run())
-            self._tasks.create_task(self._objectives.reflector.run())
+            for each in self._objectives:
+                self._tasks.create_task(each.reflector.run())
             self._changed.set()
             while True:
                 await self._changed.wait()
@@ -137,7 +141,7 @@ class GaiePools:
         self._log_pod_faults()
         pools = self._as_pools()
         if not self._known.is_set():
-            awaited = [each for each in (self._owns, self._objectives, self._pods) if each is None or not each.listed]
+            awaited = [each for each in (self._owns, *self._objectives, self._pods) if each is None or not each.listed]
             if awaited:
                 return
             _log.info("Serving the pool", pool=pools[0].id, members=len(pools[0].members))
@@ -235,7 +239,9 @@ class GaiePools:
             routing=settings.routing,
             kv_store=settings.kv_store,
             members=self._members,
-            objectives=read_objectives(self._objectives.items.values(), self._wanted.name),
+            objectives=read_objectives(
+                chain.from_iterable(each.items.values() for each in self._objectives), self._wanted.name
+            ),
         )
         least = self._roles.prefill_min_tokens
         if least is None:

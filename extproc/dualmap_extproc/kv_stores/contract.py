@@ -1,4 +1,4 @@
-"""The seam between lookups and the clients of stores."""
+"""The interface between lookups and the clients of stores."""
 
 from array import array
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Asks the coordinator of LMCache's multi-process mode where chunks are, or the controller how much somebody has.
+"""Asks LMCache which chunks any of its instances has: the coordinator of the multi-process mode, or the controller.
 
 The coordinator (``POST /directory/lookup``) computes the chunks' hashes itself, from the token ids. The controller
 (``POST /lookup``), which is deprecated, names one instance per chunk and only the end of its last one. Its answer
-therefore counts as chunks that somebody has. LMCache names instances and not their hosts.
+therefore counts as chunks that an unknown instance has. LMCache names instances and not their hosts.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """Looks prompts up in one store: answers at hand first, else one question, for which a request waits a bounded time.
 
-A late answer is still of use for the next request with the same prefix. Requests that ask for the same chunks at the
-same time share one question. A store that fails or is late several times in a row is left alone for a while
-(``dualmap.kv_store.availability``). Then what is known of the last seconds counts.
+A late answer is still of use for the next request with the same prefix. An old answer counts at once, and is renewed
+behind the request. Requests that ask for the same chunks at the same time share one question. A store that fails or is
+late several times in a row is left alone for a while (``dualmap.kv_store.availability``). Then what is known of the
+last seconds counts.
 """
 
 import asyncio
@@ -38,10 +39,11 @@ class _Waiting:
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A question without an answer, and the requests that wait for it. It is late if any of them waited in vain."""
+    """A question without an answer, and the requests that wait for it. It is late after ``timer``."""
 
     waiting: list[_Waiting] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
     is_late: bool = False
 
 
@@ -80,17 +82,19 @@ class Lookups:
         if not unknown:
             return self._count(self._match(chunks))
         asked = self._asked.get(unknown[-1])
-        if asked is None:
-            if len(self._asked) >= QUESTIONS_MAX or not self.availability.may_ask(now):
-                self._metrics.count(self._pool, LookupResult.SKIPPED)
-                return self._match(chunks)
+        if asked is None and len(self._asked) < QUESTIONS_MAX and self.availability.may_ask(now):
             asked = self._ask(Question(keys=unknown, chunks=chunks, ids=ids, salt=salt))
-        elif asked.is_late:
+        if self._view.is_known(now, chunks):
+            return self._count(self._match(chunks))
+        if asked is None:
+            self._metrics.count(self._pool, LookupResult.SKIPPED)
+            return self._match(chunks)
+        if asked.is_late:
             # The request would wait in vain as well.
             self._metrics.count(self._pool, LookupResult.TIMEOUT)
             return self._match(chunks)
         waiting = _Waiting(chunks, now, done)
-        waiting.timer = self._loop.call_later(self._timeout_s, self._late, asked, waiting)
+        waiting.timer = self._loop.call_later(self._timeout_s, self._give_up, asked, waiting)
         asked.waiting.append(waiting)
 
         def cancel() -> None:
@@ -105,9 +109,9 @@ class Lookups:
         """Stop all questions, and close the connections. Requests that wait get no answer."""
         asked, self._asked = tuple(self._asked.values()), {}
         for each in asked:
-            for waiting in each.waiting:
-                if waiting.timer is not None:
-                    waiting.timer.cancel()
+            for timer in (each.timer, *(waiting.timer for waiting in each.waiting)):
+                if timer is not None:
+                    timer.cancel()
             if each.task is not None:
                 each.task.cancel()
         await asyncio.gather(*(each.task for each in asked if each.task is not None), return_exceptions=True)
@@ -120,6 +124,7 @@ class Lookups:
 
     def _ask(self, question: Question) -> _Asked:
         asked = self._asked[question.keys[-1]] = _Asked()
+        asked.timer = self._loop.call_later(self._timeout_s, self._late, asked)
         asked.task = self._loop.create_task(self._run(question, asked))
         return asked
 
@@ -137,6 +142,8 @@ class Lookups:
             error = f"{type(unexpected).__name__} while reading an answer"
         finally:
             self._asked.pop(question.keys[-1], None)
+            if asked.timer is not None:
+                asked.timer.cancel()
         if error is not None:
             # A late question has failed before.
             if not asked.is_late:
@@ -159,13 +166,14 @@ class Lookups:
             self._metrics.waited(self._pool, self._loop.time() - each.since_s)
             each.done(match)
 
-    def _late(self, asked: _Asked, waiting: _Waiting) -> None:
+    def _late(self, asked: _Asked) -> None:
+        asked.is_late = True
+        self._failed(f"no answer within {1000 * self._timeout_s:g} ms")
+
+    def _give_up(self, asked: _Asked, waiting: _Waiting) -> None:
         if waiting not in asked.waiting:
             return
         asked.waiting.remove(waiting)
-        if not asked.is_late:
-            asked.is_late = True
-            self._failed(f"no answer within {1000 * self._timeout_s:g} ms")
         self._metrics.count(self._pool, LookupResult.TIMEOUT)
         self._metrics.waited(self._pool, self._loop.time() - waiting.since_s)
         waiting.done(self._match(waiting.chunks))

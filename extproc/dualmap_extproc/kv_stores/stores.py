@@ -10,18 +10,45 @@ from dataclasses import replace
 from hashlib import sha256
 
 from dualmap.kv_store.chunks import ChunkKeys
-from dualmap.kv_store.view import StoreMatch
+from dualmap.kv_store.view import StoreMatch, StoreView
 from dualmap.pools.kv_store import ChunkHash, KvStore, StoreType
 from dualmap.pools.pool import Model, Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.parity import TokenClass
 from dualmap.prompts.prompt import Prompt
-from dualmap_extproc.kv_stores.contract import StoreClient
+from dualmap_extproc.kv_stores.contract import Question, StoreClient, StoreError
 from dualmap_extproc.kv_stores.lmcache import LmCacheClient
-from dualmap_extproc.kv_stores.lookups import Lookups
+from dualmap_extproc.kv_stores.lookups import QUESTION_S, Lookups
 from dualmap_extproc.kv_stores.metrics import KvStoreMetrics, LookupResult
 from dualmap_extproc.kv_stores.mooncake import MooncakeClient
 from dualmap_extproc.request.tokens import Pending, Tokens, TokensDone, TokenSources
+
+
+class _ChunkNames:
+    """The keys of prompts' chunks in the store of a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        store = pool.kv_store
+        # LMCache computes the hashes. The keys are then only names of chunks in this router.
+        own = store.type is StoreType.LMCACHE
+        self._keys = ChunkKeys(replace(store, hash=ChunkHash.XXHASH, key="{hash}") if own else store, pool.model.name)
+        self._takes_salts = own
+
+    def of(self, tokens: Tokens, salt: str) -> tuple[str, ...]:
+        """Return the keys of a prompt's chunks."""
+        keys = self._keys.keys(tokens.ids)
+        if not salt:
+            return keys
+        name = sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+        return tuple([f"{name}:{key}" for key in keys])
+
+    def reason(self, prompt: Prompt, model: Model) -> str:
+        """Return why the chunks of a prompt have other keys, as the end of a sentence; empty if they have not."""
+        if prompt.lora or prompt.lora_name or model.adapter_of(prompt.model):
+            return "is for an adapter"
+        if prompt.cache_salt and not self._takes_salts:
+            return "has a cache_salt"
+        return ""
 
 
 class _PoolStore:
@@ -30,10 +57,7 @@ class _PoolStore:
     def __init__(self, pool: Pool, metrics: KvStoreMetrics) -> None:
         store = pool.kv_store
         self.store, self.model = store, pool.model
-        # LMCache computes the hashes. The keys are then only names of chunks in this router.
-        own = store.type is StoreType.LMCACHE
-        self._keys = ChunkKeys(replace(store, hash=ChunkHash.XXHASH, key="{hash}") if own else store, pool.model.name)
-        self.takes_salts = own
+        self.names = _ChunkNames(pool)
         self.lookups = Lookups(
             pool.id,
             store.endpoint,
@@ -44,14 +68,6 @@ class _PoolStore:
         )
         self.reason = ""
         """Why the last prompt was not looked up; empty if it was."""
-
-    def chunks(self, tokens: Tokens, salt: str) -> tuple[str, ...]:
-        """Return the keys of a prompt's chunks."""
-        keys = self._keys.keys(tokens.ids)
-        if not salt:
-            return keys
-        name = sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
-        return tuple([f"{name}:{key}" for key in keys])
 
 
 class KvStores:
@@ -152,7 +168,7 @@ class KvStores:
         if found is None or store.reason:
             self._metrics.count(pool, LookupResult.SKIPPED)
             return found
-        chunks = store.chunks(found, prompt.cache_salt)
+        chunks = store.names.of(found, prompt.cache_salt)
         if not chunks:
             return found
 
@@ -169,18 +185,44 @@ class KvStores:
         if not self._trusts(pool, found.requests):
             return "the engines count other numbers of tokens than the tokenizer"
         known = self._pool_of(pool)
-        model = store.model if known is None else known.model
-        if prompt.lora or prompt.lora_name or model.adapter_of(prompt.model):
-            return "the last prompt was for an adapter"
-        if prompt.cache_salt and not store.takes_salts:
-            return "the last prompt had a cache_salt"
-        return ""
+        reason = store.names.reason(prompt, store.model if known is None else known.model)
+        return f"the last prompt {reason}" if reason else ""
 
     def _close(self, store: _PoolStore) -> None:
         store.lookups.release()
         task = asyncio.get_running_loop().create_task(store.lookups.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+class NotAskedError(Exception):
+    """A prompt for which a store is not asked; the text says why."""
+
+
+async def ask_once(pool: Pool, prompt: Prompt, found: Tokens) -> StoreMatch:
+    """Return what a pool's store holds of a prompt, with a connection for this one question.
+
+    Raises NotAskedError, or StoreError if the store does not answer within QUESTION_S.
+    """
+    store, names = pool.kv_store, _ChunkNames(pool)
+    if len(found.ids) < store.min_tokens:
+        raise NotAskedError(f"the prompt has {len(found.ids)} of spec.kvStore.minTokens ({store.min_tokens}) tokens")
+    reason = names.reason(prompt, pool.model)
+    if reason:
+        raise NotAskedError(f"the prompt {reason}")
+    chunks = names.of(found, prompt.cache_salt)
+    if not chunks:
+        raise NotAskedError(f"the prompt has no whole chunk of {store.chunk_tokens} tokens")
+    client, view = _client_of(store, pool.model), StoreView()
+    try:
+        async with asyncio.timeout(QUESTION_S):
+            answer = await client.ask(Question(keys=chunks, chunks=chunks, ids=found.ids, salt=prompt.cache_salt))
+    except TimeoutError:
+        raise StoreError(f"no answer within {QUESTION_S:g} s") from None
+    finally:
+        await client.close()
+    view.put(0.0, chunks, answer)
+    return view.match(0.0, chunks, store.chunk_tokens)
 
 
 def _client_of(store: KvStore, model: Model) -> StoreClient:

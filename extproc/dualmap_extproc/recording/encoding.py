@@ -101,10 +101,15 @@ def _add_end(fields: dict[str, object], ended: OpenRequest) -> None:
             fields["engine_prompt_tokens"] = usage.prompt_tokens
         if usage.completion_tokens is not None:
             fields["output_tokens"] = usage.completion_tokens
-        if usage.cached_tokens is not None:
+        if usage.cached_tokens is not None and _is_possible(usage.cached_tokens, usage.prompt_tokens):
             fields["cached_tokens"] = usage.cached_tokens
     if not ended.request.comparable:
         fields["comparable"] = False
+
+
+def _is_possible(cached_tokens: int, prompt_tokens: int | None) -> bool:
+    """Return whether the engine's count of cached tokens agrees with its count of the whole prompt."""
+    return prompt_tokens is None or cached_tokens <= prompt_tokens
 
 
 def _receipt(receipt: Receipt) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The client of a request, between whom and others a pool's router divides the pool (``dualmap.queue.fair_shares``)."""
+"""The client of a request. A pool's router divides the pool between its clients (``dualmap.queue.fair_shares``)."""
 
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -14,7 +14,7 @@ def client_of(headers: Mapping[str, str], pool_header: str, cache_salt: str, *, 
     """Return a keyed hash of the name of a request's client, or 0 if the request names none.
 
     The name is the value of the fairness header, else of the pool's header ``pool_header``, else the salt of the body.
-    Without ``key``, nobody can find a name with the hash of another client, nor read a name from its hash.
+    Only with ``key`` can one find a name with the hash of another client, or check which name a hash belongs to.
     """
     header = headers.get(FAIRNESS_HEADER) or headers.get(pool_header)
     name = header or cache_salt

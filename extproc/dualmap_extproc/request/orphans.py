@@ -1,4 +1,4 @@
-"""The access log entries about requests of routers that end, until this router has lost these routers, too.
+"""Keeps access log entries about requests of routers that end, until this router has also lost these routers.
 
 Each router notices the end of another one at another time. Until then, it may still receive that router's requests.
 """

@@ -1,4 +1,4 @@
-"""The seam between streams and the sources of token ids (``tokens``): what a stream asks for, and what it gets."""
+"""The interface between streams and the sources of token ids (``tokens``): what a stream asks for, and what it gets."""
 
 from array import array
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from typing import Final
 
 import orjson
 
-from dualmap.pools.pool import Pool, TokenSource
+from dualmap.pools.pool import Pool, Tokenizer, TokenSource
 from dualmap.prompts.api import Api, guess_api
 from dualmap_extproc.tokens.files import Cached, FilesTokenizer
 from dualmap_extproc.tokens.messages import UnsupportedRequest
@@ -85,6 +85,15 @@ def check(pools: Sequence[Pool], body: bytes, engine: str | None) -> Checked:
         return checked
     answer = asyncio.run(_of_engine(engine, body, request, api))
     return replace(checked, engine_ids=answer)
+
+
+async def token_ids(tokenizer: Tokenizer, body: bytes, api: Api) -> "array[int]":
+    """Return the token ids of a request from a pool's source. Raises UnsupportedRequest and TokenizerError."""
+    if tokenizer.source is TokenSource.FILES:
+        return FilesTokenizer(tokenizer.path).ids(orjson.loads(body), api)
+    if tokenizer.source is TokenSource.RENDERER:
+        return (await _by_renderer(tokenizer.url, body, api)).ids
+    raise UnsupportedRequest("spec.engine.tokenizer.source is Estimate; give Files or Renderer")
 
 
 def in_words(checked: Checked) -> str:

@@ -1,4 +1,4 @@
-"""Leaves a renderer alone that does not work, so that requests do not wait for it until their deadline."""
+"""Stops requests to a renderer that does not work for a time, so that they do not wait for it until their deadline."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple

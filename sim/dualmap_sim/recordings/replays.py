@@ -1,14 +1,21 @@
 """A recording as a trace that simulations replay, and what was measured of its requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dualmap.pools.pool import Pool
-from dualmap.recordings.values import PoolChanged, RecordedOutcome, RecordedRequest
+from dualmap.recordings.values import PoolChanged, PoolRemoved, RecordedOutcome, RecordedRequest
 from dualmap_sim.recordings.errors import RecordingError
 from dualmap_sim.recordings.exports import Export, ExportFormat
+from dualmap_sim.recordings.pool_history import (
+    PoolVersion,
+    RecordedPool,
+    TraceTime,
+    Unrepeated,
+    unrepeated_changes,
+)
 from dualmap_sim.recordings.reader import Reading
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 
@@ -20,11 +27,11 @@ IDLE_MOST_S: Final = 3600.0
 class Traffic:
     """The requests of one pool. ``trace`` has one request for each of ``requests``, in the same order.
 
-    ``pool`` is the pool's last object in the recording, None if it has none. ``instances`` is the largest number of
-    members at one time, or else the number of members that were chosen, 0 for an import. ``prefillers`` is the largest
-    number of members of its prefill pool. ``membership_changes`` counts the changes of the pool's own members. The
-    answers of ``unknown_outputs`` requests have no known length, and the trace has the mean of the others for them.
-    ``reading`` has been read completely.
+    ``pool`` is the pool's last object in the recording, None if it has none, and ``versions`` has all of them.
+    ``instances`` is the largest number of members at one time, or else the number of members that were chosen, 0 for an
+    import. ``prefillers`` is the largest number of members of its prefill pool. ``unrepeated`` are changes that no
+    simulation repeats, beside those between ``versions``. The answers of ``unknown_outputs`` requests have no known
+    length, and the trace has the mean of the others for them. ``reading`` has been read completely.
     """
 
     trace: Trace
@@ -32,7 +39,8 @@ class Traffic:
     pool: Pool | None
     instances: int
     prefillers: int
-    membership_changes: int
+    versions: tuple[PoolVersion, ...]
+    unrepeated: tuple[Unrepeated, ...]
     unknown_outputs: int
     reading: Reading
 
@@ -40,6 +48,17 @@ class Traffic:
     def sample(self) -> float:
         """The smallest recorded share of the sessions."""
         return self.reading.samples[0]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids of all members that the pool had, in the order in which they joined."""
+        return tuple(dict.fromkeys(member.id for version in self.versions for member in version.pool.members))
+
+    def unrepeated_between(self, first: RecordedRequest, last: RecordedRequest) -> tuple[Unrepeated, ...]:
+        """Return the changes between the arrivals of two requests that no simulation repeats, in order of time."""
+        found = [*self.unrepeated, *unrepeated_changes(self.versions)]
+        between = [each for each in found if first.arrived_s < each.recorded_s <= last.arrived_s]
+        return tuple(sorted(between, key=lambda each: each.recorded_s))
 
 
 class SeveralPools(RecordingError):
@@ -49,19 +68,6 @@ class SeveralPools(RecordingError):
         super().__init__(f"the recording has several pools; name one of {', '.join(names)}")
 
 
-@dataclass(slots=True)
-class RecordedPool:
-    """A pool of a recording: its requests in order of arrival, and what its lines say.
-
-    ``pool`` is the pool's last object, None without a line about it. ``members`` has the ids of its members, once for
-    each change of them.
-    """
-
-    requests: list[RecordedRequest] = field(default_factory=list)
-    pool: Pool | None = None
-    members: list[frozenset[str]] = field(default_factory=list)
-
-
 def read_pools(reading: Reading) -> dict[str, RecordedPool]:
     """Return the pools of a recording by name, in one pass. All requests are then in memory."""
     pools: dict[str, RecordedPool] = {}
@@ -69,11 +75,10 @@ def read_pools(reading: Reading) -> dict[str, RecordedPool]:
         if isinstance(event, RecordedRequest):
             pools.setdefault(event.pool, RecordedPool()).requests.append(event)
         elif isinstance(event, PoolChanged):
-            changed = pools.setdefault(event.pool.id, RecordedPool())
-            changed.pool = event.pool
-            members = frozenset(member.id for member in event.pool.members)
-            if changed.members[-1:] != [members]:
-                changed.members.append(members)
+            several = len(reading.routers) > 1
+            pools.setdefault(event.pool.id, RecordedPool()).change(event, several_routers=several)
+        elif isinstance(event, PoolRemoved) and event.pool in pools:
+            pools[event.pool].removed_s.append(event.at_s)
     return pools
 
 
@@ -119,25 +124,29 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
         )
     if not traced:
         raise RecordingError("the recording has no requests with a prompt, so there is nothing to replay")
+    time = TraceTime([each.arrived_s for each in requests], [each.arrival_s for each in traced])
+    prefilling = _prefilling(recorded.pool, pools)
     return Traffic(
         trace=Trace(name=path.name, block_tokens=export.block_tokens, requests=tuple(traced)),
         requests=tuple(requests),
         pool=recorded.pool,
-        instances=max(map(len, recorded.members), default=0)
-        or len({each.receipt.chosen for each in requests if each.receipt is not None}),
-        prefillers=_prefillers(recorded.pool, pools),
-        membership_changes=max(0, len(recorded.members) - 1),
+        instances=recorded.members_most or len({each.receipt.chosen for each in requests if each.receipt is not None}),
+        prefillers=prefilling.members_most,
+        versions=tuple(map(time.version, recorded.versions)),
+        unrepeated=(
+            *(Unrepeated(what="the pool was removed", recorded_s=each) for each in recorded.removed_s),
+            *(Unrepeated(what="the prefill pool changed", recorded_s=each.at_s) for each in prefilling.versions[1:]),
+        ),
         unknown_outputs=sum(not each.output_tokens for each in requests),
         reading=reading,
     )
 
 
-def _prefillers(pool: Pool | None, pools: Mapping[str, RecordedPool]) -> int:
-    """Return the largest number of members of a pool's prefill pool; 0 without one, or if it was not recorded."""
+def _prefilling(pool: Pool | None, pools: Mapping[str, RecordedPool]) -> RecordedPool:
+    """Return a pool's prefill pool; one without members if there is none, or if it was not recorded."""
     if pool is None or not pool.prefill_pool:
-        return 0
-    prefilling = pools.get(f"{pool.namespace}/{pool.prefill_pool}", RecordedPool())
-    return max(map(len, prefilling.members), default=0)
+        return RecordedPool()
+    return pools.get(f"{pool.namespace}/{pool.prefill_pool}", RecordedPool())
 
 
 def was_measured(request: RecordedRequest) -> bool:

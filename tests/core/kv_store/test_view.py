@@ -52,6 +52,17 @@ def test_old_answer_counts_until_it_is_stale() -> None:
     assert view.match(STALE_S, KEYS, 256) == NO_MATCH
 
 
+def test_old_answers_are_enough_if_the_store_held_the_chunks() -> None:
+    view = StoreView()
+    view.put(0.0, KEYS[:3], {"a": held(), "b": held()})
+
+    assert view.is_known(0.9 * FRESH_S, KEYS)
+    assert not view.is_known(FRESH_S, KEYS), "the store may hold a chunk by now that it lacked before"
+    assert view.is_known(0.9 * STALE_S, KEYS[:2])
+    assert not view.is_known(STALE_S, KEYS[:2])
+    assert not view.is_known(0.0, (*KEYS[:2], "d"))
+
+
 def test_view_keeps_a_bounded_number_of_answers() -> None:
     view = StoreView()
     view.put(0.0, ("first",), {"first": held()})

@@ -78,6 +78,10 @@ REQUESTS = st.builds(
     output_tokens=st.none() | _TOKENS,
     cached_tokens=st.none() | _TOKENS,
     comparable=st.booleans(),
+).filter(
+    lambda each: (
+        (each.cached_tokens or 0) <= (10**9 if each.engine_prompt_tokens is None else each.engine_prompt_tokens)
+    )
 )
 LINES: st.SearchStrategy[Line] = st.one_of(
     REQUESTS,

@@ -116,6 +116,10 @@ def test_header_of_another_version_is_foreign() -> None:
         ({"outcome": "fine"}, "outcome: 'fine' is not accepted; the format has one of ok, engine_error, client_gone"),
         ({"receipt": []}, "receipt: .* a JSON object"),
         ({"receipt": {"policy": ""}}, "receipt.policy: '' is not accepted; the format has a text that is not empty"),
+        (
+            {"engine_prompt_tokens": 300, "cached_tokens": 301},
+            "cached_tokens: 301 is not accepted; the format has at most engine_prompt_tokens, 300",
+        ),
         ({"streamed": 1}, "streamed: 1 is not accepted; the format has true or false"),
     ],
     ids=str,

@@ -104,6 +104,8 @@ def test_pool_line_without_a_setting_has_its_default() -> None:
         (("routing", "queue", "max_held"), "all", "pool.routing.queue.max_held: 'all'"),
         (("routing", "rebalance", "enabled"), 1, "pool.routing.rebalance.enabled: 1"),
         (("slo", "ttft_s"), [], "pool.slo.ttft_s"),
+        (("routing", "policy"), "best", "pool.routing.policy: 'best' is not accepted; the format has one of dualmap, "),
+        (("members", 1, "id"), "m-0", r"pool.members: \['m-0', 'm-0'\] is not accepted; the format has each id and"),
     ],
     ids=str,
 )

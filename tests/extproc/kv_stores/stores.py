@@ -11,8 +11,9 @@ from aiohttp import web
 class LmCacheStub:
     """A stub of LMCache 0.5.6: the coordinator's ``/directory/lookup``, and the controller's ``/lookup``.
 
-    It validates questions as the coordinator's schemas do, and names the chunks' keys by own hashes. The model needs
-    ``world_size`` ranks. ``held`` contains the number of leading chunks that each rank has.
+    Its answers have the shape of the recorded ones (e2e/record_lmcache.py). It validates questions as the coordinator's
+    schemas do, and names the chunks' keys by own hashes. The model needs ``world_size`` ranks. ``held`` contains the
+    number of leading chunks that each rank has.
     """
 
     def __init__(self, *, chunk_tokens: int = 256, world_size: int = 1, controller: bool = False) -> None:
@@ -47,9 +48,16 @@ class LmCacheStub:
                     "object_group_id": 0,
                     "cache_salt": question.get("cache_salt", ""),
                 }
-                placement = {"instance_id": "mp-1", "tier": "l1", "backend": "cpu", "size_bytes": 1, "shared": False}
+                placement = {"instance_id": "mp-1", "tier": "l1", "backend": "dram", "size_bytes": 1, "shared": False}
                 has = rank < len(self.held) and number < self.held[rank]
-                results.append({"key": key, "placements": [placement] if has else [], "token_ids": []})
+                results.append(
+                    {
+                        "key": key,
+                        "placements": [{**placement, "incarnation": 1}] if has else [],
+                        "token_ids": ids[number * self.chunk_tokens : (number + 1) * self.chunk_tokens] if has else [],
+                        "access_count": 0,
+                    }
+                )
         return web.json_response({"chunks": chunks, "results": results})
 
     async def _lookup(self, request: web.Request) -> web.Response:

@@ -90,6 +90,12 @@ async def hasty() -> AsyncIterator[Desk]:
     await desk.lookups.close()
 
 
+def answers_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every answer be old, and none too old, however slow the machine is."""
+    monkeypatch.setattr("dualmap.kv_store.view.FRESH_S", 0.0)
+    monkeypatch.setattr("dualmap.kv_store.view.STALE_S", 3600.0)
+
+
 async def test_answer_in_time_is_the_match(patient: Desk) -> None:
     assert callable(patient.ask())
     await patient.client.arrived()
@@ -123,6 +129,56 @@ async def test_longer_prompt_asks_only_for_its_new_chunks(patient: Desk) -> None
 
     assert await patient.answers.get() == FOUND
     assert patient.client.questions[1][0].keys == ("c", "d")
+
+
+async def test_old_answer_is_the_match_at_once_and_renewed_behind(
+    patient: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient.ask(KEYS[:2])
+    await patient.client.arrived()
+    patient.client.answer()
+    await patient.answers.get()
+
+    answers_are_old(monkeypatch)
+    assert patient.ask(KEYS[:2]) == patient.ask(KEYS[:2]) == FOUND
+    await patient.client.arrived(2)
+    assert len(patient.client.questions) == 2
+    assert patient.client.questions[1][0].keys == KEYS[:2]
+    assert patient.counted(LookupResult.HIT) == 3
+
+    monkeypatch.setattr("dualmap.kv_store.view.FRESH_S", 60.0)
+    patient.client.answer({})
+    await until(lambda: patient.ask(KEYS[:2]) == NO_MATCH)
+
+
+async def test_old_answer_about_a_missing_chunk_is_awaited(patient: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient.ask()
+    await patient.client.arrived()
+    patient.client.answer({})
+    await patient.answers.get()
+
+    answers_are_old(monkeypatch)
+    assert callable(patient.ask())
+    await patient.client.arrived(2)
+    patient.client.answer()
+
+    assert await patient.answers.get() == FOUND
+
+
+async def test_late_renewals_in_a_row_leave_the_store_alone(hasty: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first answer is late, too.
+    hasty.ask(KEYS[:2])
+    await hasty.answers.get()
+    await hasty.client.arrived()
+    hasty.client.answer()
+    await until(lambda: hasty.ask(KEYS[:2]) == FOUND)
+
+    answers_are_old(monkeypatch)
+    for keys in ("a",), ("a", "b"):
+        assert isinstance(hasty.ask(keys), StoreMatch)
+
+    await until(lambda: not hasty.lookups.availability.is_up)
+    assert hasty.ask(KEYS[:2]) == FOUND
 
 
 async def test_equal_prompts_share_a_question(patient: Desk) -> None:

@@ -15,9 +15,9 @@ class Llumnix:
 
     For prompts with fewer than 1024 tokens, caches are ignored. ``all_prefill_tokens`` counts the uncomputed tokens of
     waiting, running and dispatched requests, and of the requests that only engines report. Hits are what the pool's KV
-    store holds at the member's host, as in the original. Deviations: what the router knows of the member's own cache
-    counts too, which is all that it knows without a store. The original has two defects that are corrected here: a
-    member without hits misses the complete prompt, and hits count from block 0.
+    store holds at the member's host, as in the original. Deviations: hits in the member's own cache, as the
+    router estimates them, count too. Without a store, only these count. The original has two defects that are corrected
+    here: a member without hits misses the complete prompt, and hits count from block 0.
     """
 
     name: ClassVar[str] = "llumnix"

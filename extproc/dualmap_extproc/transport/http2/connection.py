@@ -615,7 +615,7 @@ class Http2Connection:
             stream.cancel(now)
 
 
-# By the type of the frame. DATA has its own way.
+# By the type of the frame. The connection reads DATA without this table.
 _HANDLERS: Final = (
     Http2Connection._data,
     Http2Connection._headers,

@@ -356,7 +356,7 @@ class Stream:
             self._connection.handler_failed(self, error)
 
     def _close(self, status: Status, message: str) -> None:
-        """Send the trailers. If the client has not ended its side, tell it that nothing more is read."""
+        """Send the trailers. If the client has not ended its side, also reset the stream, so that it stops sending."""
         output = self._output
         if status is Status.OK and self._headers_sent:
             if self.peer_ended:
