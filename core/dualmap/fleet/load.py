@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
+from dualmap.fleet.distinct_blocks import DistinctBlocks
 from dualmap.fleet.estimate import AwaitedAnswer, EndedAnswer, LearntSpeed, Lesson
 from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest, Stage
@@ -19,7 +20,6 @@ from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
 from dualmap.fleet.samples import Agreement
 from dualmap.fleet.suspension import Suspension
-from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.request_queue import MemberQueue
 from dualmap.replicas.peers import NO_LOAD, OthersLoad
 
@@ -337,13 +337,9 @@ class MemberLoad:
         times_s = (self._opens_s, self._next_overdue_s(), self._share_opens_s(window_s, share_after_s))
         return min((each for each in times_s if after_s < each < inf), default=None)
 
-    def distinct_tokens(self, chain: BlockChain) -> int:
-        """Return the KV tokens after a dispatch of all queued requests and of a prompt; shared blocks count once.
-
-        What the queued requests and the requests of others share is not known.
-        """
-        distinct = self.kv.distinct(self.prefills.pending.values())
-        return distinct.tokens_with(chain) + self.others.load.active_kv_tokens + self.queue.tokens
+    def count_distinct(self) -> DistinctBlocks:
+        """Count the distinct blocks of the requests in flight from now on, and return them."""
+        return self.kv.count_distinct(self.prefills.pending.values())
 
     @property
     def in_flight_kv_tokens(self) -> float:

@@ -203,9 +203,20 @@ class Everyone:
         return [each.placed_tokens for each in self._roster.summaries]
 
     def distinct_tokens(self) -> list[int]:
-        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once."""
-        chain = self._view.chain
-        return [each.load.distinct_tokens(chain) for each in self._roster.instances]
+        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once.
+
+        What the queued requests and the requests of others share is not known.
+        """
+        chain, distinct_tokens = self._view.chain, []
+        first, tokens = chain.hashes[0] if chain.hashes else None, chain.tokens
+        for instance, summary in zip(self._roster.instances, self._roster.summaries, strict=True):
+            kv = instance.load.kv
+            distinct = kv.distinct or instance.load.count_distinct()
+            in_flight = summary.placed_tokens - kv.tokens + distinct.tokens
+            # Most members have no prompt in flight with the first block.
+            shared = distinct.shared_blocks(chain) if first in distinct.by_first else 0
+            distinct_tokens.append(in_flight + tokens - chain.tokens_of(shared) if shared else in_flight + tokens)
+        return distinct_tokens
 
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
