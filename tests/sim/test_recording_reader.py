@@ -17,7 +17,7 @@ from dualmap_sim.recordings.sorting import Sorter, TimedLine
 from recorded import CHANGED, HEADER, START_S, request, text, write
 
 REQUESTS = tuple(request(after_s=number, blocks=(number, 100 + number)) for number in range(4))
-SHORT = tuple(each._replace(blocks=(), receipt=None) for each in REQUESTS[:2])
+SHORT = tuple(each._replace(blocks=(), prompt_tokens=0, receipt=None) for each in REQUESTS[:2])
 
 
 def read(*paths: Path) -> tuple[list[RecordedRequest], tuple[Damage, ...]]:

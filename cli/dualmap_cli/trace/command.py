@@ -159,7 +159,11 @@ def export(path: Path, format_name: str, output: Path) -> None:
 
         check_output(output, [path])
         reading = Reading([path])
-        exported = Export(reading.requests, ExportFormat(format_name))
+        try:
+            exported = Export(reading.requests, ExportFormat(format_name))
+        except RecordingError:
+            warn(reading)
+            raise
         with writing(str(output)):
             count = write_lines(output, exported.lines())
         estimate = exported.router_block_tokens
