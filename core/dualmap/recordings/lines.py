@@ -51,7 +51,12 @@ def line_fields(line: Line) -> dict[str, object]:
 
 def encode_line(line: Line) -> str:
     """Return a value as one line of JSON in ASCII, with its line break."""
-    return json.dumps(line_fields(line), separators=(",", ":"), allow_nan=False) + "\n"
+    return encode_fields(line_fields(line))
+
+
+def encode_fields(fields: Mapping[str, object]) -> str:
+    """Return the fields of a line as JSON in ASCII, with its line break."""
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def decode_line(text: str) -> Line:
