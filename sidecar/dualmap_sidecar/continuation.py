@@ -6,6 +6,8 @@ Requests whose answer depends on more than the text are not continued (``Continu
 """
 
 import json
+import re
+from itertools import pairwise
 from typing import Any, Final, Self
 
 from dualmap_sidecar.errors import UnreadableBody
@@ -19,6 +21,7 @@ INTERRUPTED: Final = (
 EVENT_BYTES_MAX: Final = 1024 * 1024
 """The longest event of a stream that can be continued. A chunk of an answer has some hundred bytes."""
 _DATA: Final = b"data:"
+_EMPTY_LINE: Final = re.compile(rb"\n\r?\n")
 _COMPLETION_TOKENS: Final = 16
 """Tokens of a completion without ``max_tokens``, in OpenAI's API and in vLLM."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
@@ -224,10 +227,12 @@ class Events:
 
     def split(self, piece: bytes) -> list[bytes]:
         """Return the events that are complete with this piece. Raises EventTooLong for an incomplete event."""
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        data = self._rest + piece
+        ends = [empty_line.end() for empty_line in _EMPTY_LINE.finditer(data)]
+        self._rest = data[ends[-1] if ends else 0 :]
         if len(self._rest) > EVENT_BYTES_MAX:
             raise EventTooLong
-        return [event + b"\n\n" for event in events]
+        return [data[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _is_set(value: object) -> bool:

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dualmap_sidecar.continuation import EVENT_BYTES_MAX, Continuation
+from dualmap_sidecar.continuation import EVENT_BYTES_MAX, Continuation, Events
 from dualmap_sidecar.json_object import JsonObject
 from sidecar_site import Answering, Site, prefilled, site, with_status
 
@@ -259,3 +259,12 @@ async def test_client_that_goes_away_ends_the_continued_stream() -> None:
         await made.prefillers[0].arrived.wait()
         asked.cancel()
         await made.prefillers[0].cancelled.wait()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_stream_is_split_at_empty_lines_of_either_kind(end: bytes, size: int) -> None:
+    stream = b"data: a" + end + b": comment" + end + b"data: b" + end + b"data: cut"
+    events = Events()
+    found = [each for at in range(0, len(stream), size) for each in events.split(stream[at : at + size])]
+    assert found == [b"data: a" + end, b": comment" + end, b"data: b" + end]

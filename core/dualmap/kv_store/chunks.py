@@ -29,7 +29,8 @@ class ChunkKeys:
         self._seed = store.seed
         self._encoder = BlockEncoder()
         # The form has no other braces (``objects.pool_reader``).
-        self._prefix, self._suffix = store.key_form.replace("{model}", model).split("{hash}")
+        before, after = store.key_form.split("{hash}")
+        self._prefix, self._suffix = before.replace("{model}", model), after.replace("{model}", model)
 
     def keys(self, ids: "array[int]") -> tuple[str, ...]:
         """Return the keys of a prompt's full chunks, the first CHUNKS_MAX at most."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from ipaddress import IPv6Address
 from math import inf
 from typing import Final
 
@@ -10,6 +11,7 @@ from dualmap.objects.times import TIME_ACCEPTED, read_yaml_time
 
 UNLIMITED: Final = "Unlimited"
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
+_BRACKETED: Final = re.compile(r"//\[([^]]*)\]")
 _QUERY: Final = re.compile(r"[?#]")
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -104,9 +106,12 @@ class Fields:
         return value
 
     def address(self, name: str, pattern: re.Pattern[str], accepted: str) -> str:
-        """Return a text that matches a pattern completely; errors quote no user, password, query and fragment."""
+        """Return a URL that matches a pattern completely; errors quote no user, password, query and fragment.
+
+        A host in brackets must be an IPv6 address, which patterns do not check.
+        """
         value = self.get(name)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
+        if not isinstance(value, str) or not pattern.fullmatch(value) or not _has_sound_brackets(value):
             raise PoolError(self.at(name), without_secrets(value), accepted)
         return value
 
@@ -168,6 +173,17 @@ class Fields:
         if time_s is None:
             raise PoolError(self.at(name), value, TIME_ACCEPTED)
         return time_s
+
+
+def _has_sound_brackets(url: str) -> bool:
+    bracketed = _BRACKETED.search(url)
+    if bracketed is None:
+        return True
+    try:
+        IPv6Address(bracketed[1])
+    except ValueError:
+        return False
+    return True
 
 
 def without_secrets(address: object) -> object:

@@ -23,8 +23,11 @@ _KEY_ACCEPTED: Final = "at most 253 visible characters with {hash} once, perhaps
 _KEY_LONGEST: Final = 253
 
 
-def read_kv_store(fields: Fields, tokenizer: Tokenizer) -> KvStore:
-    """Return the store of a pool with a source of token ids. Raises PoolError."""
+def read_kv_store(fields: Fields, tokenizer: Tokenizer, *, model: str = "") -> KvStore:
+    """Return the store of a pool with a source of token ids. Raises PoolError.
+
+    ``model`` is the name that replaces ``{model}`` in keys.
+    """
     kind = StoreType(fields.choice("type", StoreType.NONE, list(StoreType)))
     default = KvStore()
     store = KvStore(
@@ -42,6 +45,8 @@ def read_kv_store(fields: Fields, tokenizer: Tokenizer) -> KvStore:
         world_size=fields.integer("worldSize", default.world_size, 1, 1024),
     )
     fields.refuse_others()
+    if kind is StoreType.MOONCAKE and "," in model and "{model}" in store.key:
+        raise PoolError(fields.at("key"), store.key, f"a key without {{model}}, because '{model}' has a comma")
     if store.is_used and tokenizer.source is TokenSource.ESTIMATE:
         accepted = (
             "None while spec.engine.tokenizer.source is Estimate, because stores are asked for hashes of token ids"

@@ -203,7 +203,7 @@ def _read_pool(root: Fields, *, refuse_unknown: bool) -> Pool:
     engine = _read_engine(spec.sub("engine"))
     slo = _read_slo(spec.sub("slo"))
     routing = _read_routing(spec.sub("routing"))
-    kv_store = read_kv_store(spec.sub("kvStore"), engine.tokenizer)
+    kv_store = read_kv_store(spec.sub("kvStore"), engine.tokenizer, model=model.name)
     prefill_pool = _read_prefill_pool(spec, own_name=name)
     prefill_min_tokens = spec.integer("prefillMinTokens", 512, 1, 10**8)
     for operators_own in _OPERATORS_OWN:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -23,13 +23,16 @@ class RedisSetsClient:
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
         self._shown = f"redis://{parts.netloc}"
-        self._redis = Redis(
+        # More questions wait for a connection, as long as their callers do.
+        connections = BlockingConnectionPool(
+            max_connections=CONNECTIONS_MAX,
+            timeout=None,
             host=parts.hostname or "",
             port=parts.port or 6379,
             db=int(parts.path.strip("/") or 0),
             retry=Retry(NoBackoff(), 0),
-            max_connections=CONNECTIONS_MAX,
         )
+        self._redis = Redis.from_pool(connections)
 
     async def ask(self, question: Question) -> Mapping[str, Chunk]:
         """Return the chunks of a question (``StoreClient``)."""

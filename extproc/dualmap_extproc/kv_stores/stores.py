@@ -96,13 +96,11 @@ class KvStores:
         """Use the stores of these pools from now on."""
         used = {pool.id: pool for pool in pools if pool.kv_store.is_used}
         self._metrics.set_pools(used)
-        before, self._stores = self._stores, {}
-        for pool_id, pool in used.items():
-            store = before.pop(pool_id, None)
-            if store is not None and (store.store, store.model.name) != (pool.kv_store, pool.model.name):
-                self._close(store)
-                store = None
-            self._stores[pool_id] = store or _PoolStore(pool, self._metrics)
+        before = dict(self._stores)
+        self._stores = {
+            pool_id: before.pop(pool_id) if _is_same(before.get(pool_id), pool) else _PoolStore(pool, self._metrics)
+            for pool_id, pool in used.items()
+        }
         for store in before.values():
             self._close(store)
 
@@ -223,6 +221,11 @@ async def ask_once(pool: Pool, prompt: Prompt, found: Tokens) -> StoreMatch:
         await client.close()
     view.put(0.0, chunks, answer)
     return view.match(0.0, chunks, store.chunk_tokens)
+
+
+def _is_same(used: _PoolStore | None, pool: Pool) -> bool:
+    """Return whether a pool has the same store as before."""
+    return used is not None and (used.store, used.model.name) == (pool.kv_store, pool.model.name)
 
 
 def _client_of(store: KvStore, model: Model) -> StoreClient:

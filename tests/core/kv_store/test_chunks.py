@@ -107,3 +107,9 @@ def test_digest_begins_with_the_encoded_seed() -> None:
     first = sha256(cbor2.dumps([sha256(cbor2.dumps("s")).digest(), list(range(1, 17)), None])).hexdigest()
 
     assert keys_of(seed="s", key="{hash}")[0] == first
+
+
+def test_model_name_with_the_word_for_the_hash_is_a_part_of_the_key() -> None:
+    store = KvStore(chunk_tokens=16, key="{model}@{hash}", hash=ChunkHash.XXHASH)
+    (plain, *_), (odd, *_) = (ChunkKeys(store, name).keys(IDS) for name in ("m", "m{hash}x"))
+    assert odd == f"m{{hash}}x@{plain.removeprefix('m@')}"

@@ -13,7 +13,7 @@ from dualmap_extproc.kv_stores.contract import Question, StoreError, host_of
 from dualmap_extproc.kv_stores.http_client import ANSWER_MAX_BYTES, NotFound
 from dualmap_extproc.kv_stores.lmcache import LmCacheClient
 from dualmap_extproc.kv_stores.mooncake import MooncakeClient
-from dualmap_extproc.kv_stores.redis_sets import RedisSetsClient
+from dualmap_extproc.kv_stores.redis_sets import CONNECTIONS_MAX, RedisSetsClient
 from extproc.kv_stores.stores import LmCacheStub, mooncake_answer, serving
 from redis_server import RedisServer
 
@@ -227,6 +227,16 @@ async def test_sets_of_redis_name_the_hosts_of_chunks(redis: RedisServer) -> Non
     assert found["a"] == Chunk(is_held=True, holders=frozenset(("10.0.0.1", "fd00::1")))
     assert len(found["b"].holders) == HOLDERS_MAX
     assert "c" not in found
+
+
+async def test_more_questions_than_connections_to_redis_are_all_answered(redis: RedisServer) -> None:
+    with redis.admin as admin:
+        admin.zadd("a", {"10.0.0.1:8000": 1})
+    client = RedisSetsClient(redis.url)
+    found = await asyncio.gather(*(client.ask(question()) for _ in range(4 * CONNECTIONS_MAX)))
+    await client.close()
+
+    assert all("a" in each for each in found)
 
 
 async def test_value_of_another_type_in_redis_is_a_named_error(redis: RedisServer) -> None:
