@@ -145,8 +145,12 @@ def _without_impossible_counts(requests: Sequence[RecordedRequest]) -> tuple[Seq
         wrong |= {id(each.served.request) for each in decodes if each.steps * step_s > FAR * each.seconds}
     if len(wrong) > FEW * len(requests):
         return requests, 0
-    uncounted = {"engine_prompt_tokens": None, "output_tokens": None, "cached_tokens": None}
-    return [each._replace(**uncounted) if id(each) in wrong else each for each in requests], len(wrong)
+    return [_uncounted(each) if id(each) in wrong else each for each in requests], len(wrong)
+
+
+def _uncounted(request: RecordedRequest) -> RecordedRequest:
+    """Return a request without the engine's counts of tokens."""
+    return request._replace(engine_prompt_tokens=None, output_tokens=None, cached_tokens=None)
 
 
 def _memory(tokens: int | None) -> Estimate:
