@@ -341,18 +341,22 @@ class MemberLoad:
         """Count the distinct blocks of the requests in flight from now on, and return them."""
         return self.kv.count_distinct(self.prefills.pending.values())
 
-    def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
-        """Return whether a prompt fits into the member's free KV memory; True for a member without requests.
+    @property
+    def in_flight_kv_tokens(self) -> float:
+        """The KV tokens of all prompts in flight, also of others.
 
-        ``output_tokens`` is the expected number of generated tokens per request. Of the prompts in full and the
-        engine's report, the smaller number counts: only the report knows what prompts share, and only the prompts show
-        at once that a request has ended.
+        Of the prompts in full and the engine's report, the smaller number counts: only the report knows what prompts
+        share, and only the prompts show at once that a request has ended.
         """
         others = self.others.load
-        requests = self.working + others.in_flight
         later = others.pending_prefill_tokens + max(0, others.active_kv_tokens - self._measured_others)
-        prompts = min(self.kv.tokens + others.active_kv_tokens, self.kv.used_tokens + later) + prompt_tokens
-        return requests == 0 or prompts + (requests + 1) * output_tokens <= kv_tokens
+        return min(self.kv.tokens + others.active_kv_tokens, self.kv.used_tokens + later)
+
+    def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
+        """Return whether a prompt and its expected output fit into the free KV memory; True without other requests."""
+        requests = self.working + self.others.load.in_flight
+        tokens = self.in_flight_kv_tokens + prompt_tokens + (requests + 1) * output_tokens
+        return requests == 0 or tokens <= kv_tokens
 
     def has_room_in_share(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
         """Whether a prompt fits into this replica's share of the member's KV memory beside this replica's requests."""
