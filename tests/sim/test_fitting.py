@@ -182,6 +182,14 @@ def test_single_wrong_count_of_tokens_does_not_change_the_fit(counts: dict[str, 
     assert found.impossible == (max(counts.values()) > 1)
 
 
+def test_many_wrong_counts_are_all_used() -> None:
+    wrong = [
+        each._replace(engine_prompt_tokens=10**8) if number % 10 == 0 else each
+        for number, each in enumerate(light()[:300])
+    ]
+    assert fit(wrong).impossible == 0
+
+
 def test_sound_recordings_have_no_impossible_counts() -> None:
     assert fit(light()).impossible == 0
 
