@@ -159,6 +159,41 @@ def test_failed_and_retried_requests_do_not_change_the_fit() -> None:
     assert found.parameters["r"].value == pytest.approx(7000, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"engine_prompt_tokens": 10**9},
+        {"engine_prompt_tokens": 10**6, "cached_tokens": 10**6 - 100},
+        {"output_tokens": 10**6},
+        {"engine_prompt_tokens": 1, "cached_tokens": 0},
+    ],
+)
+def test_single_wrong_count_of_tokens_does_not_change_the_fit(counts: dict[str, int]) -> None:
+    requests = light().copy()
+    requests[200] = requests[200]._replace(**counts)
+    found = fit(requests)
+    for name, value in truth(PRESETS["7b"]).items():
+        assert found.parameters[name].value == pytest.approx(value, rel=0.1), name
+    assert found.parameters["c"].verdict is Verdict.ABSENT
+    assert len(found.predictions) >= 299
+    median = found.error_quantile(0.5)
+    assert median is not None
+    assert median < 0.01
+    assert found.impossible == (max(counts.values()) > 1)
+
+
+def test_many_wrong_counts_are_all_used() -> None:
+    wrong = [
+        each._replace(engine_prompt_tokens=10**8) if number % 10 == 0 else each
+        for number, each in enumerate(light()[:300])
+    ]
+    assert fit(wrong).impossible == 0
+
+
+def test_sound_recordings_have_no_impossible_counts() -> None:
+    assert fit(light()).impossible == 0
+
+
 def _wrongs() -> list[dict[str, object]]:
     return [
         {"outcome": RecordedOutcome.ENGINE_ERROR},

@@ -18,7 +18,7 @@ def fit_document(fit: EngineFit, reading: Reading) -> dict[str, object]:
             "requests": len(fit.predictions),
         }
     damaged = [{"file": each.file, "line": each.line, "reason": each.reason} for each in reading.damaged]
-    return {**engine_document(fit), "ttft_error": error, "damaged": damaged}
+    return {**engine_document(fit), "impossible": fit.impossible, "ttft_error": error, "damaged": damaged}
 
 
 def fit_text(fit: EngineFit) -> str:
@@ -28,6 +28,8 @@ def fit_text(fit: EngineFit) -> str:
 
 def _lines(fit: EngineFit) -> Iterator[str]:
     yield f"pool {fit.pool}: {fit.requests:,} requests"
+    if fit.impossible:
+        yield f"The engine's token counts of {fit.impossible:,} of them contradict their times and are not used."
     yield ""
     yield f"{'':<6} {'value':>10}  {'90 % interval':<23} verdict  meaning"
     yield from _estimates(fit.parameters)

@@ -36,6 +36,11 @@ class Samples:
     problem: Problem
     source: str
 
+    @property
+    def grows(self) -> bool:
+        """Whether the times of prefills grow with the new tokens."""
+        return bool(self.problem.best()[1])
+
 
 def prefill_samples(prefills: Sequence[Prefill], speeds: Mapping[str, float], *, chunk_tokens: int | None) -> Samples:
     """Return the samples of prefills that are computed in steps of ``chunk_tokens``, None for one step each.
@@ -80,7 +85,7 @@ def prefill_cost(samples: Samples) -> PrefillCost:
 def prefill_estimates(samples: Samples) -> dict[str, Estimate]:
     """Return the parameters ``o``, ``r``, ``a`` and ``l`` with their intervals."""
     cost, drawn, source = prefill_cost(samples), samples.problem.resampled(), samples.source
-    if not samples.problem.best()[1]:
+    if not samples.grows:
         flat = f"{source}, whose times do not grow with the prompts; {_LENGTHS}"
         absent = Estimate.absent(flat)
         speed = Estimate(value=cost.tokens_per_s, low=None, high=None, verdict=Verdict.WEAK, reason=flat)

@@ -78,12 +78,14 @@ class Prediction:
 class EngineFit:
     """The engine of a pool. ``members`` has the parameters of each member that differs by more than the errors.
 
-    ``requests`` is the number of requests that reached a member. ``predictions`` are those of the second half of the
+    ``requests`` is the number of requests that reached a member. Of ``impossible`` requests, the engine's counts of
+    tokens contradict the times and are not used. ``predictions`` are those of the second half of the
     recording, with an engine that was fitted to the first half only; empty if a half has too few requests.
     """
 
     pool: str
     requests: int
+    impossible: int
     parameters: Mapping[str, Estimate]
     members: Mapping[str, Mapping[str, Estimate]]
     predictions: Sequence[Prediction]

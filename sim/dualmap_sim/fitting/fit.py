@@ -22,7 +22,7 @@ from dualmap_sim.fitting.costs import (
     prefill_samples,
 )
 from dualmap_sim.fitting.estimates import EngineFit, Estimate, FitError, Prediction, Verdict
-from dualmap_sim.fitting.least_squares import RESAMPLES, SEED, interval
+from dualmap_sim.fitting.least_squares import FAR, FEW, RESAMPLES, SEED, interval
 from dualmap_sim.fitting.replay import predict
 from dualmap_sim.fitting.service import MemberTimes, Prefill, Served, served_requests
 from dualmap_sim.presets import EngineConfig, slowed
@@ -93,6 +93,7 @@ def fit_engine(
     """
     memory_tokens = None if known is None else known.engine.kv_tokens
     base = replace(base, kv_memory_tokens=memory_tokens or _UNBOUNDED_TOKENS)
+    requests, impossible = _without_impossible_counts(requests)
     fitted = _fit(requests, base)
     parameters = {
         **prefill_estimates(fitted.prefill),
@@ -109,10 +110,47 @@ def fit_engine(
     return EngineFit(
         pool=pool,
         requests=sum(map(len, fitted.members.values())),
+        impossible=impossible,
         parameters=parameters,
         members={name: _of_member(parameters, speed) for name, speed in fitted.speeds.items()},
         predictions=_test(requests, base),
     )
+
+
+def _without_impossible_counts(requests: Sequence[RecordedRequest]) -> tuple[Sequence[RecordedRequest], int]:
+    """Return the requests without the engine's counts that contradict their times, and the number of these requests.
+
+    A single prompt that is counted as a million tokens would fill the memory and the queue of its member. Raises
+    FitError.
+    """
+    members = served_requests(requests)
+    times = [MemberTimes(served) for served in members.values()]
+    prefill = prefill_samples([each for of in times for each in of.prefills()], {}, chunk_tokens=None)
+    if not prefill.grows:
+        return requests, 0
+    cost = prefill_cost(prefill)
+    decodes = [each for of in times for each in of.decodes()]
+    samples = decode_samples(decodes, cost, {})
+    wrong = {
+        id(each.request)
+        for served in members.values()
+        for each in served
+        if each.first_s is not None
+        and cost.seconds(new_tokens=each.new_tokens, cached_tokens=each.cached_tokens)
+        > FAR * (each.first_s - each.sent_s)
+        > 0
+    }
+    if samples is not None:
+        step_s = decode_cost(samples).step_s
+        wrong |= {id(each.served.request) for each in decodes if each.steps * step_s > FAR * each.seconds}
+    if len(wrong) > FEW * len(requests):
+        return requests, 0
+    return [_uncounted(each) if id(each) in wrong else each for each in requests], len(wrong)
+
+
+def _uncounted(request: RecordedRequest) -> RecordedRequest:
+    """Return a request without the engine's counts of tokens."""
+    return request._replace(engine_prompt_tokens=None, output_tokens=None, cached_tokens=None)
 
 
 def _memory(tokens: int | None) -> Estimate:

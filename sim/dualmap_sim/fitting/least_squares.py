@@ -1,8 +1,11 @@
 """Robust least squares of relative errors with coefficients that are not negative, and their intervals.
 
 The errors are relative because TTFT spans three orders of magnitude. Huber's weights keep single slow answers, such as
-those of a paused process, from deciding (P. J. Huber, "Robust estimation of a location parameter", 1964). The intervals
-are percentiles of fits to resampled rows (B. Efron, "Bootstrap methods", 1979).
+those of a paused process, from deciding (P. J. Huber, "Robust estimation of a location parameter", 1964). They do not
+limit a row with a wrong count that is far too high, so such rows are left out first: a fit to a small random part of
+the rows, the one with the least median error, predicts far more than was measured (P. J. Rousseeuw, "Least median of
+squares regression", 1984). The intervals are percentiles of fits to resampled rows (B. Efron, "Bootstrap methods",
+1979).
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,12 @@ _EXACT: Final = 1e-9
 RESAMPLES: Final = 200
 _INTERVAL: Final = (0.05, 0.95)
 SEED: Final = 0
+FAR: Final = 10.0
+"""A count is wrong if the times that it predicts are this often as long as the measured times."""
+FEW: Final = 0.05
+"""If a larger share of the counts were wrong by that, the model is wrong instead, and all counts are used."""
+_PARTS: Final = 30
+_PART_ROWS: Final = 20
 
 
 class Resampled:
@@ -47,6 +56,7 @@ class Problem:
 
     def __init__(self, rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> None:
         matrix = np.asarray(rows, dtype=np.float64) / np.asarray(seconds, dtype=np.float64)[:, None]
+        matrix = matrix[_is_sound(matrix)]
         self._scale = np.abs(matrix).max(axis=0)
         self._scale[self._scale == 0] = 1.0
         self._matrix = matrix / self._scale
@@ -69,6 +79,21 @@ class Problem:
         generator, count = np.random.default_rng(SEED), len(self._matrix)
         draws = (self._matrix[generator.integers(0, count, count)] for _ in range(RESAMPLES))
         return Resampled(np.array([_robust(each) for each in draws]) / self._scale)
+
+
+def _is_sound(matrix: _Matrix) -> NDArray[np.bool_]:
+    """Return for each row whether its counts can be right: whether most rows do not predict far more for it."""
+    generator, count = np.random.default_rng(SEED), len(matrix)
+    # A quantile, because the largest value may be the wrong one. Some columns have few values.
+    scale = np.quantile(np.abs(matrix), 0.9, axis=0)
+    scale[scale == 0] = np.abs(matrix).max(axis=0)[scale == 0]
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    parts = (scaled[generator.permutation(count)[:_PART_ROWS]] for _ in range(_PARTS))
+    fits = [_not_negative(each, np.ones(len(each))) for each in parts]
+    best = min(fits, key=lambda each: float(np.median(np.abs(scaled @ each - 1.0))))
+    sound: NDArray[np.bool_] = scaled @ best < FAR
+    return sound if sound.mean() >= 1 - FEW else np.ones(count, dtype=np.bool_)
 
 
 def _robust(matrix: _Matrix) -> _Matrix:
