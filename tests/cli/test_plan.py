@@ -69,7 +69,10 @@ def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Pa
     assert document["next"][0]["slo_attainment"]["value"] < 0.9
     assert (document["believable"], document["warnings"]) == (
         True,
-        ["the workload has only 300 requests, too few for a reliable figure"],
+        [
+            "not in the fit, from preset 7b: m, c, d0, d1, d2, block, chunk; the ranges do not cover their errors",
+            "the workload has only 300 requests, too few for a reliable figure",
+        ],
     )
     for saving in (document["cache_doubled"], document["kv_store"]):
         assert saving["instances_low"] <= saving["instances"] <= min(instances, saving["instances_high"])
@@ -81,6 +84,19 @@ def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Pa
     assert (best["field"], best["now"], best["proposed"]) == ("spec.routing.policy", "round_robin", "dualmap")
     assert best["gain_low"] <= best["gain"] <= best["gain_high"]
     assert best["gain"] > 0
+
+
+def test_parameters_without_an_interval_cause_a_warning(recording: Path, tmp_path: Path) -> None:
+    document = yaml.safe_load(engine_file(tmp_path, spread=0.1).read_text())
+    document["parameters"]["r"] |= {"low": None, "high": None}
+    document["parameters"]["l"] |= {"high": None}
+    del document["parameters"]["a"]
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(document))
+    assert planned("--recording", recording, "--engine", path)["warnings"][0] == (
+        "not in the fit, from preset 7b: a, m, c, d0, d1, d2, block, chunk; no interval: l, r; "
+        "the ranges do not cover their errors"
+    )
 
 
 def test_growth_and_objective_change_the_size(recording: Path, engine: Path) -> None:
