@@ -54,6 +54,7 @@ LATE_HOPS = 0.01
 LOST_SHARE = 0.5
 LONGEST_STALL_S = 1e6
 WIDE_WINDOW_S = 1.0
+ENDLESS_WINDOW_S = 1e6
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
 """Ends of the time intervals after a router has joined."""
 NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
@@ -204,8 +205,9 @@ def _differences(workload: str, rate: float, samples: Sequence[int]) -> None:
     wide = replace(Routing(), queue=Queue(dispatch_window_s=WIDE_WINDOW_S))
     # Each case has a filter of its own, because the filter remembers what it has seen.
     new_blocks = [replace(case, exchange=_exchange(NewBlocksOnly(), USUAL_PERIOD_S)) for case in usual]
+    one = _cases(workload, rate, samples, requests=DIFFERENCES_REQUESTS)
     rows = [
-        ("1 | -", _cases(workload, rate, samples, requests=DIFFERENCES_REQUESTS)),
+        ("1 | -", one),
         ("4 | everything, every 100 ms", usual),
         ("4 | everything, every 20 ms", every(0.02)),
         ("4 | everything, every 5 ms", every(0.005)),
@@ -218,6 +220,7 @@ def _differences(workload: str, rate: float, samples: Sequence[int]) -> None:
         ("4 | nothing", unshared),
         ("4 | nothing, engines report their load", [replace(each, discovery=True) for each in unshared]),
         *_with_owner(usual),
+        *_without_differences(one, usual),
     ]
     print(f"## {workload} at {rate}/s: differences between one router and four\n")
     _table("routers | shared", rows)
@@ -235,6 +238,23 @@ def _with_owner(usual: Sequence[Case]) -> list[tuple[str, list[Case]]]:
         (f"4 | the owner decides, {LATE_HOPS:.0%} of messages take {1000 * LATE_S:g} ms", late),
         (f"4 | the owner decides, and is lost after {LOST_SHARE:.0%} of the run", lost),
     ]
+
+
+def _without_differences(one: Sequence[Case], four: Sequence[Case]) -> list[tuple[str, list[Case]]]:
+    """Return pairs of rows, one router and four, both without something that each router has or learns by itself."""
+    changes: dict[str, Callable[[Case], Case]] = {
+        "in order of arrival": lambda case: replace(case, routing=replace(Routing(), queue=Queue(max_overtaken=0))),
+        "no dispatch window": lambda case: replace(
+            case, routing=replace(Routing(), queue=Queue(dispatch_window_s=ENDLESS_WINDOW_S))
+        ),
+        "KV memory not known": lambda case: replace(case, kv_tokens_known=False),
+        "prefill times known": lambda case: replace(case, times_known=True),
+    }
+    rows = []
+    for name, change in changes.items():
+        rows.append((f"1 | -, {name}", [change(case) for case in one]))
+        rows.append((f"4 | everything, {name}", [change(case) for case in four]))
+    return rows
 
 
 def _without_owner(case: Case) -> tuple[Replica, ...]:

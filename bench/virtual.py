@@ -6,11 +6,14 @@ Times are model times, so the machine and its load affect only the duration of a
 import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
+
+from bench.known_times import known_times
 
 from dualmap.pools.pool import Engine, Member, Model, Pool, Routing
 from dualmap_sim.arrivals import Arrival, arrivals
@@ -52,6 +55,10 @@ class Case:
     sessions: bool = False
     requests: int = REQUESTS
     discovery: bool = False
+    kv_tokens_known: bool = True
+    """Whether the pool's object contains the engines' KV memory."""
+    times_known: bool = False
+    """Whether the routers know every prefill time exactly, and learn none."""
 
 
 def workloads() -> tuple[str, ...]:
@@ -68,9 +75,12 @@ def run(case: Case) -> tuple[Record, ...]:
     replayed = _arrivals(case.workload, case.sample, case.requests, case.rate, case.sessions)
     gc.collect()
     routing = replace(case.routing, prefix=replace(case.routing.prefix, block_tokens=trace.block_tokens))
-    return Cluster(
+    pool = pool_of(routing)
+    if not case.kv_tokens_known:
+        pool = replace(pool, engine=replace(pool.engine, kv_tokens=None))
+    cluster = Cluster(
         ClusterConfig(
-            pool=pool_of(routing),
+            pool=pool,
             engine=ENGINE,
             replicas=case.replicas,
             exchange=case.exchange,
@@ -79,7 +89,9 @@ def run(case: Case) -> tuple[Record, ...]:
             feedback_delay_s=case.feedback_delay_s,
             discovery=case.discovery,
         )
-    ).run(replayed)
+    )
+    with known_times(ENGINE.prefill) if case.times_known else nullcontext():
+        return cluster.run(replayed)
 
 
 def measure(case: Case) -> Summary:

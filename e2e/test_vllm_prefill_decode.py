@@ -21,7 +21,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from dualmap_extproc.envoy.config.settings import Mode
-from harness.clients import Reply
+from harness.clients import Reply, http1
 from harness.deployment import Deployment
 from harness.documents import document, receipt
 from harness.pd_site import PdProxy
@@ -37,6 +37,7 @@ pytestmark = [
 ]
 
 COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
 PROMPT_TOKENS = 300
 LOADED_TOKENS = 288
 """The connector loads whole blocks without the last token of the prompt."""
@@ -175,6 +176,23 @@ async def test_kv_of_another_prompt_gives_another_text(system: System) -> None:
     after = await tokens_by_source(system.decoder)
     assert after["external_kv_transfer"] - before["external_kv_transfer"] == LOADED_TOKENS
     assert found != await system.answer_alone(prompt)
+
+
+async def test_proxy_for_nixl_reports_a_local_prefill_although_the_engine_loads_kv(
+    system: System, tmp_path: Path
+) -> None:
+    prompt, before = prompt_of("nixl"), await tokens_by_source(system.decoder)
+    endpoint = f"{system.decoder.host}:{system.decoder.port}"
+    async with PdProxy(endpoint, "--allow", "127.0.0.0/8", directory=tmp_path) as proxy:
+        headers = {"x-prefiller-host-port": f"{system.prefiller.host}:{system.prefiller.port}"}
+        data = json.dumps(body(prompt)).encode()
+        reply = await http1(f"http://127.0.0.1:{proxy.port}{COMPLETIONS}", body=data, headers={**JSON, **headers})
+
+        assert (reply.status, reply.headers["x-dualmap-prefill"]) == (200, "local")
+        assert await proxy.metric("dualmap_pd_prefill_failures_total", reason="no_parameters") == 1
+    assert text(json.loads(reply.body)) == await system.answer_alone(prompt)
+    after = await tokens_by_source(system.decoder)
+    assert after["external_kv_transfer"] - before["external_kv_transfer"] == LOADED_TOKENS
 
 
 async def test_killed_prefiller_leads_to_a_local_prefill_until_it_is_back(system: System) -> None:

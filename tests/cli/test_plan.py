@@ -152,11 +152,30 @@ def test_peak_of_windows_without_requests_is_a_usage_error(recording: Path, engi
     assert "no window has the 20 requests that it needs; give a longer window" in " ".join(result.stderr.split())
 
 
+def test_windows_longer_than_the_recording_cause_a_warning(recording: Path, engine: Path) -> None:
+    arguments = ("--recording", recording, "--engine", engine, "--requests", "100", "--slo", "10m", "--peak", "p99-day")
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "warning: the windows of --peak (day) are longer than the recording, which lasts " in result.stderr
+    assert result.stdout.startswith("1 instance serves 90.0% of the requests within 600 s")
+
+
+def test_request_too_long_for_the_memory_names_the_option_that_gave_it(recording: Path, engine: Path) -> None:
+    document = yaml.safe_load(engine.read_text())
+    document["parameters"]["m"] = {"value": 1000, "low": 1000, "high": 1000, "verdict": "known"}
+    small = engine.with_name("small.yaml")
+    small.write_text(yaml.safe_dump(document))
+    told = " ".join(invoke("--recording", recording, "--engine", small).stderr.split())
+    assert "Invalid value for --engine: the engine has m=1000 tokens of KV memory" in told
+    assert "give a file of --engine with m=" in told
+    assert "--set" not in told
+
+
 @pytest.mark.parametrize("peak", ["p99", "99-hour", "p101-hour", "p0-day", "p99-week", "p99-0s", "p99.12345-day"])
 def test_peak_in_another_form_is_a_usage_error(recording: Path, engine: Path, peak: str) -> None:
     result = invoke("--recording", recording, "--engine", engine, "--peak", peak)
     assert result.exit_code == 2
-    assert f"'{peak}' is not accepted; give a percentile from p1 to p100 and a window" in " ".join(
+    assert f"'{peak}' is not accepted; give a percentile above p0 up to p100 with at most three decimals" in " ".join(
         result.stderr.split()
     )
 
@@ -227,7 +246,7 @@ def test_members_that_differ_in_the_file_of_the_engine_are_planned_as_equal(reco
     path.write_text(yaml.safe_dump({**document, "members": {"qwen-0": {"parameters": slow}}}))
     differing = planned("--recording", recording, "--engine", path)
     assert differing["instances"] == usual["instances"]
-    assert "1 members of the engine's file differ; the plan has equal engines" in differing["warnings"]
+    assert "1 member of the engine's file differs; the plan has equal engines" in differing["warnings"]
 
 
 def test_engine_that_does_not_repeat_the_recording_causes_a_warning(recording: Path, tmp_path: Path) -> None:

@@ -297,6 +297,39 @@ def test_damaged_lines_of_a_recording_are_named(requests: list[RecordedRequest],
     assert f"warning: {path / 'cut.jsonl'}:1: left out" in invoke("simulate", "--recording", path).stderr
 
 
+@pytest.mark.parametrize("command", ["simulate", "fit", "plan", "export"])
+def test_recording_of_damaged_lines_only_names_them(command: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    path.write_bytes(path.read_bytes() + b'{"arrived_s": NaN}\n{"kind":"request"}\n')
+    engine = tmp_path / "engine.yaml"
+    engine.write_text("parameters: {}")
+    arguments = {
+        "simulate": ("simulate", "--recording", path),
+        "fit": ("fit", path, "-o", tmp_path / "out.yaml"),
+        "plan": ("plan", "--recording", path, "--engine", engine),
+        "export": ("trace", "export", path, "--format", "mooncake", "-o", tmp_path / "out.jsonl"),
+    }
+    result = invoke(*arguments[command])
+    assert result.exit_code == 2
+    assert f"warning: {path}:2: left out: the line is no JSON: NaN is no number of JSON" in result.stderr
+    assert f"warning: {path}:3: left out: arrived_s: nothing is not accepted" in result.stderr
+    assert "the recording has no requests" in " ".join(result.stderr.split())
+
+
+def test_request_too_long_for_the_memory_names_the_option_that_gave_it(
+    requests: list[RecordedRequest], tmp_path: Path
+) -> None:
+    path = recording(tmp_path, requests)
+    engine = tmp_path / "engine.yaml"
+    engine.write_text("parameters: {m: {value: 1000, low: 1000, high: 1000, verdict: known}}")
+    for options, hint in ((("--set", "m=1000"), "--set"), (("--engine", engine), "--engine")):
+        told = " ".join(invoke("simulate", "--recording", path, *options).stderr.split())
+        assert f"Invalid value for {hint}: the engine has m=1000 tokens of KV memory" in told
+    longer = [each._replace(output_tokens=10**6) for each in requests[:3]]
+    told = " ".join(invoke("simulate", "--recording", recording(tmp_path / "b", longer)).stderr.split())
+    assert "Invalid value for --model: the engine has m=" in told
+
+
 def test_idle_days_count_as_an_hour(requests: list[RecordedRequest], tmp_path: Path) -> None:
     week_s = 7 * 86_400.0
     later = [each._replace(arrived_s=each.arrived_s + week_s) for each in requests[200:]]

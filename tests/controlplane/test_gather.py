@@ -31,7 +31,7 @@ class FakeRouters:
     def __init__(self) -> None:
         self.asked = 0
         self.ring_version = 7
-        self.heard = True
+        self.answered = True
         self.in_flight = 0
         self.totals: dict[str, int] = dict(TOTALS)
 
@@ -43,7 +43,9 @@ class FakeRouters:
         endpoints = {"qwen-1": EndpointReport(in_flight=self.in_flight)}
         return tuple(
             (
-                RouterReport(router=each.host, heard=self.heard, ring_version=self.ring_version, endpoints=endpoints),
+                RouterReport(
+                    router=each.host, answered=self.answered, ring_version=self.ring_version, endpoints=endpoints
+                ),
                 self.totals,
             )
             for each in routers
@@ -228,7 +230,7 @@ async def test_gather_version_floor_is_highest_router_ring_version() -> None:
     scene.routers.ring_version = 12
 
     assert (await scene.look(pool_object())).version_floor == 12
-    scene.routers.heard = False
+    scene.routers.answered = False
     assert (await scene.look(pool_object(), after_s=15.0)).version_floor == 0
 
 

@@ -77,7 +77,7 @@ def test_status_counts_members_by_state() -> None:
         ([router(ready=False)], None, "NoRouters"),
         ([router()], True, "RoutersAgree"),
         ([router(), router("b", version=4)], False, "RoutersBehind"),
-        ([router(), router("b", heard=False)], False, "RoutersSilent"),
+        ([router(), router("b", answered=False)], False, "RoutersSilent"),
         ([router(), router("b", version=4, ready=False)], True, "RoutersAgree"),
         ([router(), router("b", version=0)], False, "RoutersBehind"),
     ],

@@ -166,7 +166,7 @@ class TestRouters:
             ((unknown, no_traffic),) = await routers.reports("llm/other", [address], timeout_s=PATIENT_S)
         finally:
             await server.close()
-        assert (known.heard, known.ready, known.ring_version) == (True, False, 1)
+        assert (known.answered, known.ready, known.ring_version) == (True, False, 1)
         assert known.endpoints == {
             each: EndpointReport(in_flight=int(each == decision.receipt.chosen), state="Active")
             for each in ("m-0", "m-1")
@@ -178,7 +178,7 @@ class TestRouters:
         async with listening(saying(b"{}", status="404 Not Found")) as stranger:
             address = RouterAddress(host=HOST, port=stranger.port)
             ((report, _),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
-        assert not report.heard
+        assert not report.answered
 
     async def test_router_reports_are_in_request_order(self, routers: RouterClient) -> None:
         later = saying(json.dumps({**POOL, "ring_version": 8}).encode())
@@ -186,7 +186,7 @@ class TestRouters:
             ports = (second.port, third.port, first.port)
             addresses = [RouterAddress(host=HOST, port=port) for port in ports]
             reports = await routers.reports("llm/qwen", addresses, timeout_s=PATIENT_S)
-        assert [(each.router, each.heard, each.ring_version) for each, _ in reports] == [
+        assert [(each.router, each.answered, each.ring_version) for each, _ in reports] == [
             (f"{HOST}:{second.port}", True, 8),
             (f"{HOST}:{third.port}", False, 0),
             (f"{HOST}:{first.port}", True, 7),
@@ -204,19 +204,19 @@ class TestRouters:
         self, routers: RouterClient, talk: Talk
     ) -> None:
         async with listening(talk) as peer:
-            assert await report(routers, peer.port) == RouterReport(router=f"{HOST}:{peer.port}", heard=False)
+            assert await report(routers, peer.port) == RouterReport(router=f"{HOST}:{peer.port}", answered=False)
 
     @pytest.mark.parametrize("talk", [silent, trickling])
     async def test_router_client_times_out_on_endless_response(self, routers: RouterClient, talk: Talk) -> None:
         async with listening(talk) as peer, asyncio.timeout(PATIENT_S):
-            assert not (await report(routers, peer.port, timeout_s=0.3)).heard
+            assert not (await report(routers, peer.port, timeout_s=0.3)).answered
 
     @pytest.mark.parametrize("host", [HOST, "no such host", "", "999.1.1.1", "h" * 300, "\u2603.example"])
     async def test_router_client_returns_no_report_for_unreachable_router(
         self, routers: RouterClient, host: str
     ) -> None:
         ((report, _),) = await routers.reports("llm/qwen", [RouterAddress(host=host, port=9)])
-        assert not report.heard
+        assert not report.answered
 
     @pytest.mark.parametrize(
         "change",
@@ -238,14 +238,14 @@ class TestRouters:
         self, routers: RouterClient, change: dict[str, object]
     ) -> None:
         async with listening(saying(json.dumps({**POOL, **change}).encode())) as peer:
-            assert not (await report(routers, peer.port)).heard
+            assert not (await report(routers, peer.port)).answered
 
     @pytest.mark.parametrize("body", [b"[]", b"7", b"[" * 100_000, b'{"ring_version": ' + b"9" * 5000 + b"}"])
     async def test_router_client_returns_no_report_for_unexpected_json(
         self, routers: RouterClient, body: bytes
     ) -> None:
         async with listening(saying(body)) as peer:
-            assert not (await report(routers, peer.port)).heard
+            assert not (await report(routers, peer.port)).answered
 
     @pytest.mark.parametrize("traffic", [None, [], 7, {}])
     async def test_router_without_traffic_is_reported(self, routers: RouterClient, traffic: object) -> None:
@@ -306,7 +306,7 @@ class TestRouters:
         async with listening(saying(BODY)) as other:
             elsewhere = f"Location: http://{HOST}:{other.port}/pools/llm/qwen\r\n"
             async with listening(saying(BODY, status="302 Found", headers=elsewhere)) as peer:
-                assert not (await report(routers, peer.port)).heard
+                assert not (await report(routers, peer.port)).answered
         assert other.heads == []
 
     async def test_router_client_opens_a_connection_per_request(self, routers: RouterClient) -> None:
@@ -316,7 +316,7 @@ class TestRouters:
 
         async with listening(talk) as peer:
             for _ in range(2):
-                assert (await report(routers, peer.port, timeout_s=10.0)).heard
+                assert (await report(routers, peer.port, timeout_s=10.0)).answered
         assert [head.split(b"\r\n")[0] for head in peer.heads] == [b"GET /pools/llm/qwen HTTP/1.1"] * 2
 
     async def test_closed_router_client_raises_an_error(self) -> None:

@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -6,6 +8,7 @@ from builders import chain, text_of
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import SILENT_DECODE_S
 from dualmap.fleet.ledger import IN_FLIGHT_TTL_S, Ledger
+from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefills import SILENT_PREFILL_S
 from dualmap.fleet.prefix_index import PrefixIndex
 from dualmap.fleet.usage import MemberReports, Origin, Prediction, predict
@@ -209,6 +212,24 @@ def test_ledger_request_update_postpones_its_expiry() -> None:
     assert [each.request_id for each in ledger.expire(IN_FLIGHT_TTL_S + 1)] == ["2"]
     assert [each.request_id for each in ledger.expire(2 * IN_FLIGHT_TTL_S - 1)] == ["1"]
     assert ledger.loads["a"].in_flight == 0
+
+
+def test_ledger_update_reads_only_members_whose_summary_is_no_longer_valid() -> None:
+    ledger = Ledger(SPEED)
+    for n, member in enumerate("abcdefgh", start=1):
+        ledger.enter(0.0, entry(member, member, 0.0, tokens=1000 * n))
+    ledger.update(0.0, 3.0)
+    with patch.object(MemberLoad, "update", autospec=True, side_effect=MemberLoad.update) as update:
+        # A stall of the member "a" counts from 4 s on, and one of "b" from 5 s on.
+        ledger.update(3.9, 3.0)
+        assert update.call_args_list == []
+        ledger.update(4.5, 3.0)
+        assert [call.args[0] for call in update.call_args_list] == [ledger.loads["a"]]
+        update.reset_mock()
+        ledger.enter(4.6, entry("again", "c", 4.6))
+        ledger.update(5.5, 3.0)
+    read = {id(call.args[0]) for call in update.call_args_list}
+    assert read == {id(ledger.loads[member]) for member in "abc"}
 
 
 def test_ledger_excludes_overtaking_prefill_from_speed_samples() -> None:

@@ -11,6 +11,7 @@ from dualmap.recordings.values import (
     PoolRemoved,
     RecordedOutcome,
 )
+from dualmap.requests import Usage
 from dualmap_extproc.recording import recorder as recorders
 from dualmap_extproc.recording.hashing import KeyedHashes, Purpose, fingerprint
 from dualmap_extproc.request.picked import AnswerLater, Picked
@@ -173,6 +174,19 @@ def test_request_ended_by_the_stream_waits_for_its_usage(tmp_path: Path) -> None
     desk.tick(13.5)
 
     assert [(each.output_tokens, each.duration_s) for each in requests_of(tmp_path)] == [(3, 1.5), (None, 1.0)]
+
+
+def test_more_cached_tokens_than_the_prompt_has_are_not_recorded(tmp_path: Path) -> None:
+    desk = RecordingDesk(tmp_path)
+    picked = desk.ask()
+    assert isinstance(picked, Picked)
+    usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=8)
+    desk.picker.access_log(12.0, entry_of(picked, usage=usage))
+    desk.tick()
+
+    (request,) = requests_of(tmp_path)
+
+    assert (request.engine_prompt_tokens, request.cached_tokens) == (7, None)
 
 
 def test_request_served_by_another_member_names_it(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dualmap.policies import migration, situation
+from dualmap.policies.pair import dualmap as default_policy
+from dualmap.policies.situation import Rule
+from dualmap.queue import rebalance
 from dualmap_cli.main import COMMANDS
 from dualmap_operator.names import EventReason
 
@@ -52,6 +56,17 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
     _, _, rest = (ROOT / "docs" / "operator.md").read_text().partition("Events on a pool have stable reasons:")
     listed, _, _ = rest.partition("\n\n")
     assert re.findall(r"`(\w+)`", listed) == list(EventReason)
+
+
+def test_policies_page_lists_exactly_the_rules_of_the_default_policy() -> None:
+    _, _, rest = (ROOT / "docs" / "policies.md").read_text().partition("The policy `dualmap` has these rules:")
+    rules, _, others = rest.partition("\n\nWith ")
+    modules = (situation, default_policy, rebalance)
+    names = {each.name for module in modules for each in vars(module).values() if isinstance(each, Rule)}
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", rules, re.MULTILINE)) == names
+    assert {rule.name for rule in (migration.SESSION_HOST, migration.SESSION_MOVE)} <= set(
+        re.findall(r"`([a-z-]+)`", others.partition("\n\n")[0])
+    )
 
 
 def test_architecture_page_lists_only_existing_files() -> None:

@@ -17,7 +17,7 @@ from dualmap_sim.recordings.sorting import Sorter, TimedLine
 from recorded import CHANGED, HEADER, START_S, request, text, write
 
 REQUESTS = tuple(request(after_s=number, blocks=(number, 100 + number)) for number in range(4))
-SHORT = tuple(each._replace(blocks=(), receipt=None) for each in REQUESTS[:2])
+SHORT = tuple(each._replace(blocks=(), prompt_tokens=0, receipt=None) for each in REQUESTS[:2])
 
 
 def read(*paths: Path) -> tuple[list[RecordedRequest], tuple[Damage, ...]]:
@@ -147,6 +147,20 @@ def test_file_of_foreign_version_is_damaged_in_a_folder_and_refused_alone(tmp_pa
     assert "version 99" in each.reason
     with pytest.raises(NotARecording, match=r"line 1: .*version 99.*give the folder of `dualmap router --record`"):
         Reading([foreign])
+
+
+def test_joined_files_are_read_until_a_foreign_version(tmp_path: Path) -> None:
+    other = HEADER._replace(key="00bb")
+    foreign = text(HEADER).replace(b'"version":1', b'"version":99')
+    joined = tmp_path / "joined.jsonl"
+    joined.write_bytes(text(HEADER, REQUESTS[0], other, REQUESTS[1]) + foreign + text(REQUESTS[2]))
+    reading = Reading([joined])
+    assert list(reading.requests()) == [REQUESTS[0], REQUESTS[1]]
+    assert reading.keys == {"00aa", "00bb"}
+    (damage,) = reading.damaged
+    assert damage.line == 5
+    assert "version 99" in damage.reason
+    assert damage.reason.endswith("the lines after it are left out, too")
 
 
 def test_file_of_a_folder_with_a_damaged_first_line_is_damaged(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from bench.paper.claims import Claim
 from bench.paper.measures import summary_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
+from bench.paper.sections.memory_waits import wait_cells, wait_table
 from bench.paper.sections.tpot import tpot_cells, tpot_table
 from bench.paper.settings import CONVERSATION, OURS, TITLES, TOOL_AGENT, Extent
 from bench.paper.tables import Spread, number, table
@@ -168,7 +169,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
         for window in extent.windows()
         for threshold_s, reported in _stall_rows(extent, policy)
     ]
-    return [*memory, *stall, *tpot_cells(extent)]
+    return [*memory, *stall, *tpot_cells(extent), *wait_cells(extent)]
 
 
 _MEMORY_COLUMNS: Final = (
@@ -262,7 +263,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             f"{_UNREPORTED} unless stated\n\n"
         )
         parts.append(table(("policy", "T s", *(title for _, title, *_ in _STALL_COLUMNS)), rows) + "\n")
-    parts.append(tpot_table(results, extent))
+    parts += [tpot_table(results, extent), wait_table(results, extent)]
     _draw(results, extent, plots)
     return "".join(parts)
 

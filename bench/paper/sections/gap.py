@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
+from bench.known_times import known_times
 from bench.paper.cells import Cell, Figures
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -32,11 +33,8 @@ from bench.paper.settings import (
 )
 from bench.paper.tables import Spread, number, table
 
-from dualmap.fleet.estimate import LearntSpeed, Speed
-from dualmap.fleet.view import Everyone
 from dualmap.queue.request_queue import MemberQueue
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
-from dualmap_sim.presets import PrefillCost
 from dualmap_sim.workloads.trace import Trace
 
 _RATES: Final[Mapping[tuple[str, str], tuple[float, float, float]]] = {
@@ -87,28 +85,9 @@ def _prefill_only(experiment: Experiment) -> Experiment:
     return replace(experiment, engine=replace(experiment.engine, decode=None))
 
 
-class _TrueSpeed(Speed):
-    """The engine's own prefill time, with its fixed cost and the time to load cached tokens."""
-
-    cost: PrefillCost
-
-    def compute_s(self, new_tokens: int, cached_tokens: int) -> float:
-        return self.cost.seconds(new_tokens=new_tokens, cached_tokens=cached_tokens)
-
-
-@contextmanager
-def _true_times(experiment: Experiment) -> Iterator[None]:
+def _true_times(experiment: Experiment) -> AbstractContextManager[None]:
     """Let the router know every prefill time exactly."""
-    cost = experiment.engine.prefill
-    speed = _TrueSpeed(1 / cost.tokens_per_s, cost.attention / (2 * cost.tokens_per_s))
-    speed.cost = cost
-    with ExitStack() as stack:
-        stack.enter_context(
-            patch.object(LearntSpeed, "current", property(lambda _: speed, lambda *_: None), create=True)
-        )
-        # The columns use the formula of the learnt speed.
-        stack.enter_context(patch.object(Everyone, "costs_s", lambda self, weights: [weights.cost_s(c) for c in self]))
-        yield
+    return known_times(experiment.engine.prefill)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         from dualmap_cli.engine_file import engine_lines
         from dualmap_cli.fit.documents import fit_document, fit_text
         from dualmap_cli.trace.output import check_output, write_lines
-        from dualmap_cli.trace.warnings import warn
+        from dualmap_cli.trace.warnings import warn, warn_of_error
         from dualmap_sim.fitting.estimates import FitError
         from dualmap_sim.fitting.fit import fit_engine
         from dualmap_sim.recordings.reader import Reading
@@ -66,10 +66,12 @@ def fit(path: Path, output: Path, pool_name: str | None, as_json: bool, plot: Pa
         try:
             reading = Reading([path])
             pools = read_pools(reading)
-            name = chosen_pool(pools, pool_name or "")
+            name = chosen_pool(pools, pool_name or "", reading)
         except SeveralPools as error:
+            warn_of_error(error)
             raise click.BadParameter(str(error), param_hint="--pool-name") from error
         except RecordingError as error:
+            warn_of_error(error)
             click.echo(f"dualmap fit: {error}", err=True)
             sys.exit(2)
         warn(reading)

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dualmap_cli.chart_style import COLOUR, DPI, INK, SLO_COLOUR, finish
-from dualmap_cli.plan.output import fleet_text
+from dualmap_cli.plan.output import fleet_text, instances_text
 from dualmap_cli.plan.result import CapacityPlan
 
 
@@ -25,5 +25,5 @@ def draw_plan(path: Path, plan: CapacityPlan, *, attainment: float, slo_ttft_s: 
     axes.set_xlabel("instances", color=INK)
     axes.set_ylim(0, 103)
     finish(axes, f"requests within {slo_ttft_s:g} s, % (dotted: the goal)", grid=None)
-    figure.suptitle(f"{fleet_text(plan.size.fleet)} instances", color=INK, fontweight="bold")
+    figure.suptitle(instances_text(plan.size.fleet), color=INK, fontweight="bold")
     figure.savefig(path, dpi=DPI)

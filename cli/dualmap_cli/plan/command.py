@@ -73,8 +73,9 @@ if TYPE_CHECKING:
     "--peak",
     metavar="PERCENTILE-WINDOW",
     callback=read_peak,
-    help="Keep the SLO in this share of all windows of time, such as p99-hour, p90-day or p95-10m.  [default: on "
-    "average over the recording]",
+    help="Keep the SLO in this share of all windows of time, such as p99-hour, p90-day or p95-10m. The percentile is "
+    "above 0 and at most 100, with up to three decimals. The window is hour, day, or from 1s to 8784h (366 days). "
+    "Windows with fewer than 20 requests count on average only.  [default: on average over the recording]",
 )
 @click.option("--requests", type=click.IntRange(1), help="Number of requests to replay.  [default: all]")
 @click.option(
@@ -179,7 +180,7 @@ def _made(
         requests=requests, warmup=None, starts=(0,), seeds=(0,), pool=pool, policies=None, instances=None,
         prefillers=0, model=model, engine_file=engine_file, parameters=(), slow=(), slo_ttft_s=slo_ttft_s, routers=1,
         decide="owner", hop_delay_s=0.001, view_delay_s=0.1, feedback_delay_s=0.0, believed_speed=None,
-        store_tokens_per_s=None, processes=None, plot=None, as_json=False,
+        store_tokens_per_s=None, processes=None, plot=None, as_json=False, has_set=False,
     )  # fmt: skip
 
 

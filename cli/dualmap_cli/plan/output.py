@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from dualmap_cli.plan.result import CapacityPlan, Windows
-from dualmap_cli.simulate.values import window_text
+from dualmap_cli.simulate.values import count_text, window_text
 from dualmap_sim.planning.capacity import Size, Sizes
 from dualmap_sim.planning.intervals import Share
 from dualmap_sim.planning.sizes import Fleet
@@ -62,6 +62,11 @@ def fleet_text(fleet: Fleet) -> str:
     return f"{fleet.prefillers}P+{fleet.decoders}D" if fleet.prefillers else f"{fleet.instances}"
 
 
+def instances_text(fleet: Fleet) -> str:
+    """Return the number of instances with the noun."""
+    return f"{fleet_text(fleet)} instance{'' if fleet.instances == 1 else 's'}"
+
+
 def _range(sizes: Sizes, count: Callable[[Fleet], int] = lambda fleet: fleet.instances) -> dict[str, object]:
     usual = count(sizes.usual)
     return {
@@ -95,9 +100,10 @@ def _share(share: Share) -> dict[str, float]:
 def _lines(plan: CapacityPlan, attainment: float, slo_ttft_s: float) -> Iterator[str]:
     usual = plan.sizes.usual
     kinds = f" ({usual.prefillers} prefill and {usual.decoders} decode)" if usual.prefillers else ""
+    serve = "serves" if usual.instances == 1 else "serve"
     yield (
-        f"{usual.instances} instances{kinds} serve {attainment:.1%} of the requests within {slo_ttft_s:g} s "
-        f"(engines within the fit's intervals: {_between(plan.sizes)})."
+        f"{count_text(usual.instances, 'instance')}{kinds} {serve} {attainment:.1%} of the requests within "
+        f"{slo_ttft_s:g} s (engines within the fit's intervals: {_between(plan.sizes)})."
     )
     yield from _window_lines(plan.windows)
     yield ""
@@ -107,7 +113,7 @@ def _lines(plan: CapacityPlan, attainment: float, slo_ttft_s: float) -> Iterator
         yield _size(size)
     yield ""
     if plan.changes:
-        yield f"Settings with {fleet_text(plan.compared)} instances, each alone:"
+        yield f"Settings with {instances_text(plan.compared)}, each alone:"
         for each in plan.changes:
             gain = each.gain
             yield (
@@ -137,7 +143,7 @@ def _window_lines(windows: Windows) -> Iterator[str]:
     yield f"The worst of {len(windows.shares)} windows ({window_text(windows.window_s)}{allowed}):"
     worst = sorted(zip(windows.shares, windows.windows, strict=True), key=lambda each: each[0].value)
     for share, window in worst[:_WINDOWS_SHOWN]:
-        yield f"  {_percents(share)} of {window.requests:,} requests from {window.start_s:,.0f} s on"
+        yield f"  {_percents(share)} of {count_text(window.requests, 'request')} from {window.start_s:,.0f} s on"
 
 
 def _between(sizes: Sizes) -> str:
@@ -147,7 +153,7 @@ def _between(sizes: Sizes) -> str:
 
 
 def _saved(sizes: Sizes) -> str:
-    return f"{fleet_text(sizes.usual)} instances ({_between(sizes)})"
+    return f"{instances_text(sizes.usual)} ({_between(sizes)})"
 
 
 def _size(size: Size) -> str:

@@ -24,8 +24,8 @@ def read_peak(_context: click.Context, _parameter: click.Parameter, value: str |
     percent = 0.0 if found is None else float(found[1])
     if window_s is None or not 0 < percent <= 100:
         raise click.BadParameter(
-            f"{value!r} is not accepted; give a percentile from p1 to p100 and a window, such as p99-hour, p90-day or "
-            "p95-10m"
+            f"{value!r} is not accepted; give a percentile above p0 up to p100 with at most three decimals, and a "
+            "window: hour, day, or from 1s to 8784h, such as p99-hour, p90-day or p95-10m"
         )
     return Peak(percentile=percent / 100, window_s=window_s)
 

@@ -11,7 +11,7 @@ from dualmap.pools.pool import Routing
 from dualmap_cli.plan.settings import Change, changes
 from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_warnings, run_as_it_was, with_recorded_kv
 from dualmap_cli.simulate.plan import Plan, recorded_rate, with_transfer
-from dualmap_cli.simulate.values import window_text
+from dualmap_cli.simulate.values import count_text, window_text
 from dualmap_sim.experiment import Experiment, load_trace
 from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
 from dualmap_sim.planning.intervals import Share
@@ -157,13 +157,20 @@ def _warnings(
         yield f"{assumed}; the ranges do not cover their errors"
     requests = len(load_trace(base).requests)
     if requests < _SHORT_REQUESTS:
-        yield f"the workload has only {requests:,} requests, too few for a reliable figure"
+        yield f"the workload has only {count_text(requests, 'request')}, too few for a reliable figure"
     if plan.differing:
-        yield f"{len(plan.differing)} members of the engine's file differ; the plan has equal engines"
+        differ = "differs" if len(plan.differing) == 1 else "differ"
+        yield f"{count_text(len(plan.differing), 'member')} of the engine's file {differ}; the plan has equal engines"
     if base.prefillers and plan.pool is not None and plan.pool.kv_store.is_used:
         yield "the pool has a prefill pool and a KV store; the plan has no store"
     if unbounded:
         yield "with the slowest engine that the fit allows, no number of instances attains the share"
+    lasts_s = load_trace(base).duration_s
+    if windows.may_miss is not None and windows.window_s > lasts_s:
+        yield (
+            f"the windows of --peak ({window_text(windows.window_s)}) are longer than the recording, which lasts "
+            f"{lasts_s:,.0f} s, so they add nothing to its average; give shorter ones"
+        )
     missed = [share.value for share in windows.shares if share.value < attainment]
     if missed and windows.may_miss is None:
         name = window_text(windows.window_s)

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from dualmap_cli.chart_style import DPI, INK, SLO_COLOUR, finish
 from dualmap_cli.simulate.runs import Run
+from dualmap_cli.simulate.values import count_text
+from dualmap_sim.workloads.catalog import Workload
 
 _COLOURS: Final = (
     *("#0f766e", "#c2571a", "#6d4bc3", "#2f6db5", "#b8860b", "#8a94a3", "#a61e4d", "#4d7c0f", "#0891b2", "#7c2d12"),
@@ -52,8 +54,8 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
         first.set_ylim(bottom=0)
     base = runs[0].experiment
     figure.suptitle(
-        f"{base.workload.trace.name if base.workload.trace else base.workload.name}: {runs[0].requests:,} requests at "
-        f"{', '.join(f'{rate:g}' for rate in rates)}/s on {base.instances} instances",
+        f"{_source(base.workload)}: {count_text(runs[0].requests, 'request')} at "
+        f"{', '.join(f'{rate:g}' for rate in rates)}/s on {count_text(base.instances, 'instance')}",
         color=INK,
         fontweight="bold",
     )
@@ -76,6 +78,11 @@ def draw_goodputs(
     axes.set_ylim(bottom=0)
     finish(axes, f"goodput (requests/s with {attainment:.0%} within {slo_ttft_s:g} s)")
     figure.savefig(path, dpi=DPI)
+
+
+def _source(workload: Workload) -> str:
+    file = workload.trace or workload.recording
+    return file.name if file is not None else workload.name
 
 
 _Styles = Mapping[str, tuple[str, str]]

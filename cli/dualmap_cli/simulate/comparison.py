@@ -21,7 +21,8 @@ _ERRORS_APART: Final = 2.0
 """... and the standard errors by which chance alone may separate the shares of a window with few requests."""
 _WINDOWS_APART: Final = 0.1
 """The largest share of windows that differ."""
-_WINDOWS_MOST: Final = 24
+WINDOWS_MOST: Final = 24
+"""The most windows of a recording."""
 _REQUESTS_LEAST: Final = 2 * WINDOW_REQUESTS
 """The least mean number of requests in a window."""
 _DAY_S: Final = 86_400.0
@@ -96,7 +97,7 @@ def window_shares(arrivals_s: Sequence[float], measured: Sequence[bool], simulat
     ``arrivals_s`` ascend, in seconds after the first request. There are at most 24 windows, of 40 requests on average,
     and none if one window would contain everything.
     """
-    most = min(_WINDOWS_MOST, len(arrivals_s) // _REQUESTS_LEAST)
+    most = min(WINDOWS_MOST, len(arrivals_s) // _REQUESTS_LEAST)
     lasts_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
     if most < 2 or not lasts_s:
         return WindowShares(window_s=lasts_s, shares=())

@@ -16,7 +16,7 @@ from dualmap.pools.pool import Pool, Slo
 from dualmap_cli.simulate.engines import Assumed, engines_of, slow_ones, unequal
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
-from dualmap_cli.trace.warnings import warn
+from dualmap_cli.trace.warnings import warn, warn_of_error
 from dualmap_sim.experiment import Experiment, load_trace, load_traffic, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import EngineConfig
@@ -97,10 +97,12 @@ def make_plan(
     plot: Path | None,
     as_json: bool,
     repeats_members: bool = False,
+    has_set: bool = True,
 ) -> Plan:
     """Read the options, load every window once, and check that the engines can serve it. Raises BadParameter.
 
-    With ``repeats_members``, runs have the members of a recording, unless the options say otherwise.
+    With ``repeats_members``, runs have the members of a recording, unless the options say otherwise. ``has_set`` says
+    whether the command has the option ``--set``.
     """
     engine, differing = engines_of(model, engine_file, parameters)
     source = _source(trace_file, recording, pool_name, scale, workload, requests, starts)
@@ -151,6 +153,8 @@ def make_plan(
     _check_moves(base, policies)
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
+    for window in windows:
+        _check_memory(replace(base, workload=window), dict(parameters), engine_file, has_set=has_set)
     return Plan(
         policies=policies,
         base=replace(base, workload=windows[0], warmup=_warmup(warmup, shortest)),
@@ -293,8 +297,10 @@ def _traffic(workload: Workload) -> Traffic | None:
     try:
         traffic = load_traffic(workload.recording, workload.recorded_pool)
     except SeveralPools as error:
+        warn_of_error(error)
         raise click.BadParameter(str(error), param_hint="--pool-name") from error
     except RecordingError as error:
+        warn_of_error(error)
         raise click.BadParameter(str(error), param_hint="--recording") from error
     warn(traffic.reading)
     if traffic.unknown_outputs:
@@ -349,11 +355,25 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
             f"the closed-loop workload {window.name} needs session ids; omit --no-sessions",
             param_hint="--no-sessions",
         )
-    needed = max(request.input_tokens + request.output_tokens for request in trace.requests)
-    if needed > base.engine.kv_memory_tokens:
-        raise click.BadParameter(
-            f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
-            f"KV memory, give m={needed} or more, or a lower cap (maximum length of a prompt)",
-            param_hint="--set or --engine",
-        )
     return len(trace.requests)
+
+
+def _check_memory(
+    base: Experiment, parameters: Mapping[str, float], file: "EngineFile | None", *, has_set: bool
+) -> None:
+    """Check that an engine has the memory for each request. Raises BadParameter for the option that gave the memory."""
+    needed = max(request.input_tokens + request.output_tokens for request in load_trace(base).requests)
+    memory = base.engine.kv_memory_tokens
+    if needed <= memory:
+        return
+    if "m" in parameters:
+        hint = "--set"
+    else:
+        hint = "--engine" if file is not None and "m" in dict(file.parameters) else "--model"
+    give = "give a file of --engine with" if not has_set else "give" if hint == "--set" else "give --set"
+    cap = ", or a lower cap (maximum length of a prompt)" if has_set else ""
+    raise click.BadParameter(
+        f"the engine has m={memory} tokens of KV memory, and a request of this workload needs {needed}; {give} "
+        f"m={needed} or more{cap}",
+        param_hint=hint,
+    )

@@ -12,7 +12,7 @@ from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.notice_option import read_notices, with_notices
 from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, recorded_rate, sample_s
-from dualmap_cli.simulate.values import RATE_MOST, numbers
+from dualmap_cli.simulate.values import RATE_MOST, count_text, numbers
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.notices import Notice
 from dualmap_sim.repeats import with_changes
@@ -117,7 +117,7 @@ def _run(plan: Plan, experiments: Sequence[Experiment], lost_from_s: float | Non
 
     click.echo(announcement(plan), err=True)
     total = len(experiments) * len(load_trace(plan.base).requests)
-    with bar(total, f"{len(experiments)} runs") as shown:
+    with bar(total, count_text(len(experiments), "run")) as shown:
         runs = run_reporting(
             partial(run_one, keep_samples=plan.plot is not None, lost_from_s=lost_from_s),
             experiments,

@@ -16,7 +16,7 @@ from dualmap_cli.simulate.comparison import WindowShares
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.pool_option import ignored_fields
 from dualmap_cli.simulate.runs import Found, Run, rates
-from dualmap_cli.simulate.values import window_text
+from dualmap_cli.simulate.values import count_text, window_text
 from dualmap_sim.events import PoolChange
 from dualmap_sim.experiment import Experiment, load_trace, load_workload
 from dualmap_sim.goodput import Goodput
@@ -77,7 +77,7 @@ def _pool(plan: Plan) -> str:
     ignored = ", ".join(ignored_fields(plan.base, plan.pool))
     without = f"; without effect here: {ignored}" if ignored else ""
     changing = ", at most, as members joined and left" if plan.repeats_members and _members_change(plan) else ""
-    return f"settings of pool {plan.pool.id}, {instances_text(plan.base.instances)}{changing}{without}\n"
+    return f"settings of pool {plan.pool.id}, {count_text(plan.base.instances, 'instance')}{changing}{without}\n"
 
 
 def _members_change(plan: Plan) -> bool:
@@ -149,17 +149,12 @@ def as_it_was_table(was: AsItWas) -> Table:
 def _as_it_was(experiment: Experiment) -> tuple[str, str]:
     """Return the policies and the numbers of instances of a run, which may change."""
     if experiment.members is None:
-        return experiment.policy, instances_text(experiment.instances)
+        return experiment.policy, count_text(experiment.instances, "instance")
     pools = [event.pool for event in experiment.events if isinstance(event, PoolChange)]
     policies = dict.fromkeys([experiment.policy, *(pool.routing.policy for pool in pools)])
     counts = sorted({len(experiment.members), *(len(pool.members) for pool in pools)})
     several = f"{counts[0]} to " if len(counts) > 1 else ""
-    return " then ".join(policies), f"{several}{instances_text(counts[-1])}"
-
-
-def instances_text(count: int) -> str:
-    """Return a number of instances."""
-    return f"{count} instance{'' if count == 1 else 's'}"
+    return " then ".join(policies), f"{several}{count_text(counts[-1], 'instance')}"
 
 
 def windows_table(windows: WindowShares) -> Table:

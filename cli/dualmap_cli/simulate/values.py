@@ -77,6 +77,11 @@ def named_numbers(
     return tuple(_named_number(each) for each in value)
 
 
+def count_text(count: int, noun: str) -> str:
+    """Return a number of things, such as ``1 instance`` or ``1,000 instances``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def window_text(window_s: float) -> str:
     """Return the length of a window of time for people, in words that ``--peak`` accepts for an hour and a day."""
     if window_s in (_HOUR_S, 24 * _HOUR_S):

@@ -61,7 +61,8 @@ def show(path: Path, as_json: bool, plot: Path | None) -> None:
     Prompt tokens are the engines' counts, or the router's estimate where the engine reported none. Reuse at best is the
     share of prompt tokens in full blocks that an earlier prompt began with: the hit rate of one cache without a limit.
     The hit rate is what the engines reported. TTFT covers streamed answers. The share within the SLO covers streamed
-    and refused requests, and a refused request counts as a miss. A hot prefix ends where its requests part.
+    and refused requests, and a refused request counts as a miss. A hot prefix ends where less than 80 % of its
+    requests have the same next block.
 
     \b
     Example:
@@ -158,7 +159,11 @@ def export(path: Path, format_name: str, output: Path) -> None:
 
         check_output(output, [path])
         reading = Reading([path])
-        exported = Export(reading.requests, ExportFormat(format_name))
+        try:
+            exported = Export(reading.requests, ExportFormat(format_name))
+        except RecordingError:
+            warn(reading)
+            raise
         with writing(str(output)):
             count = write_lines(output, exported.lines())
         estimate = exported.router_block_tokens

@@ -5,9 +5,11 @@ from typing import Final
 
 import click
 
+from dualmap_sim.recordings.errors import RecordingError
 from dualmap_sim.recordings.exports import Changes
 from dualmap_sim.recordings.imports import Import
 from dualmap_sim.recordings.reader import Damage, Reading
+from dualmap_sim.recordings.replays import Unusable
 
 _SHOWN: Final = 5
 
@@ -24,6 +26,12 @@ def warn(reading: Reading) -> None:
             "keys are not found",
             err=True,
         )
+
+
+def warn_of_error(error: RecordingError) -> None:
+    """Print warnings about a recording that was read completely, although it cannot be used."""
+    if isinstance(error, Unusable):
+        warn(error.reading)
 
 
 def warn_of_left_out(imported: Import) -> None:

@@ -8,21 +8,21 @@ ids (``dualmap.engines.token_chain``). The rules:
   unknown block is ignored.
 - Only blocks in the engine's own GPU memory count, and only blocks of groups in which every block of a prompt stays
   (full attention). Blocks of a sliding window have no positions.
-- A report of blocks that were stored before looks like a store from the start of a prompt, all of whose blocks are
-  known, or were forgotten while the engine may have had another copy. Such an event counts no copies. A counted report
-  would leave blocks that the engine does not have, and requests would go there. If the blocks were copies after all,
-  the router forgets a block too early, and with it the prompts that begin with it. A store from the start of a prompt
-  with any other block is no report, so its known blocks are copies: two requests with a common beginning were computed
-  at the same time.
-- A block that the router may have forgotten too early is held again when the engine shows that it has it: a store names
-  it as its parent, or the engine has stored the last block of a prompt that was sent to it (``awaited``). The engine
-  then has all blocks before.
+- An engine may report old blocks again. Such a report looks like a store from the start of a prompt, all of whose
+  blocks are known, or were forgotten while the engine may have had another copy. It counts no copies. Otherwise, the
+  table would keep blocks that the engine does not have, and requests would go there. If the blocks were copies after
+  all, the router forgets a block too early, and with it the prompts that begin with it.
+- A store from the start of a prompt with any other block is new, so its known blocks are copies: the engine computed
+  two requests with a common beginning at the same time.
+- If the router may have forgotten a block too early, it holds the block again when the engine shows that it has it. A
+  store names the block as its parent, or the engine has stored the last block of a prompt that was sent to it
+  (``awaited``). The engine then has all blocks before.
 - A store whose parent is unknown waits within a bound (``dualmap.engines.parked_stores``). Its blocks are never placed
   at the start of a prompt.
 - Blocks below ``INDEX_TOKENS_MIN`` tokens (SGLang's pages of one token), and vLLM's partial blocks, are gathered into
   index blocks. An index block is held while the engine holds the block that completes it.
-- A rank cannot hold more blocks than its GPU memory has. If more copies are counted, the engine reports removals in
-  another way. Then copies are no longer counted; if too many blocks remain, the rank's blocks are forgotten.
+- A rank cannot hold more blocks than its GPU memory has. If the table counts more copies, the engine reports removals
+  in another way. The table then ignores copies. If too many blocks remain, it forgets the rank's blocks.
 - After lost messages, each block counts as one copy, because removals may be among the lost messages. Copies of blocks
   that are stored later are counted.
 - A member has at most ``BLOCKS_MAX`` blocks, and a pool ``POOL_BLOCKS_MAX``. Further blocks are ignored until engines

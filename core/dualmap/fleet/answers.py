@@ -22,6 +22,10 @@ class AnswerTimes:
         """Add the duration of an answer that ended without an error."""
         self._last_s.append(seconds)
 
+    def mean_s(self) -> float:
+        """Return the mean duration of the last answers; 0 without any."""
+        return sum(self._last_s) / len(self._last_s) if self._last_s else 0.0
+
     def expected_s(self) -> float:
         """Return the time in which nearly all of the last answers ended; infinity while too few are known."""
         if len(self._last_s) < _ENOUGH:

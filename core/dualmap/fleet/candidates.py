@@ -10,6 +10,7 @@ from dualmap.fleet.caches import Caches
 from dualmap.fleet.fetches import StoreTier
 from dualmap.fleet.ledger import Ledger
 from dualmap.fleet.listed_models import ListedModels
+from dualmap.fleet.memory_waits import MemoryWaits
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
@@ -37,6 +38,7 @@ class Candidates:
         caches: Caches,
         reported: ReportedCaches,
         shares: FairShares,
+        waits: MemoryWaits,
         epoch_s: float = 0.0,
     ) -> None:
         self._pool = pool
@@ -45,6 +47,7 @@ class Candidates:
         self._caches = caches
         self._reported = reported
         self._shares = shares
+        self._waits = waits
         self.membership = Membership(pool)
         """All members of the pool, and the rings over them."""
         self._epoch_s = epoch_s
@@ -68,6 +71,7 @@ class Candidates:
         self.membership = Membership(pool)
         self._leaves_s = self._leaving_times()
         self._instances = self._new_instances()
+        self._waits.update(self._instances)
         self._models.adopt(self.membership.members, self._profiles.members)
 
     # The members that a request may use.
@@ -191,6 +195,7 @@ class Candidates:
             reported=reported,
             behind_s=behind_s,
             stored=self.tier(chain, stored) if stored.tokens else None,
+            waits=self._waits if self._waits.small else None,
         )
 
     def tier(self, chain: BlockChain, stored: StoreMatch) -> StoreTier | None:

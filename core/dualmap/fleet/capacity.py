@@ -40,6 +40,11 @@ class Capacity:
         self._share_after_s = _SHARE_AFTER * min(pool.slo.ttft_s, pool.routing.queue.max_wait_s)
         self._stall_s = pool.routing.rebalance.decode_stall_s
 
+    @property
+    def reserved_output_tokens(self) -> float:
+        """The KV tokens that are reserved for the output of each request."""
+        return _OUTPUT_MARGIN * self._output_tokens
+
     def backlog_s(self, now: float, member: str) -> float:
         """Return the seconds of prefill that were sent to a member and have no observed end."""
         load = self._ledger.loads[member]
@@ -66,7 +71,7 @@ class Capacity:
 
     def has_room(self, member: str, prompt_tokens: int, *, waited_s: float) -> bool:
         """Whether a prompt fits into a member's KV memory now; True if the memory's size is unknown."""
-        kv_tokens, output_tokens = self._profiles.kv_tokens(member), _OUTPUT_MARGIN * self._output_tokens
+        kv_tokens, output_tokens = self._profiles.kv_tokens(member), self.reserved_output_tokens
         if kv_tokens is None:
             return True
         load = self._ledger.loads[member]

@@ -20,6 +20,7 @@ from dualmap.fleet.capacity import Capacity
 from dualmap.fleet.fetches import Prefill
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
+from dualmap.fleet.memory_waits import MemoryWaits
 from dualmap.fleet.others import Others
 from dualmap.fleet.reported import ReportedCaches
 from dualmap.fleet.usage import Origin
@@ -63,6 +64,9 @@ class Fleet:
         """How much each client received, which decides whose queued request is next."""
         self.capacity = Capacity(pool, ledger=self._ledger, profiles=self._profiles, shares=self.shares)
         """Whether a member takes another request."""
+        self.answers = AnswerTimes()
+        """How long the answers of the last requests took."""
+        self._waits = MemoryWaits(profiles=self._profiles, capacity=self.capacity, answers=self.answers)
         self.candidates = Candidates(
             pool,
             ledger=self._ledger,
@@ -70,11 +74,10 @@ class Fleet:
             caches=self._caches,
             reported=self._reported,
             shares=self.shares,
+            waits=self._waits,
             epoch_s=epoch_s,
         )
         """The members that may be picked."""
-        self.answers = AnswerTimes()
-        """How long the answers of the last requests took."""
 
     @property
     def members(self) -> Collection[str]:
@@ -398,6 +401,7 @@ class Fleet:
         if facts:
             self._caches.resize(member)
             self._reported.resize(member, profile)
+            self._waits.update(self.members)
         listed = profile.models != before.models
         if listed:
             self.candidates.list_models(member, profile.models)

@@ -35,8 +35,8 @@ class KvAccount:
         self.decoding: OrderedDict[str, InFlightRequest] = OrderedDict()
         """The decoding requests; the request with the oldest report is first."""
         self._mean_silence_s = 0.0
-        # Built at the first use, because most policies do not need the distinct blocks.
-        self._distinct: DistinctBlocks | None = None
+        self.distinct: DistinctBlocks | None = None
+        """The distinct blocks of all pending and decoding requests; None before ``count_distinct``."""
 
     @property
     def most_silent(self) -> InFlightRequest:
@@ -60,19 +60,18 @@ class KvAccount:
         self._later = {} if used_tokens is None else {each.request_id: each.chain.tokens for each in pending}
         self._later_tokens = sum(self._later.values())
 
-    def distinct(self, pending: Iterable[InFlightRequest]) -> DistinctBlocks:
-        """Return the distinct blocks of all pending and decoding requests.
+    def count_distinct(self, pending: Iterable[InFlightRequest]) -> DistinctBlocks:
+        """Count the distinct blocks from now on, which most policies do not need.
 
         ``pending`` are the requests whose prefill has not ended.
         """
-        if self._distinct is None:
-            self._distinct = DistinctBlocks((*pending, *self.decoding.values()))
-        return self._distinct
+        self.distinct = DistinctBlocks((*pending, *self.decoding.values()))
+        return self.distinct
 
     def add(self, request: InFlightRequest) -> None:
         """Add a request's prompt tokens."""
-        if self._distinct is not None:
-            self._distinct.add(request.chain)
+        if self.distinct is not None:
+            self.distinct.add(request.chain)
         self.tokens += request.chain.tokens
         self.sequences += request.sequences
         if self._used is not None:
@@ -97,14 +96,14 @@ class KvAccount:
         if request.stage is not Stage.SILENT:
             self.tokens -= request.chain.tokens
             self.sequences -= request.sequences
-            if self._distinct is not None:
-                self._distinct.remove(request.chain)
+            if self.distinct is not None:
+                self.distinct.remove(request.chain)
             self._later_tokens -= self._later.pop(request.request_id, 0)
 
     def keep(self) -> Callable[[], None]:
         """Return a function that puts the account back to its present state."""
         # The distinct blocks are built again at their next use.
-        kept = vars(self) | {"decoding": self.decoding.copy(), "_later": self._later.copy(), "_distinct": None}
+        kept = vars(self) | {"decoding": self.decoding.copy(), "_later": self._later.copy(), "distinct": None}
         return lambda: vars(self).update(kept)
 
     def learn_silence(self, silence_s: float) -> None:

@@ -86,8 +86,9 @@ class Ledger:
     def update(self, now: float, decode_stall_s: float) -> None:
         """Update every outdated summary."""
         if now >= self._update_s:
-            self._outdated.update(dict.fromkeys(self.loads.values()))
-            self._update_s = inf
+            self._outdated.update(self._invalid(now))
+            ends_s = [load.summary.until_s for load in self.loads.values()]
+            self._update_s = min([each for each in ends_s if each > now], default=inf)
         outdated = tuple(self._outdated)
         self._outdated.clear()
         for load in outdated:
@@ -100,8 +101,12 @@ class Ledger:
     def keep(self, now: float) -> Sequence[Callable[[], None]]:
         """Return functions that take back what reading the loads ends from now on (``MemberLoad.end_overdue``)."""
         # The summaries of all other loads are valid, so they have nothing overdue.
-        perhaps_overdue = self._outdated if now < self._update_s else self.loads.values()
-        return [load.keep() for load in perhaps_overdue if load.is_overdue(now)]
+        invalid = self._outdated if now < self._update_s else self._invalid(now)
+        return [load.keep() for load in invalid if load.is_overdue(now)]
+
+    def _invalid(self, now: float) -> dict[MemberLoad, None]:
+        """Return the loads whose summary is not valid at ``now``."""
+        return dict.fromkeys([load for load in self.loads.values() if load.summary.until_s <= now])
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Set another prior of the prefill speed; a changed prior resets the learnt speeds."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
+from dualmap.fleet.distinct_blocks import DistinctBlocks
 from dualmap.fleet.estimate import AwaitedAnswer, EndedAnswer, LearntSpeed, Lesson
 from dualmap.fleet.fetches import FetchSpeed
 from dualmap.fleet.in_flight import InFlightRequest, Stage
@@ -19,7 +20,6 @@ from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
 from dualmap.fleet.samples import Agreement
 from dualmap.fleet.suspension import Suspension
-from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.request_queue import MemberQueue
 from dualmap.replicas.peers import NO_LOAD, OthersLoad
 
@@ -337,26 +337,26 @@ class MemberLoad:
         times_s = (self._opens_s, self._next_overdue_s(), self._share_opens_s(window_s, share_after_s))
         return min((each for each in times_s if after_s < each < inf), default=None)
 
-    def distinct_tokens(self, chain: BlockChain) -> int:
-        """Return the KV tokens after a dispatch of all queued requests and of a prompt; shared blocks count once.
+    def count_distinct(self) -> DistinctBlocks:
+        """Count the distinct blocks of the requests in flight from now on, and return them."""
+        return self.kv.count_distinct(self.prefills.pending.values())
 
-        What the queued requests and the requests of others share is not known.
-        """
-        distinct = self.kv.distinct(self.prefills.pending.values())
-        return distinct.tokens_with(chain) + self.others.load.active_kv_tokens + self.queue.tokens
+    @property
+    def in_flight_kv_tokens(self) -> float:
+        """The KV tokens of all prompts in flight, also of others.
 
-    def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
-        """Return whether a prompt fits into the member's free KV memory; True for a member without requests.
-
-        ``output_tokens`` is the expected number of generated tokens per request. Of the prompts in full and the
-        engine's report, the smaller number counts: only the report knows what prompts share, and only the prompts show
-        at once that a request has ended.
+        Of the prompts in full and the engine's report, the smaller number counts: only the report knows what prompts
+        share, and only the prompts show at once that a request has ended.
         """
         others = self.others.load
-        requests = self.working + others.in_flight
         later = others.pending_prefill_tokens + max(0, others.active_kv_tokens - self._measured_others)
-        prompts = min(self.kv.tokens + others.active_kv_tokens, self.kv.used_tokens + later) + prompt_tokens
-        return requests == 0 or prompts + (requests + 1) * output_tokens <= kv_tokens
+        return min(self.kv.tokens + others.active_kv_tokens, self.kv.used_tokens + later)
+
+    def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
+        """Return whether a prompt and its expected output fit into the free KV memory; True without other requests."""
+        requests = self.working + self.others.load.in_flight
+        tokens = self.in_flight_kv_tokens + prompt_tokens + (requests + 1) * output_tokens
+        return requests == 0 or tokens <= kv_tokens
 
     def has_room_in_share(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
         """Whether a prompt fits into this replica's share of the member's KV memory beside this replica's requests."""

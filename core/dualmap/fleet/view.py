@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from dualmap.fleet.claims import CLAIM_S
 from dualmap.fleet.fetches import StoreTier
 from dualmap.fleet.load import MemberLoad
+from dualmap.fleet.memory_waits import MemoryWaits
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.reported import ReportedMatches
 from dualmap.policies.situation import Candidate, Weights
@@ -61,7 +62,7 @@ class View:
 
     ``reported`` contains what members with KV events hold of the prompt, None if nothing is known. ``behind_s`` returns
     the seconds of queued prefills that the prompt's client overtakes; None if it overtakes none. ``stored`` is what the
-    pool's KV store holds of the prompt; None if nothing.
+    pool's KV store holds of the prompt; None if nothing. ``waits`` predicts the waits for memory; None if none counts.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class View:
         reported: ReportedMatches | None = None,
         behind_s: Callable[[MemberQueue], float] | None = None,
         stored: StoreTier | None = None,
+        waits: MemoryWaits | None = None,
     ) -> None:
         self.now = now
         self.chain = chain
@@ -82,6 +84,7 @@ class View:
         self.stall_s = stall_s
         self.behind_s = behind_s
         self.stored = stored
+        self.waits = waits
         self.path = tree.path(chain.hashes)
         self.reported = reported
         self._instances = instances
@@ -109,6 +112,8 @@ class View:
             matched_tokens = max(matched_tokens, chain.tokens_of(hinted_blocks))
         if self.behind_s is not None:
             queue_s -= self.behind_s(instance.load.queue)
+        if self.waits is not None:
+            queue_s = max(queue_s, self.waits.wait_s(self.now, instance.member.id, instance.load, chain.tokens))
         if self.stored is None:
             fetch_tokens, compute_s = 0, speed.compute_s(chain.tokens - matched_tokens, matched_tokens)
         else:
@@ -177,6 +182,8 @@ class Everyone:
         if behind_s is not None:
             for position, instance in enumerate(self._roster.instances):
                 costs_s[position] -= behind_s(instance.load.queue)
+        if self._view.waits is not None:
+            self._add_waits(costs_s, self._view.waits)
         return costs_s
 
     def pending_tokens(self) -> list[int]:
@@ -196,9 +203,20 @@ class Everyone:
         return [each.placed_tokens for each in self._roster.summaries]
 
     def distinct_tokens(self) -> list[int]:
-        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once."""
-        chain = self._view.chain
-        return [each.load.distinct_tokens(chain) for each in self._roster.instances]
+        """Return each member's ``placed_tokens`` and the prompt's; shared blocks of requests in flight count once.
+
+        What the queued requests and the requests of others share is not known.
+        """
+        chain, distinct_tokens = self._view.chain, []
+        first, tokens = chain.hashes[0] if chain.hashes else None, chain.tokens
+        for instance, summary in zip(self._roster.instances, self._roster.summaries, strict=True):
+            kv = instance.load.kv
+            distinct = kv.distinct or instance.load.count_distinct()
+            in_flight = summary.placed_tokens - kv.tokens + distinct.tokens
+            # Most members have no prompt in flight with the first block.
+            shared = distinct.shared_blocks(chain) if first in distinct.by_first else 0
+            distinct_tokens.append(in_flight + tokens - chain.tokens_of(shared) if shared else in_flight + tokens)
+        return distinct_tokens
 
     def matched_tokens(self) -> list[int]:
         """Return the number of the prompt's tokens that each member is assumed to cache."""
@@ -215,6 +233,18 @@ class Everyone:
             for position, instance in enumerate(self._roster.instances):
                 held_tokens[position] = max(held_tokens[position], held_at.get(instance.member.address, 0))
         return held_tokens
+
+    def _add_waits(self, costs_s: list[float], waits: MemoryWaits) -> None:
+        """Add to the cost of each member by how much its wait for memory is longer than its T_q."""
+        for member in waits.small:
+            position = self._roster.ids.get(member)
+            if position is not None:
+                instance = self._roster.instances[position]
+                queue_s = self._roster.summaries[position].queue_s(self._view.now)
+                if self._view.behind_s is not None:
+                    queue_s -= self._view.behind_s(instance.load.queue)
+                wait_s = waits.wait_s(self._view.now, member, instance.load, self._view.chain.tokens)
+                costs_s[position] += max(wait_s - queue_s, 0.0)
 
     def _subtract_saved(self, costs_s: list[float], weight: float, stored: StoreTier) -> None:
         """Subtract the weighted time that cached and fetched tokens save from the cost of each member."""

@@ -166,6 +166,11 @@ class MemberQueue:
         """The seconds of prefill that go before a request that is added now."""
         return max(self.compute_s - self._late_s, 0.0)
 
+    def in_time(self) -> Iterator[QueuedRequest]:
+        """Yield the requests that go before a request that is added now, in no order."""
+        for line in self._lines.values():
+            yield from line.in_time.values()
+
     def add(self, queued: QueuedRequest) -> None:
         """Insert a request in order of arrival: a moved request may be older than the requests in this queue."""
         is_last = not self.requests or queued.request.arrived_s >= _newest(self.requests).request.arrived_s

@@ -8,7 +8,7 @@ from typing import Any, Final, Never, assert_never
 from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.receipt import CandidateReceipt
 from dualmap.recordings.errors import CutOffLine, ForeignVersion, InvalidField, InvalidLine
-from dualmap.recordings.fields import EPOCH_S_MAX, Fields
+from dualmap.recordings.fields import EPOCH_S_MAX, TOKENS_MAX, Fields
 from dualmap.recordings.pools import pool_fields, read_pool
 from dualmap.recordings.values import (
     VERSION,
@@ -51,7 +51,12 @@ def line_fields(line: Line) -> dict[str, object]:
 
 def encode_line(line: Line) -> str:
     """Return a value as one line of JSON in ASCII, with its line break."""
-    return json.dumps(line_fields(line), separators=(",", ":"), allow_nan=False) + "\n"
+    return encode_fields(line_fields(line))
+
+
+def encode_fields(fields: Mapping[str, object]) -> str:
+    """Return the fields of a line as JSON in ASCII, with its line break."""
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def decode_line(text: str) -> Line:
@@ -73,6 +78,8 @@ def _parsed(text: str) -> Mapping[str, object]:
     except json.JSONDecodeError as error:
         ends_early = text.startswith("{") and not text.rstrip().endswith("}")
         raise CutOffLine() if ends_early else InvalidLine(f"the line is no JSON: {error.msg}") from None
+    except _NotFinite as error:
+        raise InvalidLine(f"the line is no JSON: {error} is no number of JSON") from None
     except (ValueError, RecursionError):
         raise InvalidLine("the line is no JSON: a number is too long, or values are nested too deeply") from None
     if not isinstance(parsed, dict):
@@ -80,8 +87,12 @@ def _parsed(text: str) -> Mapping[str, object]:
     return parsed
 
 
-def _refuse_constant(_: str) -> Never:
-    raise ValueError
+class _NotFinite(ValueError):
+    """Python's parser found NaN or an infinite number, which JSON does not have."""
+
+
+def _refuse_constant(name: str) -> Never:
+    raise _NotFinite(name)
 
 
 def _changed(value: Any) -> dict[str, Any]:
@@ -122,7 +133,11 @@ def _read_header(fields: Fields) -> Header:
 
 def _read_request(fields: Fields) -> RecordedRequest:
     receipt = fields.sub("receipt")
-    return RecordedRequest(
+    engine_prompt_tokens = fields.optional_integer("engine_prompt_tokens")
+    cached_tokens = fields.optional_integer("cached_tokens")
+    if engine_prompt_tokens is not None and (cached_tokens or 0) > engine_prompt_tokens:
+        raise InvalidField("cached_tokens", cached_tokens, f"at most engine_prompt_tokens, {engine_prompt_tokens}")
+    request = RecordedRequest(
         arrived_s=fields.number("arrived_s", high=EPOCH_S_MAX),
         pool=fields.text("pool"),
         model=fields.text("model", ""),
@@ -146,11 +161,32 @@ def _read_request(fields: Fields) -> RecordedRequest:
         queued_s=fields.optional_number("queued_s"),
         ttft_s=fields.optional_number("ttft_s"),
         duration_s=fields.optional_number("duration_s"),
-        engine_prompt_tokens=fields.optional_integer("engine_prompt_tokens"),
+        engine_prompt_tokens=engine_prompt_tokens,
         output_tokens=fields.optional_integer("output_tokens"),
-        cached_tokens=fields.optional_integer("cached_tokens"),
+        cached_tokens=cached_tokens,
         comparable=fields.flag("comparable", default=True),
     )
+    _check_counts(request)
+    return request
+
+
+def _check_counts(request: RecordedRequest) -> None:
+    """Check that the counts of tokens and of full blocks are those of the blocks. Raises InvalidField.
+
+    Routers hash the first MAX_BLOCKS blocks of a prompt only.
+    """
+    blocks, length, full_blocks = len(request.blocks), request.block_tokens, request.full_blocks
+    cut = blocks == MAX_BLOCKS
+    if full_blocks is None:
+        least, most = (blocks - 1) * length + 1 if blocks else 0, TOKENS_MAX if cut else blocks * length
+        if not least <= request.prompt_tokens <= most:
+            raise InvalidField(
+                "prompt_tokens",
+                request.prompt_tokens,
+                f"{least} to {most} for {blocks} blocks of {length} tokens",
+            )
+    elif full_blocks < blocks - 1 or (full_blocks > blocks and not cut):
+        raise InvalidField("full_blocks", full_blocks, f"{max(0, blocks - 1)} to {blocks} for {blocks} blocks")
 
 
 def _read_receipt(fields: Fields) -> RecordedReceipt:

@@ -77,8 +77,8 @@ def decide(
     if stored is not None or redis is not None:
         picker = _picker(pools, hash_key)
         if redis is not None:
-            asking = _picker(pools, hash_key, replicated=True)
-            asyncio.run(_read(picker, redis, _wanted(asking, body, headers)))
+            replica = _picker(pools, hash_key, replicated=True)
+            asyncio.run(_read(picker, redis, _wanted(replica, body, headers)))
         outcome = _pick(picker, body, headers, None if stored is None else stored.tokens)
     if isinstance(outcome, Refused):
         return outcome

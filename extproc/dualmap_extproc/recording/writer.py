@@ -10,7 +10,7 @@ from typing import Final
 from dualmap.pools.pool import Pool
 from dualmap.recordings.values import Header, Line, Missing, PoolChanged, PoolRemoved
 from dualmap_edge.logs import get_logger, place_of
-from dualmap_extproc.recording.encoding import encoded, recorded
+from dualmap_extproc.recording.encoding import encoded, encoded_requests
 from dualmap_extproc.recording.files import RecordingFiles
 from dualmap_extproc.recording.folder import RecordingError, RecordingFolder
 from dualmap_extproc.recording.hashing import KeyedHashes, fingerprint
@@ -20,7 +20,7 @@ from dualmap_extproc.recording.requests import OpenRequest
 RETRY_S: Final = 5.0
 """The time from a failed write to the next attempt."""
 _MEMBER_BYTES: Final = 10**6
-# The requests that are encoded in one go, which takes the thread about 0.3 ms.
+# The requests that are encoded in one go, which takes the thread about 0.2 ms.
 _UNINTERRUPTED: Final = 16
 _log = get_logger(__name__)
 
@@ -143,11 +143,7 @@ class Writer:
         """Yield the lines of a batch, and how many of them are requests, in pieces of at most about a megabyte."""
         lines = [encoded(_pool_line(*each)) for each in batch.pools]
         size, requests = 0, 0
-        for number, each in enumerate(batch.requests):
-            line = encoded(recorded(each, hashes, batch.offset_s))
-            if number % _UNINTERRUPTED == 0:
-                # The event loop gets the interpreter, which it would otherwise wait for, for up to 5 ms.
-                time.sleep(0)
+        for line in self._request_lines(batch, hashes):
             if size + len(line) > self._member_bytes and requests:
                 yield b"".join(lines), requests
                 lines, size, requests = [], 0, 0
@@ -159,6 +155,13 @@ class Writer:
         if lines:
             yield b"".join(lines), requests
         self._unrouted = self._dropped = 0
+
+    def _request_lines(self, batch: Batch, hashes: KeyedHashes) -> Iterator[bytes]:
+        """Yield the line of each request of a batch."""
+        for first in range(0, len(batch.requests), _UNINTERRUPTED):
+            # The event loop gets the interpreter, which it would otherwise wait for, for up to 5 ms.
+            time.sleep(0)
+            yield from encoded_requests(batch.requests[first : first + _UNINTERRUPTED], hashes, batch.offset_s)
 
     def _head(self, now_s: float) -> bytes:
         """Return the first lines of a file that begins at ``now_s``."""

@@ -256,34 +256,34 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
     now_ms = int(now)
     entries: list[Entry] = []
     for id_, fields in update:
-        told = _told(fields, decode_update)
-        if told is None:
+        entry = _read_entry(fields, decode_update)
+        if entry is None:
             unreadable += 1
-        elif told[0] != peer:
+        elif entry[0] != peer:
             # Routers publish loads in another stream, so loads in this stream are ignored.
             age_s = _age_s(id_, now_ms)
-            entries.append(Entry(peer=told[0], update=replace(told[1], loads=None), age_s=age_s))
-    spoken: dict[str, LoadEntry] = {}
+            entries.append(Entry(peer=entry[0], update=replace(entry[1], loads=None), age_s=age_s))
+    loads_by_peer: dict[str, LoadEntry] = {}
     for id_, fields in loads:
-        told = _told(fields, decode_update)
-        if told is None:
+        entry = _read_entry(fields, decode_update)
+        if entry is None:
             unreadable += 1
-        elif told[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
-            spoken[told[0]] = LoadEntry(peer=told[0], loads=told[1].loads or {}, age_s=age_s)
-    reported: dict[str, ReportEntry] = {}
+        elif entry[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
+            loads_by_peer[entry[0]] = LoadEntry(peer=entry[0], loads=entry[1].loads or {}, age_s=age_s)
+    reports_by_peer: dict[str, ReportEntry] = {}
     for id_, fields in reports:
-        said = _told(fields, decode_report)
-        if said is None:
+        report = _read_entry(fields, decode_report)
+        if report is None:
             unreadable += 1
-        elif said[0] != peer and (age_s := _age_s(id_, now_ms)) < REMEMBERED_S:
-            reported[said[0]] = ReportEntry(peer=said[0], report=said[1], age_s=age_s)
+        elif report[0] != peer and (age_s := _age_s(id_, now_ms)) < REMEMBERED_S:
+            reports_by_peer[report[0]] = ReportEntry(peer=report[0], report=report[1], age_s=age_s)
     bindings = [_binding(session, value, now_ms) for session, value in zip(question.wanted, values, strict=True)]
     known = tuple(binding for binding in bindings if binding is not None)
     return Answer(
         cursor=" ".join(cursor.decode() for cursor in (updates_cursor, loads_cursor, reports_cursor)),
         entries=tuple(entries),
-        loads=tuple(spoken.values()),
-        reports=tuple(reported.values()),
+        loads=tuple(loads_by_peer.values()),
+        reports=tuple(reports_by_peer.values()),
         bindings=known,
         more=len(update) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES or len(reports) == _REPORTS_PAGE_ENTRIES,
         unreadable=unreadable + oversized + sum(value is not None for value in values) - len(known),
@@ -291,7 +291,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
     )
 
 
-def _told(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, _Value] | None:
+def _read_entry(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, _Value] | None:
     """Return the replica and the value in an entry's fields, or None if the fields are invalid."""
     values = dict(zip(fields[::2], fields[1::2], strict=False))
     try:
@@ -335,16 +335,16 @@ def _publish(peer: str, post: Post) -> _Command:
     # not count twice when the router sends it again.
     if post.loads is not None:
         keys.append(loads_key(post.pool))
-        told = encode_update(ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=post.loads))
-        streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, told]
+        entry = encode_update(ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=post.loads))
+        streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, entry]
     if post.report is not None:
         keys.append(reports_key(post.pool))
-        told = encode_report(post.report)
-        streams += [int(1000 * _REPORTS_KEEP_S), _REPORTS_ENTRIES_MAX, _REPORTS_BYTES_MAX, told]
+        entry = encode_report(post.report)
+        streams += [int(1000 * _REPORTS_KEEP_S), _REPORTS_ENTRIES_MAX, _REPORTS_BYTES_MAX, entry]
     if post.update is not None:
         keys.append(updates_key(post.pool))
-        told = encode_update(post.update)
-        streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _UPDATES_BYTES_MAX, told]
+        entry = encode_update(post.update)
+        streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _UPDATES_BYTES_MAX, entry]
     return ("EVAL", PUBLISH, len(keys), *keys, peer, *streams)
 
 

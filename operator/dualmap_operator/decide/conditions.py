@@ -146,12 +146,12 @@ def _ring_synced(observed: Observed, now_s: float) -> _Finding:
     ready = [router for router in observed.routers if router.ready]
     if not ready:
         return _Finding(None, "NoRouters", "The operator finds no ready router.")
-    silent = sorted(router.router for router in ready if not router.heard)
+    silent = sorted(router.router for router in ready if not router.answered)
     version = observed.published.ring_version
     behind = sorted(
         router.router
         for router in ready
-        if router.heard and (drain.behind(router, version) or (version and not router.ring_version))
+        if router.answered and (drain.behind(router, version) or (version and not router.ring_version))
     )
     if silent:
         return _Finding(False, "RoutersSilent", f"These routers do not answer: {named(silent)}.")
@@ -206,13 +206,13 @@ def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
 
 
 def _tokens_agree(observed: Observed) -> _Finding:
-    heard = _heard(observed)
-    if not heard:
+    answering = _answering(observed)
+    if not answering:
         return _NO_ROUTERS
-    problems = _joined((router.tokenizer.problem, router.router) for router in heard)
+    problems = _joined((router.tokenizer.problem, router.router) for router in answering)
     if problems:
         return _Finding(False, "SourceUnusable", f"Routers cannot use spec.engine.tokenizer: {problems}.")
-    differing = sorted({each for router in heard for each in router.tokenizer.differing})
+    differing = sorted({each for router in answering for each in router.tokenizer.differing})
     if differing:
         return _Finding(
             False,
@@ -223,17 +223,17 @@ def _tokens_agree(observed: Observed) -> _Finding:
 
 
 def _kv_store_available(spec: PoolSpec, observed: Observed) -> _Finding:
-    heard = _heard(observed)
-    if not heard:
+    answering = _answering(observed)
+    if not answering:
         return _NO_ROUTERS
-    problems = _joined((router.kv_store_problem, router.router) for router in heard)
+    problems = _joined((router.kv_store_problem, router.router) for router in answering)
     if problems:
         return _Finding(False, "LeftAlone", f"Routers do not ask the KV store at {spec.kv_store.endpoint}: {problems}.")
     return _Finding(True, "Asked", "The routers ask the KV store.")
 
 
-def _heard(observed: Observed) -> list[RouterReport]:
-    return [router for router in observed.routers if router.ready and router.heard]
+def _answering(observed: Observed) -> list[RouterReport]:
+    return [router for router in observed.routers if router.ready and router.answered]
 
 
 def _joined(problems: Iterable[tuple[str, str]]) -> str:

@@ -24,12 +24,12 @@ def idle(member: RingMember, observed: Observed) -> bool:
     at_engine = observed.engine_requests.get(member.id)
     if at_engine:
         return False
-    heard = [router for router in observed.routers if router.heard]
-    if any(_busy(router, member.id) for router in heard):
+    answering = [router for router in observed.routers if router.answered]
+    if any(_busy(router, member.id) for router in answering):
         return False
-    if any(behind(router, observed.published.ring_version) for router in heard):
+    if any(behind(router, observed.published.ring_version) for router in answering):
         return False
-    if not heard or any(router.ready and not router.heard for router in observed.routers):
+    if not answering or any(router.ready and not router.answered for router in observed.routers):
         return at_engine == 0
     return True
 

@@ -135,14 +135,14 @@ class TokenizerReport:
 class RouterReport:
     """One router's report on the pool (``GET /pools/NAMESPACE/NAME``).
 
-    ``ready`` is true if the router receives requests. ``heard`` is False if the router did not answer; the other fields
-    are then unknown. A router that answers 404 does not serve the pool: its report has version 0 and no endpoints.
+    ``ready`` is true if the router receives requests. If ``answered`` is False, the other fields are unknown.
+    A router that answers 404 does not serve the pool: its report has version 0 and no endpoints.
     ``kv_store_problem`` says why the router leaves the pool's KV store alone; it is empty otherwise.
     """
 
     router: str
     ready: bool = True
-    heard: bool = True
+    answered: bool = True
     ring_version: int = 0
     endpoints: Mapping[str, EndpointReport] = field(default_factory=dict)
     tokenizer: TokenizerReport = TokenizerReport()

@@ -131,5 +131,5 @@ class Gatherer:
             lost_claims=self._watches.lost_claims(key),
             unreserved=self._watches.unreserved(key),
             prefill_problem=self._watches.prefill_problem(key),
-            version_floor=max((highest, *(each.ring_version for each in self._reports if each.heard))),
+            version_floor=max((highest, *(each.ring_version for each in self._reports if each.answered))),
         )

@@ -94,7 +94,7 @@ class RouterClient:
         self, pool_id: str, router: RouterAddress, timeout_s: float
     ) -> tuple[RouterReport, Mapping[str, Any] | None]:
         name = f"[{router.host}]:{router.port}" if ":" in router.host else f"{router.host}:{router.port}"
-        silent = RouterReport(router=name, ready=router.ready, heard=False)
+        silent = RouterReport(router=name, ready=router.ready, answered=False)
         answer = await self._http.get(router.host, router.port, f"/pools/{pool_id}", timeout_s=timeout_s)
         if answer is None:
             return silent, None

@@ -182,14 +182,20 @@ class Reading:
         if not isinstance(header, Header) or first.number != 1:
             raise InvalidLine("the first line is not the first line of a recording")
         self.sources.append(Source(name, header))
-        source = len(self.sources) - 1
         for line in lines:
             try:
-                at_s = _time_of(line.text)
+                found = _time_or_header(line.text)
+            except ForeignVersion as error:
+                self._leave_out(name, line.number, f"{error}; the lines after it are left out, too")
+                return
             except (DamagedLine, UnicodeDecodeError) as error:
                 self._leave_out(name, line.number, line.fault or _reason(error))
                 continue
-            self._sorter.add(TimedLine(at_s, source, line.number, line.text))
+            if isinstance(found, Header):
+                # Somebody has joined files of routers.
+                self.sources.append(Source(name, found))
+            else:
+                self._sorter.add(TimedLine(found, len(self.sources) - 1, line.number, line.text))
 
     def _leave_out(self, file: str, line: int, reason: str) -> None:
         self.damaged_lines += 1
@@ -197,8 +203,8 @@ class Reading:
             self._damaged.append(Damage(file, line, reason))
 
 
-def _time_of(text: bytes) -> float:
-    """Return the time of a line. Raises DamagedLine or UnicodeDecodeError, but not for every damaged line."""
+def _time_or_header(text: bytes) -> float | Header:
+    """Return the time of a line, or a header. Raises DamagedLine or UnicodeDecodeError, but not for all damage."""
     match = _TIME.match(text)
     if match is not None:
         return float(match[1])
@@ -207,7 +213,7 @@ def _time_of(text: bytes) -> float:
         case RecordedRequest():
             return value.arrived_s
         case Header():
-            return value.started_s
+            return value
         case _:
             return value.at_s
 

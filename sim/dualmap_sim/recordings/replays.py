@@ -61,11 +61,19 @@ class Traffic:
         return tuple(sorted(between, key=lambda each: each.recorded_s))
 
 
-class SeveralPools(RecordingError):
+class Unusable(RecordingError):
+    """A recording was read completely, but no pool of it can be used. ``reading`` says what is damaged."""
+
+    def __init__(self, reason: str, reading: Reading) -> None:
+        super().__init__(reason)
+        self.reading = reading
+
+
+class SeveralPools(Unusable):
     """A recording has several pools, of which one must be named."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(f"the recording has several pools; name one of {', '.join(names)}")
+    def __init__(self, names: Sequence[str], reading: Reading) -> None:
+        super().__init__(f"the recording has several pools; name one of {', '.join(names)}", reading)
 
 
 def read_pools(reading: Reading) -> dict[str, RecordedPool]:
@@ -82,18 +90,18 @@ def read_pools(reading: Reading) -> dict[str, RecordedPool]:
     return pools
 
 
-def chosen_pool(pools: Mapping[str, RecordedPool], asked: str) -> str:
+def chosen_pool(pools: Mapping[str, RecordedPool], asked: str, reading: Reading) -> str:
     """Return the pool ``asked`` if it has requests, or without ``asked`` the only one that has.
 
-    Raises RecordingError, and SeveralPools for several pools without ``asked``.
+    Raises Unusable, and SeveralPools for several pools without ``asked``.
     """
     names = [name for name, each in pools.items() if each.requests]
     if not names:
-        raise RecordingError("the recording has no requests, so there is nothing to simulate or to fit")
+        raise Unusable("the recording has no requests, so there is nothing to simulate or to fit", reading)
     if not asked and len(names) > 1:
-        raise SeveralPools(names)
+        raise SeveralPools(names, reading)
     if asked and asked not in names:
-        raise RecordingError(f"pool {asked} has no requests in the recording; name one of {', '.join(names)}")
+        raise Unusable(f"pool {asked} has no requests in the recording; name one of {', '.join(names)}", reading)
     return asked or names[0]
 
 
@@ -101,7 +109,7 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
     """Return the traffic of a recording's only pool, or of ``pool``. Raises RecordingError."""
     reading = Reading([path])
     pools = read_pools(reading)
-    recorded = pools[chosen_pool(pools, pool)]
+    recorded = pools[chosen_pool(pools, pool, reading)]
     export = Export(lambda: recorded.requests, ExportFormat.MOONCAKE)
     outputs = [each.output_tokens for each in recorded.requests if each.output_tokens]
     usual_output = max(1, round(sum(outputs) / len(outputs))) if outputs else 1
@@ -123,7 +131,7 @@ def read_traffic(path: Path, pool: str = "") -> Traffic:
             )
         )
     if not traced:
-        raise RecordingError("the recording has no requests with a prompt, so there is nothing to replay")
+        raise Unusable("the recording has no requests with a prompt, so there is nothing to replay", reading)
     time = TraceTime([each.arrived_s for each in requests], [each.arrival_s for each in traced])
     prefilling = _prefilling(recorded.pool, pools)
     return Traffic(

@@ -5,29 +5,25 @@
 
 import asyncio
 import tempfile
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 
 from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.kubelet.agent import NodeAgent
 from emulated_cluster.kubelet.containers.containers import NodeSettings, log_name
 from emulated_cluster.kubelet.isolation.roots import Image, why_not
 from emulated_cluster.kubelet.pods import PodWorker
+from emulated_cluster.loop_thread import LoopThread
 
 _START_TIMEOUT_S: Final = 60.0
-_CALL_TIMEOUT_S: Final = 30.0
 _FAREWELL_TIMEOUT_S: Final = 5.0
 # A tmpfs that every Linux has, for volumes with the medium Memory.
 _MEMORY: Final = Path("/dev/shm")
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +90,7 @@ class ProcessKubelet:
         given = (images or {}).items()
         self._images = {name: each if isinstance(each, Image) else Image(root=each) for name, each in given}
         self._nameserver = nameserver
-        self._running: Future[tuple[asyncio.AbstractEventLoop, NodeAgent]] = Future()
-        self._stop: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kubelet-{node}")
+        self._thread = LoopThread(self._serve, name=f"kubelet-{node}")
 
     def pods(self) -> tuple[PodView, ...]:
         """Return the pods on the node, including those that are terminating."""
@@ -104,7 +98,7 @@ class ProcessKubelet:
         async def views() -> tuple[PodView, ...]:
             return tuple(_view(worker) for worker in self._agent.workers)
 
-        return self._call(views())
+        return self._thread.call(views())
 
     def pod(self, namespace: str, name: str) -> PodView:
         """Return the newest pod of this name on the node; raises LookupError."""
@@ -123,7 +117,7 @@ class ProcessKubelet:
             for container in worker.containers.values():
                 container.crash()
 
-        self._call(crash())
+        self._thread.call(crash())
 
     def execute(self, pod: PodView, container: str, command: Sequence[str]) -> tuple[int, str]:
         """Run a command in a running container, like ``kubectl exec``; return its exit status and output.
@@ -139,7 +133,7 @@ class ProcessKubelet:
 
         with tempfile.NamedTemporaryFile() as output:
             log = Path(output.name)
-            return self._call(run(log)), log.read_text(errors="replace")
+            return self._thread.call(run(log)), log.read_text(errors="replace")
 
     def log(self, pod: PodView) -> str:
         """Return the output of a pod's containers, probes and hooks, also after the pod's end."""
@@ -148,59 +142,40 @@ class ProcessKubelet:
 
     def freeze_node(self) -> None:
         """Disconnect the node from the API server permanently; its processes continue."""
-        self._call(self._agent.freeze())
+        self._thread.call(self._agent.freeze())
 
     def lose_node(self) -> None:
         """Switch the node off permanently: stop its heartbeats and kill its processes."""
-        self._call(self._agent.lose())
+        self._thread.call(self._agent.lose())
 
     def __enter__(self) -> Self:
         self._thread.start()
-        try:
-            self._running.result(timeout=_START_TIMEOUT_S)
-        except BaseException:
-            self._thread.join()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Kill all processes and delete the node; raise the kubelet's error unless the test has already failed."""
-        loop, agent = self._running.result()
-        assert self._stop is not None
-        loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-        if error is None and agent.failures:
-            raise agent.failures[0]
+        failure = self._thread.stop() or next(iter(self._agent.failures), None)
+        if error is None and failure is not None:
+            raise failure
 
     @property
     def _agent(self) -> NodeAgent:
-        return self._running.result(timeout=0)[1]
+        return self._thread.served
 
-    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in the kubelet's loop and return its result."""
-        loop, _ = self._running.result(timeout=0)
-        return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=_CALL_TIMEOUT_S)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # raised in the thread that waits for the start
-            if self._running.done():
-                raise
-            self._running.set_exception(error)
-
-    async def _serve(self) -> None:
+    @asynccontextmanager
+    async def _serve(self) -> AsyncGenerator[NodeAgent, None]:
         with ExitStack() as folders:
             folder, memory = (
                 Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="dualmap-kubelet-", dir=where)))
                 for where in (None, _MEMORY)
             )
-            await self._serve_from(folder, memory)
+            async with self._serve_from(folder, memory) as agent:
+                yield agent
 
-    async def _serve_from(self, folder: Path, memory: Path) -> None:
-        self._stop = asyncio.Event()
+    @asynccontextmanager
+    async def _serve_from(self, folder: Path, memory: Path) -> AsyncGenerator[NodeAgent, None]:
         client = ApiClient.from_kubeconfig(self._kubeconfig)
         settings = NodeSettings(
             environment=self._environment,
@@ -215,8 +190,7 @@ class ProcessKubelet:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await agent.start()
-            self._running.set_result((asyncio.get_running_loop(), agent))
-            await self._stop.wait()
+            yield agent
         finally:
             await agent.lose()
             try:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Self, cast
@@ -19,6 +17,7 @@ from typing import Any, Final, Self, cast
 from emulated_cluster.api.client import ApiClient
 from emulated_cluster.api.follow import Mirror, follow
 from emulated_cluster.control_plane.cluster import API_SERVER, Cluster
+from emulated_cluster.loop_thread import LoopThread
 from emulated_cluster.services.names import SERVICE_LABEL, read_question, resolve, write_answer
 
 Object = Mapping[str, Any]
@@ -26,7 +25,6 @@ Address = tuple[str, int]
 
 NAMESERVER: Final = "10.244.255.53"
 _DNS_PORT: Final = 53
-_START_TIMEOUT_S: Final = 60.0
 _SERVICES: Final = "/api/v1/services"
 _SLICES: Final = "/apis/discovery.k8s.io/v1/endpointslices"
 
@@ -41,42 +39,22 @@ class Services:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._running: Future[asyncio.AbstractEventLoop] = Future()
-        self._stop: asyncio.Event | None = None
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="services")
+        self._thread = LoopThread(self._serve, name="services")
 
     def __enter__(self) -> Self:
         self._thread.start()
-        try:
-            self._running.result(timeout=_START_TIMEOUT_S)
-        except BaseException:
-            self._thread.join()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop the servers; raise the thread's error unless the test has already failed."""
-        assert self._stop is not None
-        if self._thread.is_alive():
-            self._running.result().call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-        if error is None and self._failure is not None:
-            raise self._failure
+        failure = self._thread.stop()
+        if error is None and failure is not None:
+            raise failure
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001  # it belongs to the thread that waits for the start or the end
-            if self._running.done():
-                self._failure = error
-            else:
-                self._running.set_exception(error)
-
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
+    @asynccontextmanager
+    async def _serve(self) -> AsyncGenerator[None, None]:
         client = self._cluster.client()
         state = _State()
         try:
@@ -84,8 +62,7 @@ class Services:
                 following = tasks.create_task(state.follow(client))
                 await state.known.wait()
                 async with _name_server(state):
-                    self._running.set_result(asyncio.get_running_loop())
-                    await self._stop.wait()
+                    yield
                 following.cancel()
         finally:
             await state.close()

@@ -10,13 +10,14 @@ PACKAGE = Path(__file__).parents[2] / "emulated_cluster"
 # Maps each package to the other packages that it may import.
 PACKAGES = {
     "waiting": (),
+    "loop_thread": (),
     "api": (),
     "control_plane": ("api",),
     "kubelet.pod_spec": ("api",),
     "kubelet.isolation": ("kubelet.pod_spec",),
     "kubelet.containers": ("api", "kubelet.pod_spec", "kubelet.isolation"),
-    "kubelet": ("api", "control_plane", "kubelet.pod_spec", "kubelet.isolation", "kubelet.containers"),
-    "services": ("api", "control_plane"),
+    "kubelet": ("api", "control_plane", "loop_thread", "kubelet.pod_spec", "kubelet.isolation", "kubelet.containers"),
+    "services": ("api", "control_plane", "loop_thread"),
     "fixtures": ("control_plane", "kubelet"),
 }
 PRODUCT = ("dualmap", "controlplane", "harness")

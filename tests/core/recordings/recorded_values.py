@@ -49,7 +49,7 @@ _RECEIPTS = st.builds(
     prefiller=st.text(max_size=5),
     candidates=st.lists(_CANDIDATES, max_size=3).map(tuple),
 )
-REQUESTS = st.builds(
+_ANY_REQUESTS = st.builds(
     RecordedRequest,
     arrived_s=_EPOCH_S,
     pool=_NAMES,
@@ -78,7 +78,23 @@ REQUESTS = st.builds(
     output_tokens=st.none() | _TOKENS,
     cached_tokens=st.none() | _TOKENS,
     comparable=st.booleans(),
+).filter(
+    lambda each: (
+        (each.cached_tokens or 0) <= (10**9 if each.engine_prompt_tokens is None else each.engine_prompt_tokens)
+    )
 )
+
+
+def _with_counts(request: RecordedRequest, share: float, *, is_full: bool, is_told: bool) -> RecordedRequest:
+    """Return a request whose counts are those of its blocks, of which ``share`` says how full the last one is."""
+    before, length = max(0, len(request.blocks) - 1), request.block_tokens
+    if is_told:
+        return request._replace(full_blocks=before + is_full * bool(request.blocks))
+    tokens = before * length + 1 + int(share * (length - 1)) if request.blocks else 0
+    return request._replace(full_blocks=None, prompt_tokens=tokens)
+
+
+REQUESTS = st.builds(_with_counts, _ANY_REQUESTS, share=st.floats(0, 1), is_full=st.booleans(), is_told=st.booleans())
 LINES: st.SearchStrategy[Line] = st.one_of(
     REQUESTS,
     st.builds(

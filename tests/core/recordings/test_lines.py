@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.recordings.recorded_values import HEADER, LINES, REQUEST
+from dualmap.prompts.blocks import MAX_BLOCKS
 from dualmap.recordings.errors import CutOffLine, DamagedLine, ForeignVersion, InvalidField, InvalidLine
 from dualmap.recordings.lines import decode_line, encode_line, line_fields
 from dualmap.recordings.values import Line, RecordedRequest
@@ -112,10 +113,19 @@ def test_header_of_another_version_is_foreign() -> None:
         ({"blocks": "12"}, "blocks: '12' is not accepted; the format has hashes of 16 hex digits each"),
         ({"blocks": "0000 0000 000 01"}, "blocks: '0000 0000 000 01' is not"),
         ({"blocks": "0" * 16 * 16_385}, "the format has at most 16384 hashes"),
+        ({"prompt_tokens": 385}, "prompt_tokens: 385 is not accepted; the format has 257 to 384 for 3 blocks of 128"),
+        ({"prompt_tokens": 256}, "prompt_tokens: 256 is not accepted; the format has 257 to 384 for 3 blocks of 128"),
+        ({"blocks": ""}, "prompt_tokens: 300 is not accepted; the format has 0 to 0 for 0 blocks"),
+        ({"full_blocks": 4}, "full_blocks: 4 is not accepted; the format has 2 to 3 for 3 blocks"),
+        ({"full_blocks": 1}, "full_blocks: 1 is not accepted; the format has 2 to 3 for 3 blocks"),
         ({"session": "0" * 32}, "session: .* the format has a hash of 16 hex digits"),
         ({"outcome": "fine"}, "outcome: 'fine' is not accepted; the format has one of ok, engine_error, client_gone"),
         ({"receipt": []}, "receipt: .* a JSON object"),
         ({"receipt": {"policy": ""}}, "receipt.policy: '' is not accepted; the format has a text that is not empty"),
+        (
+            {"engine_prompt_tokens": 300, "cached_tokens": 301},
+            "cached_tokens: 301 is not accepted; the format has at most engine_prompt_tokens, 300",
+        ),
         ({"streamed": 1}, "streamed: 1 is not accepted; the format has true or false"),
     ],
     ids=str,
@@ -123,6 +133,13 @@ def test_header_of_another_version_is_foreign() -> None:
 def test_request_line_with_wrong_value_names_field(changes: Mapping[str, object], said: str) -> None:
     with pytest.raises(InvalidField, match=said):
         decode_line(_edited(REQUEST, **changes))
+
+
+def test_prompt_with_more_blocks_than_are_hashed_is_sound() -> None:
+    request = REQUEST._replace(blocks=(7,) * MAX_BLOCKS, prompt_tokens=10**8)
+    assert decode_line(encode_line(request)) == request
+    told = request._replace(full_blocks=MAX_BLOCKS + 5)
+    assert decode_line(encode_line(told)) == told
 
 
 @pytest.mark.parametrize("sample", [0, 1.5, -0.1, "all"])
@@ -138,7 +155,8 @@ def test_header_with_impossible_share_is_damaged(sample: object) -> None:
         ("[]", "no JSON object"),
         ('{"kind": "bodies"}', "no kind of recording, request, pool, pool_removed, missing"),
         ('{"kind": ["request"]}', "no kind"),
-        ('{"arrived_s": NaN}', "no JSON"),
+        ('{"arrived_s": NaN}', "no JSON: NaN is no number of JSON"),
+        ('{"arrived_s": -Infinity}', "no JSON: -Infinity is no number of JSON"),
         ("[" * 100_000, "no JSON"),
         (f'{{"a": {"9" * 10_000}}}', "no JSON: a number is too long"),
     ],
