@@ -68,6 +68,7 @@ class Site:
                 return (status or {}).get("type") == wanted
 
             await until(applied, f"the pool's store is {wanted}", timeout_s=60.0)
+        await self._wait_until_picked()
 
     async def store(self) -> dict[str, Any] | None:
         """Return what the pool's page says about its store; None without one."""
@@ -133,6 +134,21 @@ class Site:
         status = await self.store()
         assert status is not None
         return str(status["reason"])
+
+    async def _wait_until_picked(self) -> None:
+        """Wait until every worker of Envoy asks the router.
+
+        The router imports the client of a store at its first use. On a busy machine, Envoy may meanwhile take the
+        router for one that hangs, and send requests without a pick.
+        """
+        in_a_row = 0
+
+        async def picked() -> bool:
+            nonlocal in_a_row
+            in_a_row = in_a_row + 1 if "x-dualmap-decision" in (await self.ask("hello")).headers else 0
+            return in_a_row >= 8
+
+        await until(picked, "Envoy asks the router", timeout_s=60.0)
 
     def _document(self, store: Mapping[str, Any] | None = None) -> dict[str, Any]:
         spec: dict[str, Any] = {

@@ -14,6 +14,7 @@ from dualmap_sim.oracles import ORACLES
 
 _LONGEST_S: Final = 366 * 86_400.0
 _HINT: Final = "--notice"
+_SHOWN: Final = 10
 
 
 def read_notices(_context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> tuple[Notice, ...]:
@@ -47,13 +48,21 @@ def with_notices(experiment: Experiment, notices: Sequence[Notice]) -> Experimen
         for name in notice.members:
             if name not in present:
                 raise click.BadParameter(
-                    f"{name!r} is no member at {notice.at_s:g} s; give one of {', '.join(present)}",
+                    f"{name!r} is no member at {notice.at_s:g} s; give {_some(present)}",
                     param_hint=_HINT,
                 )
     events = experiment.events
     for notice in notices:
         events = notice.events(pool, Reaction.NOTICE, among=events)
     return replace(experiment, events=events)
+
+
+def _some(members: Sequence[str]) -> str:
+    """Return names of members that may get a notice, or of the first ones."""
+    if not members:
+        return "a time with members"
+    more = ", ..." if len(members) > _SHOWN else ""
+    return f"one of {', '.join(members[:_SHOWN])}{more}"
 
 
 def _notice(text: str) -> Notice:
