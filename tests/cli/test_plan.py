@@ -153,7 +153,7 @@ def test_peak_of_windows_without_requests_is_a_usage_error(recording: Path, engi
 
 
 def test_windows_longer_than_the_recording_cause_a_warning(recording: Path, engine: Path) -> None:
-    arguments = ("--recording", recording, "--engine", engine, "--requests", "100", "--slo", "10m", "--peak", "p99-day")
+    arguments = ("--recording", recording, "--engine", engine, "--requests", "30", "--slo", "10m", "--peak", "p99-day")
     result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     assert "warning: the windows of --peak (day) are longer than the recording, which lasts " in result.stderr
