@@ -29,12 +29,14 @@ class EngineFileError(Exception):
 class EngineFile:
     """The values of an engine's parameters, and those of the members that differ. Absent ones are left out.
 
-    ``slowest`` and ``fastest`` are the ends of the intervals with which the engine is slow and fast.
+    ``slowest`` and ``fastest`` are the ends of the intervals with which the engine is slow and fast. A missing end is
+    the value itself. ``unbounded`` are the names of the parameters with a missing end.
     """
 
     parameters: tuple[tuple[str, float], ...]
     slowest: tuple[tuple[str, float], ...]
     fastest: tuple[tuple[str, float], ...]
+    unbounded: tuple[str, ...]
     members: Mapping[str, tuple[tuple[str, float], ...]]
 
 
@@ -68,10 +70,12 @@ def read_engine(path: Path) -> EngineFile:
     fields = _mapping(path, "", document)
     members = _mapping(path, "members", fields.get("members") or {})
     parameters = fields.get("parameters")
+    values = _values(path, "parameters", parameters)
     return EngineFile(
-        parameters=_values(path, "parameters", parameters),
+        parameters=values,
         slowest=_values(path, "parameters", parameters, end={True: "high", False: "low"}),
         fastest=_values(path, "parameters", parameters, end={True: "low", False: "high"}),
+        unbounded=tuple(name for name, _ in values if _is_unbounded(name, _mapping(path, "parameters", parameters))),
         members={
             str(name): _values(
                 path, f"members.{name}.parameters", _mapping(path, f"members.{name}", own).get("parameters")
@@ -124,6 +128,10 @@ def _values(
             value = min(max(float(bound), PARAMETERS[name].least), PARAMETERS[name].most)
         values.append((name, round(value) if PARAMETERS[name].whole and end is not None else value))
     return tuple(values)
+
+
+def _is_unbounded(name: str, parameters: Mapping[Any, Any]) -> bool:
+    return name not in _SIZES_OF_STEPS and not all(_is_number(parameters[name].get(end)) for end in ("low", "high"))
 
 
 def _is_number(value: object) -> TypeGuard[float]:

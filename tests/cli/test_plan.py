@@ -1,7 +1,9 @@
 """Tests of ``dualmap plan``: its document, text and chart, and what it rejects."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from operator import ge, gt, lt
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,14 @@ def planned(*arguments: str | Path) -> dict[str, Any]:
     return document
 
 
-def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Path) -> None:
-    document = planned("--recording", recording, "--engine", engine)
+@pytest.fixture(name="usual", scope="module")
+def _usual(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the plan without further options."""
+    return planned("--recording", recording, "--engine", engine_file(tmp_path_factory.mktemp("usual"), spread=0.1))
+
+
+def test_plan_has_the_least_size_with_its_neighbours(usual: dict[str, Any]) -> None:
+    document = usual
     instances = document["instances"]
     assert document["instances_low"] <= instances <= document["instances_high"]
     share = document["slo_attainment"]
@@ -69,7 +77,10 @@ def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Pa
     assert document["next"][0]["slo_attainment"]["value"] < 0.9
     assert (document["believable"], document["warnings"]) == (
         True,
-        ["the workload has only 300 requests, too few for a reliable figure"],
+        [
+            "not in the fit, from preset 7b: m, c, d0, d1, d2, block, chunk; the ranges do not cover their errors",
+            "the workload has only 300 requests, too few for a reliable figure",
+        ],
     )
     for saving in (document["cache_doubled"], document["kv_store"]):
         assert saving["instances_low"] <= saving["instances"] <= min(instances, saving["instances_high"])
@@ -83,11 +94,27 @@ def test_plan_has_the_least_size_with_its_neighbours(recording: Path, engine: Pa
     assert best["gain"] > 0
 
 
-def test_growth_and_objective_change_the_size(recording: Path, engine: Path) -> None:
-    usual = planned("--recording", recording, "--engine", engine)["instances"]
-    assert planned("--recording", recording, "--engine", engine, "--growth", "2x")["instances"] > usual
-    assert planned("--recording", recording, "--engine", engine, "--slo", "30s")["instances"] < usual
-    assert planned("--recording", recording, "--engine", engine, "--attainment", "0.95")["instances"] >= usual
+def test_parameters_without_an_interval_cause_a_warning(recording: Path, tmp_path: Path) -> None:
+    document = yaml.safe_load(engine_file(tmp_path, spread=0.1).read_text())
+    document["parameters"]["r"] |= {"low": None, "high": None}
+    document["parameters"]["l"] |= {"high": None}
+    del document["parameters"]["a"]
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(document))
+    assert planned("--recording", recording, "--engine", path, "--requests", "60")["warnings"][0] == (
+        "not in the fit, from preset 7b: a, m, c, d0, d1, d2, block, chunk; no interval: l, r; "
+        "the ranges do not cover their errors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_other"), [("--growth", "2x", gt), ("--slo", "30s", lt), ("--attainment", "0.95", ge)]
+)
+def test_growth_and_objective_change_the_size(
+    recording: Path, engine: Path, usual: dict[str, Any], option: str, value: str, is_other: Callable[[int, int], bool]
+) -> None:
+    changed = planned("--recording", recording, "--engine", engine, option, value)
+    assert is_other(changed["instances"], usual["instances"])
 
 
 def test_text_and_chart_have_the_sizes(recording: Path, engine: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 import simulated_recording
@@ -55,6 +56,23 @@ def test_recording_of_the_modelled_engine_is_repeated(requests: list[RecordedReq
     assert (run["policy"], run["instances"], run["requests"]) == ("dualmap", 3, 400)
     assert run["qps"] == pytest.approx(1.5, rel=0.01)
     assert run["ttft_p90_s"] == was["ttft_p90_s"]["simulated"]
+
+
+def hand_written(folder: Path, **values: float) -> Path:
+    path = folder / "engine.yaml"
+    known = {name: {"value": value, "low": value, "high": value, "verdict": "known"} for name, value in values.items()}
+    path.write_text(yaml.safe_dump({"parameters": known}))
+    return path
+
+
+def test_parameters_that_are_not_in_the_fit_are_named(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path, engine = recording(tmp_path, requests), hand_written(tmp_path, r=7000, a=3.0e-5, m=190_000, c=1_000_000)
+    result = invoke("simulate", "--recording", path, "--engine", engine, "--set", "d0=0.028")
+    assert "warning: not in the fit, from preset 7b: o, l, d1, d2, block, chunk\n" in result.stderr
+    assert "The simulation may be believed, but o, l are not from a recording: the simulation repeats" in result.stdout
+    was = simulated(path, "--engine", str(engine))["as_it_was"]
+    assert (was["believable"], was["assumed"]) == (True, ["o", "l"])
+    assert simulated(path)["as_it_was"]["assumed"] == []
 
 
 def test_windows_have_the_share_within_the_slo_side_by_side(requests: list[RecordedRequest], tmp_path: Path) -> None:
@@ -210,6 +228,20 @@ def test_goodput_takes_the_pool_of_a_recording(requests: list[RecordedRequest], 
     assert result.exit_code == 0, result.stderr
     (only,) = json.loads(result.stdout)["results"]
     assert (only["policy"], only["instances"], only["slo_s"]) == ("dualmap", 3, 2.0)
+
+
+def test_goodput_first_repeats_the_recording(requests: list[RecordedRequest], tmp_path: Path) -> None:
+    path, engine = recording(tmp_path, requests), hand_written(tmp_path, r=2000)
+    common = ("goodput", "--recording", path, "--tolerance", "0.5")
+    repeated = invoke(*common, "--json")
+    assert json.loads(repeated.stdout)["as_it_was"] == simulated(path)["as_it_was"]
+    assert "does not repeat" not in repeated.stderr
+    slow = invoke(*common, "--engine", engine)
+    assert slow.exit_code == 0, slow.stderr
+    assert "warning: not in the fit, from preset 7b: a, o, l, m, c, d0, d1, d2, block, chunk\n" in slow.stderr
+    assert "warning: the simulation does not repeat the recording: the TTFT p50 is " in slow.stderr
+    assert "The simulation may not be believed: the TTFT p50 is " in slow.stdout
+    assert "TTFT p50" in slow.stdout
 
 
 def test_recording_that_cannot_be_replayed_is_rejected(requests: list[RecordedRequest], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests of fits: recordings of simulated engines and of a real vLLM, whose parameters or second halves are known."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from dualmap_sim.workloads.catalog import Workload
 
 LIGHT = Experiment(requests_per_s=0.5, workload=Workload(requests=600), instances=2, warmup=0)
 BUSY = replace(LIGHT, requests_per_s=1.5, workload=Workload(requests=1200))
+FEW_EVICTIONS = replace(LIGHT, instances=4, requests_per_s=2.5, workload=Workload(requests=500))
 SPEEDS = ("o", "r", "a", "l", "d0", "d1", "d2")
 
 
@@ -91,7 +93,16 @@ def test_cache_size_is_found_when_prompts_are_evicted() -> None:
 def test_cache_without_evictions_is_absent_with_its_least_size() -> None:
     found = fit(light()).parameters["c"]
     assert found.verdict is Verdict.ABSENT
-    assert "nothing was evicted: the cache holds at least" in found.reason
+    assert "evictions changed less than 1% of the prompt tokens: the cache holds at least" in found.reason
+
+
+def test_least_size_of_a_cache_with_few_evictions_is_below_its_size() -> None:
+    engine = replace(PRESETS["7b"], cache_tokens=175_000)
+    found = fit(simulated_recording.recorded(replace(FEW_EVICTIONS, engine=engine))).parameters["c"]
+    assert found.verdict is Verdict.ABSENT
+    held = re.search(r"at least ([\d,]+) tokens", found.reason)
+    assert held is not None
+    assert 50_000 < int(held[1].replace(",", "")) <= 175_000
 
 
 def test_requests_above_the_bounds_do_not_change_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,29 @@
 """Tests of capacity plans: the search for sizes, and plans by fitted engines beside full searches with the true one."""
 
+import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import simulated_recording
-from dualmap_sim.experiment import Experiment
+from dualmap_cli.engine_file import engine_lines, read_engine
+from dualmap_cli.main import main
+from dualmap_cli.simulate.engine_options import changed
+from dualmap_cli.simulate.plan import default_warmup
+from dualmap_sim.experiment import Experiment, load_trace
 from dualmap_sim.fitting.fit import fit_engine
 from dualmap_sim.planning.capacity import Capacity, Engines, Sizes
 from dualmap_sim.planning.intervals import Share
 from dualmap_sim.planning.sizes import LARGEST, Fleet, Unattainable, fewest_up_to, least_instances, least_split
 from dualmap_sim.planning.windows import WINDOW_REQUESTS, NoWindow, Peak, windows_of
-from dualmap_sim.presets import PRESETS, DecodeCost, EngineConfig, PrefillCost
+from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.catalog import WORKLOADS, Workload
 from dualmap_sim.workloads.pacing import Phase, paced, wave
 from recorded import write
 
+SEVEN_B = PRESETS["7b"]
 BASE = Experiment(requests_per_s=4.0, workload=Workload(requests=500), instances=4, warmup=50, slo_ttft_s=4.0)
 
 
@@ -44,6 +50,8 @@ def test_search_without_a_result_names_the_largest_size() -> None:
 
 
 DAY_S = 300.0
+DAY_SLO_S = 6.0
+"""With a shorter one, the longest prompts alone miss it, and more instances hardly attain more."""
 STEADY = (Phase(seconds=DAY_S, rate=1.0),)
 DAYS = {
     "steady": ("default", STEADY),
@@ -53,33 +61,70 @@ DAYS = {
 }
 
 
-@cache
-def fitted_engine() -> EngineConfig:
-    """Return the engine 7b as fitted to a recording of other traffic."""
-    recorded = simulated_recording.recorded(replace(BASE, instances=6, requests_per_s=2.0, warmup=0))
-    found = fit_engine(simulated_recording.POOL, recorded, known=None, base=PRESETS["7b"]).parameters
-    values = [found[name].value for name in ("o", "r", "a", "l", "d0", "d1", "d2")]
-    overhead_s, tokens_per_s, attention, load, step_s, per_kv_token_s, per_request_s = (
-        value or 0.0 for value in values
-    )
+TRUE = replace(
+    PRESETS["7b"],
+    prefill=replace(PRESETS["7b"].prefill, tokens_per_s=6000.0, attention=4.0e-5),
+    kv_memory_tokens=150_000,
+    input_tokens_max=32_768,
+    cache_tokens=60_000,
+)
+"""The engine of the days. It is none of the presets, so that a plan cannot have its numbers from one."""
+
+
+@pytest.fixture(name="engine_file", scope="module")
+def _engine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of an engine that is fitted to a recording of other traffic, as `dualmap fit` writes it."""
+    other = replace(BASE, requests_per_s=2.0, warmup=0, engine=TRUE)
+    requests, pool = simulated_recording.recorded(other), simulated_recording.pool_line(other).pool
+    path = tmp_path_factory.mktemp("fit") / "engine.yaml"
+    path.write_text("".join(engine_lines(fit_engine(simulated_recording.POOL, requests, known=pool, base=SEVEN_B))))
+    return path
+
+
+def recorded_day(day: str, folder: Path) -> Experiment:
+    name, phases = DAYS[day]
+    trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
+    path = write(folder / "day.jsonl", *simulated_recording.imported(trace))
     return replace(
-        PRESETS["7b"],
-        prefill=PrefillCost(
-            overhead_s=overhead_s, tokens_per_s=tokens_per_s, attention=attention, load_tokens_per_s=load
-        ),
-        decode=DecodeCost(step_s=step_s, per_kv_token_s=per_kv_token_s, per_request_s=per_request_s),
+        BASE,
+        workload=Workload(recording=path),
+        requests_per_s=len(trace.requests) / trace.duration_s,
+        slo_ttft_s=DAY_SLO_S,
     )
+
+
+def fully_searched(base: Experiment) -> int:
+    """Return the least number of true engines that attains the goal, by trying every number."""
+    full = capacity(base, TRUE)
+    return next(n for n in range(1, 30) if full.size(Fleet(n)).slo_attainment.value >= 0.9)
 
 
 @pytest.mark.parametrize("day", DAYS)
-def test_plan_by_a_fitted_engine_is_the_least_size_or_one_more(day: str, tmp_path: Path) -> None:
-    name, phases = DAYS[day]
-    trace = paced(WORKLOADS[name](600).at_rate(2.0), phases)
-    path = write(tmp_path / "day.jsonl", *simulated_recording.imported(trace))
-    base = replace(BASE, workload=Workload(recording=path), requests_per_s=len(trace.requests) / trace.duration_s)
-    planned, full = capacity(base, fitted_engine()).least().instances, capacity(base, PRESETS["7b"])
-    least = next(n for n in range(1, 20) if full.size(Fleet(n)).slo_attainment.value >= 0.9)
+def test_plan_by_a_fitted_engine_is_the_least_size_or_one_more(day: str, engine_file: Path, tmp_path: Path) -> None:
+    base = recorded_day(day, tmp_path)
+    least = fully_searched(base)
+    # As the command does, because the true engine accepted every prompt.
+    fitted = replace(changed(SEVEN_B, read_engine(engine_file).parameters), input_tokens_max=TRUE.input_tokens_max)
+    planned = capacity(base, fitted).least().instances
     assert least <= planned <= least + 1
+
+
+def test_command_plans_a_day_with_the_least_size_or_one_more(engine_file: Path, tmp_path: Path) -> None:
+    base = recorded_day("daily cycle", tmp_path)
+    arguments = (
+        "plan",
+        "--recording",
+        base.workload.recording,
+        "--engine",
+        engine_file,
+        "--slo",
+        f"{DAY_SLO_S}s",
+        "--json",
+    )
+    result = CliRunner().invoke(main, [str(each) for each in arguments])
+    assert result.exit_code == 0, result.stderr
+    least = fully_searched(replace(base, warmup=default_warmup(len(load_trace(base).requests))))
+    assert least <= json.loads(result.stdout)["instances"] <= least + 1
 
 
 def test_size_has_an_interval_of_the_traffic_and_of_the_engines() -> None:

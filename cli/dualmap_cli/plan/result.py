@@ -9,16 +9,10 @@ import click
 from dualmap.pools.kv_store import KvStore
 from dualmap.pools.pool import Routing
 from dualmap_cli.plan.settings import Change, changes
-from dualmap_cli.simulate.as_it_was import (
-    AsItWas,
-    as_it_was_experiment,
-    compare_with,
-    unrepeated_text,
-    with_recorded_kv,
-)
+from dualmap_cli.simulate.as_it_was import AsItWas, as_it_was_warnings, run_as_it_was, with_recorded_kv
 from dualmap_cli.simulate.plan import Plan, recorded_rate, with_transfer
 from dualmap_cli.simulate.values import count_text, window_text
-from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.experiment import Experiment, load_trace
 from dualmap_sim.planning.capacity import Capacity, Engines, Size, Sizes
 from dualmap_sim.planning.intervals import Share
 from dualmap_sim.planning.sizes import Fleet
@@ -97,7 +91,8 @@ def make_capacity_plan(
             f"no window has the {WINDOW_REQUESTS} requests that it needs; give a longer window, or omit it",
             param_hint="--peak",
         ) from error
-    was = _was(plan, on_run)
+    was = run_as_it_was(plan)
+    on_run()
     capacity.check()
     usual = capacity.least()
     sizes = capacity.sizes(usual)
@@ -154,23 +149,12 @@ def _windows(capacity: Capacity, fleet: Fleet, peak: Peak | None) -> Windows:
     )
 
 
-def _was(plan: Plan, on_run: Callable[[], None]) -> AsItWas | None:
-    experiment = as_it_was_experiment(plan)
-    if experiment is None or plan.traffic is None:
-        return None
-    on_run()
-    return compare_with(plan.traffic, experiment, run_experiment(experiment))
-
-
 def _warnings(
     plan: Plan, base: Experiment, was: AsItWas | None, windows: Windows, attainment: float, *, unbounded: bool
 ) -> Iterator[str]:
-    if was is None or was.believable is None:
-        yield f"the simulation is not checked: {'all requests arrived at once' if was is None else was.reason}"
-    elif not was.believable:
-        yield f"the simulation does not repeat the recording: {was.reason}"
-    if was is not None and was.unrepeated:
-        yield f"the simulation does not repeat: {unrepeated_text(was.unrepeated)}"
+    yield from as_it_was_warnings(was)
+    if assumed := plan.assumed.text():
+        yield f"{assumed}; the ranges do not cover their errors"
     requests = len(load_trace(base).requests)
     if requests < _SHORT_REQUESTS:
         yield f"the workload has only {count_text(requests, 'request')}, too few for a reliable figure"

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -12,9 +12,10 @@ from dualmap.recordings.values import RecordedOutcome, RecordedRequest
 from dualmap_cli.simulate.comparison import Figure, WindowShares, share_reasons, time_reasons, window_shares
 from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate, with_transfer
 from dualmap_cli.simulate.pool_option import of_pool
+from dualmap_cli.simulate.runs import losses_of
 from dualmap_cli.simulate.values import window_text
 from dualmap_sim.events import PoolChange
-from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids
+from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids, run_experiment
 from dualmap_sim.notices import Losses
 from dualmap_sim.recordings.pool_history import Unrepeated
 from dualmap_sim.recordings.replays import Traffic, was_measured
@@ -42,6 +43,38 @@ class AsItWas:
     reason: str
     losses: Losses | None = None
     """What the simulation lost, to compare it with runs in which members got a notice."""
+    assumed: tuple[str, ...] = ()
+    """The parameters of the prefill speed that are not from a recording, though the engine is from a file."""
+
+
+def run_as_it_was(plan: Plan, *, lost_from_s: float | None = None) -> AsItWas | None:
+    """Simulate the recording of a plan as it was, and compare it with what was measured; None without times.
+
+    With ``lost_from_s``, the result has what was lost from then on.
+    """
+    experiment = None if plan.traffic is None else as_it_was_experiment(plan)
+    if experiment is None or plan.traffic is None:
+        return None
+    outcome = run_experiment(experiment)
+    was = compare_with(plan.traffic, experiment, outcome)
+    return replace(was, losses=losses_of(outcome, experiment, lost_from_s), assumed=plan.assumed.prefill_speed)
+
+
+def as_it_was_warnings(was: AsItWas | None) -> Iterator[str]:
+    """Yield why the simulation of a recording may not be believed, and what it does not repeat."""
+    if was is None or was.believable is None:
+        yield f"the simulation is not checked: {'all requests arrived at once' if was is None else was.reason}"
+    elif not was.believable:
+        yield f"the simulation does not repeat the recording: {was.reason}"
+    if was is not None and was.unrepeated:
+        yield f"the simulation does not repeat: {unrepeated_text(was.unrepeated)}"
+
+
+def trust_text(was: AsItWas) -> str:
+    """Return whether the simulation of a recording may be believed, with the reason."""
+    trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
+    but = f", but {', '.join(was.assumed)} are not from a recording" if was.believable and was.assumed else ""
+    return f"The simulation {trust}{but}: {was.reason}."
 
 
 def as_it_was_experiment(plan: Plan) -> Experiment | None:

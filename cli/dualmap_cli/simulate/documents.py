@@ -24,33 +24,38 @@ def runs_document(runs: Sequence[Run], was: AsItWas | None = None) -> str:
     """Return the JSON document of ``dualmap simulate --json``, with ``as_it_was`` for a recording."""
     document: dict[str, object] = {"runs": [_run(run) for run in runs]}
     if was is not None:
-        document["as_it_was"] = {
-            **{name: _figure(getattr(was, name)) for name in AS_IT_WAS},
-            "window_s": was.windows.window_s,
-            "windows": [
-                {
-                    "start_s": each.start_s,
-                    "requests": each.requests,
-                    "slo_attainment": _figure(each.slo_attainment),
-                    "differs": each.differs,
-                }
-                for each in was.windows.shares
-            ],
-            "pool_changes": sum(isinstance(event, PoolChange) for event in was.experiment.events),
-            "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
-            "believable": was.believable,
-            "reason": was.reason,
-            "losses": _losses(was.losses),
-        }
+        document["as_it_was"] = _as_it_was(was)
     return json.dumps(document, indent=2, allow_nan=False)
+
+
+def _as_it_was(was: AsItWas) -> dict[str, object]:
+    return {
+        **{name: _figure(getattr(was, name)) for name in AS_IT_WAS},
+        "window_s": was.windows.window_s,
+        "windows": [
+            {
+                "start_s": each.start_s,
+                "requests": each.requests,
+                "slo_attainment": _figure(each.slo_attainment),
+                "differs": each.differs,
+            }
+            for each in was.windows.shares
+        ],
+        "pool_changes": sum(isinstance(event, PoolChange) for event in was.experiment.events),
+        "not_repeated": [{"what": each.what, "at_s": each.recorded_s} for each in was.unrepeated],
+        "believable": was.believable,
+        "reason": was.reason,
+        "losses": _losses(was.losses),
+        "assumed": list(was.assumed),
+    }
 
 
 def _figure(figure: Figure) -> dict[str, float | None]:
     return {"measured": _number(figure.measured), "simulated": _number(figure.simulated)}
 
 
-def goodputs_document(plan: Plan, attainment: float, found: Found) -> str:
-    """Return the JSON document of ``dualmap goodput --json``."""
+def goodputs_document(plan: Plan, attainment: float, found: Found, was: AsItWas | None = None) -> str:
+    """Return the JSON document of ``dualmap goodput --json``, with ``as_it_was`` for a recording."""
     results = [
         {
             "policy": policy,
@@ -71,7 +76,10 @@ def goodputs_document(plan: Plan, attainment: float, found: Found) -> str:
         }
         for policy, answers in found
     ]
-    return json.dumps({"results": results}, indent=2, allow_nan=False)
+    document: dict[str, object] = {"results": results}
+    if was is not None:
+        document["as_it_was"] = _as_it_was(was)
+    return json.dumps(document, indent=2, allow_nan=False)
 
 
 def _run(run: Run) -> dict[str, object]:

@@ -15,6 +15,7 @@ from dualmap_cli.simulate.values import numbers
 from dualmap_sim.option_checks import FiniteFloatRange
 
 if TYPE_CHECKING:
+    from dualmap_cli.simulate.as_it_was import AsItWas
     from dualmap_cli.simulate.runs import Found
 
 
@@ -69,6 +70,9 @@ def goodput(
     the others. In the closed-loop workload agentic, the rate is nominal, because each session waits for an answer
     before the next request.
 
+    With --recording, the command first simulates the recording as it was, from the first of --starts on. It prints the
+    figures beside the measured ones, and whether the simulation may be believed.
+
     --plot draws the means as bars and each window's value as a dot.
 
     \b
@@ -83,12 +87,15 @@ def goodput(
         if (plan.base.workload.trace is not None or plan.traffic is not None) and len(seeds) > 1:
             click.echo("--seeds has no effect: a recorded trace is the same for all seeds", err=True)
         attainment = attainment or (plan.pool.slo if plan.pool is not None else Slo()).attainment
+        # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
+        from dualmap_cli.simulate.repeated import repeated
+
+        was = repeated(plan)
         found = _search(plan, attainment, tolerance)
-        _publish(plan, attainment, found)
+        _publish(plan, attainment, found, was)
 
 
 def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
-    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import Search, search
     from dualmap_cli.simulate.tables import announcement
@@ -116,8 +123,9 @@ def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
     return [(policy, answers[number * windows : (number + 1) * windows]) for number, policy in enumerate(plan.policies)]
 
 
-def _publish(plan: Plan, attainment: float, found: "Found") -> None:
+def _publish(plan: Plan, attainment: float, found: "Found", was: "AsItWas | None") -> None:
     from dualmap_cli.simulate.documents import goodputs_document
+    from dualmap_cli.simulate.repeated import show_as_it_was
     from dualmap_cli.simulate.runs import rates
     from dualmap_cli.simulate.tables import GOODPUT_LEGEND, goodputs_table, short_windows, show
     from dualmap_sim.goodput import NeverOverloaded
@@ -130,8 +138,10 @@ def _publish(plan: Plan, attainment: float, found: "Found") -> None:
         click.echo(f"warning: {warning}", err=True)
     with writing_results():
         if plan.as_json:
-            click.echo(goodputs_document(plan, attainment, found))
+            click.echo(goodputs_document(plan, attainment, found, was))
         else:
+            if was is not None:
+                show_as_it_was(was)
             show(goodputs_table(found))
             click.echo(GOODPUT_LEGEND)
     if not overloaded:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from dualmap.pools.pool import Pool, Slo
-from dualmap_cli.simulate.engine_options import changed
+from dualmap_cli.simulate.engines import Assumed, engines_of, slow_ones, unequal
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_cli.trace.warnings import warn, warn_of_error
 from dualmap_sim.experiment import Experiment, load_trace, load_traffic, member_ids
 from dualmap_sim.oracles import ORACLES
-from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.presets import EngineConfig
 from dualmap_sim.recordings.errors import RecordingError
 from dualmap_sim.recordings.replays import SeveralPools, Traffic
 from dualmap_sim.shared_store import StoreConfig
@@ -37,7 +37,6 @@ WARMUP: Final = 500
 WARMUP_SHARE: Final = 0.25
 _SAMPLES_MOST: Final = 2000
 """Maximum number of load samples of a run. In a chart, more samples would overlap."""
-_SLOWEST: Final = 0.001
 _TRANSFER_TOKENS_PER_S: Final = 100_000.0
 """The speed of KV from a prefill engine to a decode engine: 10 GB/s for 7b, which has 0.1 MB of KV per token."""
 
@@ -55,6 +54,8 @@ class Plan:
     """What ``--recording`` contains."""
     differing: Mapping[str, EngineConfig]
     """The engines of the members that differ in the file of ``--engine``, by member id."""
+    assumed: Assumed
+    """The parameters of the engine that are the preset's, or have no interval, though ``--engine`` gives a file."""
     repeats_members: bool
     """Whether runs have the recorded members, which join and leave at their times."""
     model: str
@@ -103,7 +104,7 @@ def make_plan(
     With ``repeats_members``, runs have the members of a recording, unless the options say otherwise. ``has_set`` says
     whether the command has the option ``--set``.
     """
-    engine, differing = _engines(model, engine_file, parameters)
+    engine, differing = engines_of(model, engine_file, parameters)
     source = _source(trace_file, recording, pool_name, scale, workload, requests, starts)
     traffic = _traffic(source)
     if traffic is not None:
@@ -131,8 +132,8 @@ def make_plan(
         instances=instances,
         prefillers=prefillers,
         engine=engine,
-        engines=_slow_ones(slow, engine, recorded_members or member_ids(instances), policies)
-        or _unequal(differing, recorded_members, instances, policies),
+        engines=slow_ones(slow, engine, recorded_members or member_ids(instances), policies)
+        or unequal(differing, recorded_members, instances, policies),
         slo_ttft_s=slo_ttft_s,
         routers=routers,
         owner_decides=decide == "owner",
@@ -161,6 +162,7 @@ def make_plan(
         pool=pool,
         traffic=traffic,
         differing=differing,
+        assumed=Assumed.of(model, engine_file, parameters),
         repeats_members=bool(recorded_members),
         model=model,
         processes=processes or os.cpu_count() or 1,
@@ -325,49 +327,6 @@ def _check_split(
         problem = "theoretical bounds have no prefill pool; omit them in --policy"
     if problem:
         raise click.BadParameter(f"{prefillers} is not accepted; {problem}", param_hint="--prefill-instances")
-
-
-def _engines(
-    model: str, file: "EngineFile | None", parameters: Sequence[tuple[str, float]]
-) -> tuple[EngineConfig, Mapping[str, EngineConfig]]:
-    """Return the engine of most members, and those of the members that differ in the file. Raises BadParameter."""
-    engine, differing = PRESETS[model], dict[str, EngineConfig]()
-    if file is not None:
-        engine = changed(engine, file.parameters, hint="--engine")
-        differing = {name: changed(engine, own, hint="--engine") for name, own in file.members.items()}
-    return changed(engine, parameters), {name: changed(each, parameters) for name, each in differing.items()}
-
-
-def _unequal(
-    differing: Mapping[str, EngineConfig], recorded: Sequence[str], instances: int, policies: Sequence[str]
-) -> tuple[tuple[str, EngineConfig], ...]:
-    """Return the members that differ: those of the ``recorded`` ones, else the first ones. Raises BadParameter."""
-    if differing and any(policy in ORACLES for policy in policies):
-        raise click.BadParameter("the bounds require equal engines; omit them in --policy", param_hint="--engine")
-    if recorded:
-        return tuple((name, engine) for name, engine in differing.items() if name in recorded)
-    return tuple(zip(member_ids(instances), differing.values(), strict=False))
-
-
-def _slow_ones(
-    slow: Sequence[tuple[str, float]], engine: EngineConfig, members: Sequence[str], policies: Sequence[str]
-) -> tuple[tuple[str, EngineConfig], ...]:
-    for name, speed in slow:
-        if name not in members:
-            raise click.BadParameter(
-                f"{name!r} is not accepted; give one of {members[0]} to {members[-1]}", param_hint="--slow"
-            )
-        if not _SLOWEST <= speed <= 1 / _SLOWEST:
-            raise click.BadParameter(
-                f"{name}={speed:g} is not accepted; give a factor from {_SLOWEST:g} to {1 / _SLOWEST:g}",
-                param_hint="--slow",
-            )
-    for policy in policies:
-        if slow and policy in ORACLES:
-            raise click.BadParameter(
-                f"the bound {policy} requires equal engines; omit --slow or {policy}", param_hint="--slow"
-            )
-    return tuple((name, slowed(engine, 1 / speed)) for name, speed in dict(slow).items())
 
 
 def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:

@@ -92,7 +92,10 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, notices: tupl
         rates = qps or (recorded_rate(plan.base) or half_reuse_rate(plan.base),)
         experiments = _experiments(plan, rates, notices)
         lost_from_s = min((notice.at_s for notice in notices), default=None)
-        was = None if plan.traffic is None else _repeat(plan, lost_from_s)
+        # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
+        from dualmap_cli.simulate.repeated import repeated
+
+        was = repeated(plan, lost_from_s=lost_from_s)
         _publish(plan, _run(plan, experiments, lost_from_s), was)
 
 
@@ -106,7 +109,6 @@ def _experiments(plan: Plan, rates: Sequence[float], notices: Sequence[Notice]) 
 
 
 def _run(plan: Plan, experiments: Sequence[Experiment], lost_from_s: float | None) -> "list[Run]":
-    # Imported here because rich takes a tenth of a second to load, and neither --help nor a usage error needs it.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import simulate as run_one
     from dualmap_cli.simulate.tables import announcement
@@ -126,43 +128,17 @@ def _run(plan: Plan, experiments: Sequence[Experiment], lost_from_s: float | Non
     return runs
 
 
-def _repeat(plan: Plan, lost_from_s: float | None) -> "AsItWas | None":
-    """Simulate a recording as it was, and compare the simulation with what was measured; None for a single time."""
-    from dualmap_cli.simulate.as_it_was import as_it_was_experiment, compare_with, unrepeated_text
-    from dualmap_cli.simulate.runs import losses_of
-    from dualmap_sim.experiment import run_experiment
-
-    assert plan.traffic is not None
-    experiment = as_it_was_experiment(plan)
-    if experiment is None:
-        return None
-    outcome = run_experiment(experiment)
-    was = replace(compare_with(plan.traffic, experiment, outcome), losses=losses_of(outcome, experiment, lost_from_s))
-    if was.believable is not True:
-        believed = "cannot be checked" if was.believable is None else "does not repeat the recording"
-        click.echo(f"warning: the simulation {believed}: {was.reason}", err=True)
-    if was.unrepeated:
-        click.echo(f"warning: the simulation does not repeat: {unrepeated_text(was.unrepeated)}", err=True)
-    return was
-
-
 def _publish(plan: Plan, runs: "Sequence[Run]", was: "AsItWas | None") -> None:
-    from dualmap_cli.simulate.as_it_was import unrepeated_text
     from dualmap_cli.simulate.documents import runs_document
-    from dualmap_cli.simulate.tables import LEGEND, as_it_was_table, losses_table, runs_table, show, windows_table
+    from dualmap_cli.simulate.repeated import show_as_it_was
+    from dualmap_cli.simulate.tables import LEGEND, losses_table, runs_table, show
 
     with writing_results():
         if plan.as_json:
             click.echo(runs_document(runs, was))
         else:
             if was is not None:
-                show(as_it_was_table(was))
-                if was.windows.shares:
-                    show(windows_table(was.windows))
-                trust = {True: "may be believed", False: "may not be believed", None: "is not checked"}[was.believable]
-                click.echo(f"The simulation {trust}: {was.reason}.")
-                if was.unrepeated:
-                    click.echo(f"It does not repeat: {unrepeated_text(was.unrepeated)}.")
+                show_as_it_was(was)
             show(runs_table(runs))
             if runs[0].losses is not None:
                 show(losses_table(runs, was))

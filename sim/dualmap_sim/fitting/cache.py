@@ -1,5 +1,6 @@
 """Fits the size of the engines' prefix caches, by replaying the prompts of each member in caches of several sizes."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -55,13 +56,22 @@ def fit_cache(
         return Estimate.absent("no prompt had cached tokens; repeated prompts and conversations show it")
     asked = sum(each.served.prompt_tokens for own in prompts for each in own)
     largest = max(len({block for each in own for block in each.blocks}) for own in prompts)
-    if _error(prompts, None, block_tokens) <= _LEAST_EVICTED * asked:
-        held = round(largest * block_tokens)
-        return Estimate.absent(f"nothing was evicted: the cache holds at least {held:,} tokens; more prompts show it")
     sizes, size = [], float(_SMALLEST_BLOCKS)
     while size < largest * _GROWTH:
         sizes.append(round(size))
         size *= _GROWTH
+
+    def is_enough(size: int | None) -> bool:
+        return _error(prompts, size, block_tokens) <= _LEAST_EVICTED * asked
+
+    if is_enough(None):
+        # The cache is larger than the largest size that explains the cached tokens worse than no limit.
+        number = bisect_left(sizes, True, key=is_enough)
+        held = round(sizes[number - 1] * block_tokens) if number else 0
+        return Estimate.absent(
+            f"evictions changed less than {_LEAST_EVICTED:.0%} of the prompt tokens: the cache holds at least "
+            f"{held:,} tokens; more prompts show it"
+        )
     errors = {size: _error(prompts, size, block_tokens) for size in sizes}
     best = min(errors, key=lambda size: errors[size])
     good = [size for size in sizes if errors[size] <= _AS_GOOD * errors[best]]
