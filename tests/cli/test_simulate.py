@@ -18,6 +18,7 @@ from dualmap_cli import running
 from dualmap_cli.main import main
 from dualmap_cli.simulate import runs as runs_module
 from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
+from dualmap_cli.simulate.engines import Assumed
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Run, simulate
 from dualmap_cli.simulate.tables import goodputs_table, runs_table, short_windows, show
@@ -225,6 +226,7 @@ def test_goodput_warns_if_a_window_is_too_short() -> None:
         pool=None,
         traffic=None,
         differing={},
+        assumed=Assumed.of("7b", None, ()),
         repeats_members=False,
         model="7b",
         processes=1,
