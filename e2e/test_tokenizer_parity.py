@@ -94,7 +94,7 @@ class Site:
             ((report, _),) = await client.reports(f"llm/{POOL}", [address])
         finally:
             await client.close()
-        assert report.heard
+        assert report.answered
         return report.tokenizer
 
     async def mismatches(self) -> float:
