@@ -1,6 +1,5 @@
 """Compares a recording with its own simulation: the same policy, instances and times."""
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,13 +8,22 @@ from datetime import UTC, datetime
 
 from dualmap.pools.pool import Pool
 from dualmap.recordings.values import RecordedOutcome, RecordedRequest
-from dualmap_cli.simulate.comparison import Figure, WindowShares, share_reasons, time_reasons, window_shares
+from dualmap_cli.simulate.comparison import (
+    Figure,
+    WindowShares,
+    ratio,
+    share,
+    share_reasons,
+    time_reasons,
+    window_shares,
+)
+from dualmap_cli.simulate.engines import differing_members
 from dualmap_cli.simulate.plan import Plan, default_warmup, recorded_rate, with_transfer
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.runs import losses_of
 from dualmap_cli.simulate.values import window_text
 from dualmap_sim.events import PoolChange
-from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids, run_experiment
+from dualmap_sim.experiment import Experiment, Outcome, load_trace, run_experiment
 from dualmap_sim.notices import Losses
 from dualmap_sim.recordings.pool_history import Unrepeated
 from dualmap_sim.recordings.replays import Traffic, was_measured
@@ -100,11 +108,11 @@ def as_it_was_experiment(plan: Plan) -> Experiment | None:
     if plan.base.workload.scale != 1:
         base = replace(base, warmup=default_warmup(len(load_trace(base).requests)))
     if pool is None:
-        return replace(base, engines=tuple(zip(member_ids(instances), plan.differing.values(), strict=False)))
+        return replace(base, engines=differing_members(plan.differing, (), instances))
     recorded = with_recorded_kv(_with_settings(base, pool), pool, prefillers=plan.traffic.prefillers)
     if recorded.prefillers or not plan.traffic.members:
         return recorded
-    engines = tuple((name, engine) for name, engine in plan.differing.items() if name in plan.traffic.members)
+    engines = differing_members(plan.differing, plan.traffic.members, instances)
     return with_changes(replace(recorded, engines=engines), plan.traffic, _with_settings)
 
 
@@ -153,7 +161,7 @@ def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> 
     measured_s = sorted(request.ttft_s for request, _ in timed if request.ttft_s is not None)
     simulated_s = sorted(record.ttft_s for _, record in timed if record.ttft_s is not None)
     ttft_p50_s, ttft_p90_s = (
-        Figure(measured=percentile(measured_s, share), simulated=percentile(simulated_s, share)) for share in (0.5, 0.9)
+        Figure(measured=percentile(measured_s, part), simulated=percentile(simulated_s, part)) for part in (0.5, 0.9)
     )
     hit_rate = _hit_rate(pairs)
     asked = [each for each in pairs if each[0].streamed or each[0].outcome is RecordedOutcome.REFUSED]
@@ -161,7 +169,7 @@ def compare_with(traffic: Traffic, experiment: Experiment, outcome: Outcome) -> 
     slos_s = _slos_s(experiment, arrivals_s)
     measured = [_is_within(request.ttft_s, slo_s) for (request, _), slo_s in zip(asked, slos_s, strict=True)]
     simulated = [_is_within(record.ttft_s, slo_s) for (_, record), slo_s in zip(asked, slos_s, strict=True)]
-    slo_attainment = Figure(measured=_share(measured), simulated=_share(simulated))
+    slo_attainment = Figure(measured=share(measured), simulated=share(simulated))
     windows = window_shares(arrivals_s, measured, simulated)
     reasons = [
         *time_reasons("TTFT p50", ttft_p50_s),
@@ -228,16 +236,8 @@ def _hit_rate(pairs: Sequence[_Pair]) -> Figure:
     ]
     served = [record for _, _, record in known if record.finished_s is not None]
     return Figure(
-        measured=_ratio(sum(cached for cached, _, _ in known), sum(prompt for _, prompt, _ in known)),
-        simulated=_ratio(
+        measured=ratio(sum(cached for cached, _, _ in known), sum(prompt for _, prompt, _ in known)),
+        simulated=ratio(
             sum(record.cached_tokens for record in served), sum(record.arrival.work.prompt_tokens for record in served)
         ),
     )
-
-
-def _share(within: Sequence[bool]) -> float:
-    return _ratio(sum(within), len(within))
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan

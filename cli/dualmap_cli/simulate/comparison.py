@@ -108,7 +108,7 @@ def window_shares(arrivals_s: Sequence[float], measured: Sequence[bool], simulat
             WindowShare(
                 start_s=window.start_s,
                 requests=window.requests,
-                slo_attainment=Figure(measured=_share(measured[window.part]), simulated=_share(simulated[window.part])),
+                slo_attainment=Figure(measured=share(measured[window.part]), simulated=share(simulated[window.part])),
             )
             for window in windows_of(arrivals_s, window_s)
         ),
@@ -133,5 +133,11 @@ def _length_s(least_s: float) -> float:
     return float(_LENGTHS_S[place]) if place < len(_LENGTHS_S) else math.ceil(least_s / _DAY_S) * _DAY_S
 
 
-def _share(within: Sequence[bool]) -> float:
-    return sum(within) / len(within)
+def ratio(part: int, whole: int) -> float:
+    """Return a part of a whole; NaN without a whole."""
+    return part / whole if whole else math.nan
+
+
+def share(within: Sequence[bool]) -> float:
+    """Return the share of true values; NaN without values."""
+    return ratio(sum(within), len(within))

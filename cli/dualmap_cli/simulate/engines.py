@@ -71,12 +71,16 @@ def engines_of(
     return changed(engine, parameters), {name: changed(each, parameters) for name, each in differing.items()}
 
 
-def unequal(
-    differing: Mapping[str, EngineConfig], recorded: Sequence[str], instances: int, policies: Sequence[str]
-) -> tuple[tuple[str, EngineConfig], ...]:
-    """Return the members that differ: those of the ``recorded`` ones, else the first ones. Raises BadParameter."""
+def check_equal(differing: Mapping[str, EngineConfig], policies: Sequence[str]) -> None:
+    """Check that no bound is simulated with members that differ. Raises BadParameter."""
     if differing and any(policy in ORACLES for policy in policies):
         raise click.BadParameter("the bounds require equal engines; omit them in --policy", param_hint="--engine")
+
+
+def differing_members(
+    differing: Mapping[str, EngineConfig], recorded: Sequence[str], instances: int
+) -> tuple[tuple[str, EngineConfig], ...]:
+    """Return the members that differ: those of the ``recorded`` ones, else the first ones."""
     if recorded:
         return tuple((name, engine) for name, engine in differing.items() if name in recorded)
     return tuple(zip(member_ids(instances), differing.values(), strict=False))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from dualmap.pools.pool import Pool, Slo
-from dualmap_cli.simulate.engines import Assumed, engines_of, slow_ones, unequal
+from dualmap_cli.simulate.engines import Assumed, check_equal, differing_members, engines_of, slow_ones
 from dualmap_cli.simulate.pool_option import of_pool
 from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_cli.trace.warnings import warn, warn_of_error
@@ -112,9 +112,8 @@ def make_plan(
         if "cap" not in dict(parameters):
             engine = _accepting(engine, traffic)
             differing = {name: _accepting(each, traffic) for name, each in differing.items()}
-    recorded_members: tuple[str, ...] = ()
-    if repeats_members and not (instances or prefillers):
-        recorded_members = _recorded_members(traffic, pool)
+    is_as_recorded = repeats_members and not (instances or prefillers)
+    recorded_members = _recorded_members(traffic, pool) if is_as_recorded else ()
     if pool is None:
         policies = policies or POLICIES_COMPARED
     else:
@@ -133,7 +132,7 @@ def make_plan(
         prefillers=prefillers,
         engine=engine,
         engines=slow_ones(slow, engine, recorded_members or member_ids(instances), policies)
-        or unequal(differing, recorded_members, instances, policies),
+        or differing_members(differing, recorded_members, instances),
         slo_ttft_s=slo_ttft_s,
         routers=routers,
         owner_decides=decide == "owner",
@@ -145,6 +144,7 @@ def make_plan(
         believed_tokens_per_s=believed_speed,
         store=None if store_tokens_per_s is None else StoreConfig(tokens_per_s=store_tokens_per_s),
     )
+    check_equal(differing, policies)
     if pool is not None:
         base = of_pool(base, pool)
     if traffic is not None:

@@ -133,10 +133,6 @@ def _read_header(fields: Fields) -> Header:
 
 def _read_request(fields: Fields) -> RecordedRequest:
     receipt = fields.sub("receipt")
-    engine_prompt_tokens = fields.optional_integer("engine_prompt_tokens")
-    cached_tokens = fields.optional_integer("cached_tokens")
-    if engine_prompt_tokens is not None and (cached_tokens or 0) > engine_prompt_tokens:
-        raise InvalidField("cached_tokens", cached_tokens, f"at most engine_prompt_tokens, {engine_prompt_tokens}")
     request = RecordedRequest(
         arrived_s=fields.number("arrived_s", high=EPOCH_S_MAX),
         pool=fields.text("pool"),
@@ -161,9 +157,9 @@ def _read_request(fields: Fields) -> RecordedRequest:
         queued_s=fields.optional_number("queued_s"),
         ttft_s=fields.optional_number("ttft_s"),
         duration_s=fields.optional_number("duration_s"),
-        engine_prompt_tokens=engine_prompt_tokens,
+        engine_prompt_tokens=fields.optional_integer("engine_prompt_tokens"),
         output_tokens=fields.optional_integer("output_tokens"),
-        cached_tokens=cached_tokens,
+        cached_tokens=fields.optional_integer("cached_tokens"),
         comparable=fields.flag("comparable", default=True),
     )
     _check_counts(request)
@@ -171,10 +167,13 @@ def _read_request(fields: Fields) -> RecordedRequest:
 
 
 def _check_counts(request: RecordedRequest) -> None:
-    """Check that the counts of tokens and of full blocks are those of the blocks. Raises InvalidField.
+    """Check that the counts of tokens and of blocks agree. Raises InvalidField.
 
     Routers hash the first MAX_BLOCKS blocks of a prompt only.
     """
+    engines_count = request.engine_prompt_tokens
+    if engines_count is not None and (request.cached_tokens or 0) > engines_count:
+        raise InvalidField("cached_tokens", request.cached_tokens, f"at most engine_prompt_tokens, {engines_count}")
     blocks, length, full_blocks = len(request.blocks), request.block_tokens, request.full_blocks
     cut = blocks == MAX_BLOCKS
     if full_blocks is None:

@@ -192,7 +192,7 @@ class Reading:
                 self._leave_out(name, line.number, line.fault or _reason(error))
                 continue
             if isinstance(found, Header):
-                # Somebody has joined files of routers.
+                # A file that joins files of several routers has the first line of each.
                 self.sources.append(Source(name, found))
             else:
                 self._sorter.add(TimedLine(found, len(self.sources) - 1, line.number, line.text))
